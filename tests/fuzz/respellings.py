@@ -10,7 +10,7 @@ __all__ = ["body", "operands"]
 def operands(w: Writer, at: str) -> tuple[dict[str, int], list[str]]:
     """Rows of a sequence with channels, and ids as arguments."""
     c = w.choices
-    size = {"t": c.pick(f"{at}.t", [6, 1, 5, 9], 0.5), "d": c.pick(f"{at}.d", [4, 6, 2], 0.4), "v": 7}
+    size = {"t": c.pick(f"{at}.t", [6, 1, 5, 9, 16], 0.5), "d": c.pick(f"{at}.d", [4, 6, 2], 0.4), "v": 7}
     scale = c.pick(f"{at}.magnitude", [1.0, 30.0, 1000.0], 0.3)
     w.features.add(f"magnitude {scale:g}")
     x = w.normal("x", (2, size["t"], size["d"]), w.dtype(f"{at}.x", 0.4), scale)
@@ -25,7 +25,7 @@ def body(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
         x = first(w, f"{at}.first", x)
     steps = {
         "convolution": _convolution, "cumulative": _cumulative, "window": _window, "one-hot": _one_hot,
-        "indexed loop": _indexed_loop,
+        "indexed loop": _indexed_loop, "associative scan": _associative_scan,
     }  # fmt: skip
     for n in range(c.pick(f"{at}.count", [1, 2, 3], 0.6)):
         name = c.pick(f"{at}.step {n}", {name: name for name in steps}, 0.8)
@@ -122,4 +122,22 @@ def _indexed_loop(w: Writer, at: str, size: dict[str, int], x: str, ids: str) ->
     w.features.add("indexed loop")
     return (
         f"jnp.moveaxis(lax.scan(lambda h, i: ({step},) * 2, {first}, jnp.arange({count}), reverse={reverse})[1], 0, 1)"
+    )
+
+
+def _associative_scan(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """A linear recurrence, or something that looks like one."""
+    c = w.choices
+    decay = c.pick(f"{at}.decay", [f"jnp.tanh({x})", f"jnp.cos({x})", f"jnp.ones_like({x}) * 0.9"], 0.5)
+    added = c.pick(f"{at}.added", [x, f"jnp.sin({x})", f"{x} * {x}"], 0.4)
+    forms = [
+        "(l[0] * r[0], r[0] * l[1] + r[1])", "(r[0] * l[0], r[1] + l[1] * r[0])", "(l[0] * r[0], l[0] * r[1] + l[1])",
+        "(l[0] * r[0], r[0] * l[1] - r[1])", "(l[0] * r[0], jnp.maximum(r[0] * l[1], r[1]))",
+    ]  # fmt: skip
+    combine = c.pick(f"{at}.combine", forms, 0.5)
+    axis, reverse = c.pick(f"{at}.axis", [1, 2, 0], 0.3), c.chance(f"{at}.reverse", 0.3)
+    w.features.add("associative scan")
+    return (
+        f"lax.associative_scan(lambda l, r: {combine}, ({decay}.astype({x}.dtype), {added}.astype({x}.dtype)), "
+        f"axis={axis}, reverse={reverse})[1]"
     )

@@ -1,0 +1,388 @@
+"""Recognises what ``lax.associative_scan`` computes by its values: recurrences ``h[t] = a[t] h[t-1] + b[t]``.
+
+To JAX an associative scan is no equation, but some seventeen for each level: slices, products, sums, pads and
+concatenations, and as many again in the gradient.  No arrangement of these is matched.  Along one axis they compute
+polynomials of their inputs with integer coefficients, and two polynomials that agree at random points of a large prime
+field are the same (Schwartz and Zippel: for T steps the chance of an error is below T / 2^31 for each point and each
+element, and two points are tried).
+
+An input is a value that no slice or pad along the axis stands above: what the scan is given, or the cotangent of its
+result.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from autopallas.graph import Graph, Node
+from autopallas.graph.edit import surviving
+from autopallas.graph.loop_slices import is_zero
+
+__all__ = ["Backward", "Forward", "scans_of"]
+
+Array = np.ndarray
+
+_PRIME = 2**31 - 1
+_POINTS = 2
+"""How many points of the field are tried."""
+_LONGEST = 2**16
+_SHORTEST = 8
+_MOST_NODES = 4096
+"""Largest number of equations that one result is computed by."""
+_SUMS = frozenset({"add", "add_any"})
+_ELEMENTWISE = _SUMS | {"mul", "sub", "neg", "copy", "copy_p"}
+_MOVES = frozenset({"slice", "pad", "split"})
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """``h[t] = a[t] h[t-1] + b[t]``, where ``h[0] = b[0]``.
+
+    Attributes:
+      decay, given, result: the numbers of a, b and h.
+      axis: the axis of time.
+    """
+
+    decay: int
+    given: int
+    result: int
+    axis: int
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The gradients of a scan: ``g[t] = d[t] + a[t+1] g[t+1]``, of b, and ``g[t] h[t-1]``, of a.
+
+    Attributes:
+      scan: the scan.
+      cotangent: the number of d, h's cotangent.
+      reads_result: whether h is at hand; else it is computed once more.
+      of_given: the number of b's gradient.
+      of_decay: the number of a's gradient; None if the program does not compute it.
+    """
+
+    scan: Forward
+    cotangent: int
+    reads_result: bool
+    of_given: int | None
+    of_decay: int | None
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        return tuple(n for n in (self.of_given, self.of_decay) if n is not None)
+
+
+_REMEMBERED: WeakKeyDictionary[Graph, Mapping[int, Forward | Backward]] = WeakKeyDictionary()
+
+
+def scans_of(graph: Graph) -> Mapping[int, Forward | Backward]:
+    """Returns the scans of a graph, and their gradients, each by the number of its first result."""
+    if graph not in _REMEMBERED:
+        _REMEMBERED[graph] = _found(graph)
+    return _REMEMBERED[graph]
+
+
+def _found(graph: Graph) -> dict[int, Forward | Backward]:
+    if not any(node.name == "pad" and _interior(node) for node in graph.nodes):
+        return {}
+    regions = _Regions(graph)
+    found: dict[int, Forward | Backward] = {}
+    for scan in regions.scans.values():
+        backwards = regions.backwards(scan)
+        if regions.escapes([scan.result, *(n for b in backwards for n in b.results)]):
+            continue
+        if all(regions.reaches(backward) for backward in backwards):
+            found[scan.result] = scan
+            found.update((backward.results[0], backward) for backward in backwards)
+    return found
+
+
+def _interior(node: Node) -> bool:
+    return any(int(inside) > 0 for _, _, inside in node.params["padding_config"])
+
+
+# ---------------------------------------------------------------------- regions and their values
+
+
+class _Regions:
+    """Follows values along the axis on which slices and pads move them, and proves what sums of pads are.
+
+    Attributes:
+      moved: by number, the axis, for values that a slice or a pad stands above; what is proved counts as an input of
+        what follows.
+      same: by number, the value that a pad of nothing gives back.
+      scans: by the result.
+      of_given, of_decay: by scan's result and cotangent, the gradients.
+    """
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.moved: dict[int, int] = {}
+        self.same: dict[int, int] = {}
+        self.scans: dict[int, Forward] = {}
+        self.of_given: dict[tuple[int, int], int] = {}
+        self.of_decay: dict[tuple[int, int], int] = {}
+        self.values: list[dict[int, Array]] = [{} for _ in range(_POINTS)]
+        self._regions: dict[int, tuple[list[Node], tuple[int, ...]] | None] = {}
+        self._functions: dict[tuple[str, int, tuple[int, ...]], Array] = {}
+        for node in graph.nodes:
+            axis = self._axis(node)
+            if axis is None:
+                self._note_identity(node)
+                continue
+            self.moved.update(dict.fromkeys(node.outputs, axis))
+            if node.name in _SUMS and any(graph.name(n) == "pad" for n in node.inputs):
+                (number,) = node.outputs
+                leaves = self._leaves(number, axis)
+                if leaves is not None and (self._is_scan(number, leaves, axis) or self._is_gradient(number, leaves)):
+                    del self.moved[number]
+
+    def _note_identity(self, node: Node) -> None:
+        """Notes a pad that adds nothing, as gradients of slices have it."""
+        if node.name == "pad" and not any(int(x) for three in node.params["padding_config"] for x in three):
+            self.same[node.outputs[0]] = self.same.get(node.inputs[0], node.inputs[0])
+
+    def _axis(self, node: Node) -> int | None:
+        """Returns the axis along which a node's results are moved, or None for a node of another kind."""
+        graph, name = self.graph, node.name
+        if name in _ELEMENTWISE:
+            axes = {self.moved[n] for n in node.inputs if n in self.moved}
+            if len(axes) != 1 or any(
+                n not in graph.literals and graph.shape(n) != graph.shape(node.outputs[0]) for n in node.inputs
+            ):
+                return None
+            return axes.pop()
+        if name == "concatenate":
+            axis = int(node.params["dimension"])
+            return axis if {self.moved[n] for n in node.inputs if n in self.moved} == {axis} else None
+        if name not in _MOVES:
+            return None
+        (first, *_), shape = node.inputs, graph.shape(node.inputs[0])
+        if name == "pad":
+            if not is_zero(graph, node.inputs[1]):
+                return None
+            axes = {d for d, three in enumerate(node.params["padding_config"]) if any(int(x) for x in three)}
+        elif name == "split":
+            axes = {int(node.params["axis"])}
+        else:
+            strides = node.params["strides"] or (1,) * len(shape)
+            limits = zip(node.params["start_indices"], node.params["limit_indices"], strides, shape, strict=True)
+            axes = {d for d, (start, stop, by, size) in enumerate(limits) if (start, stop, by) != (0, size, 1)}
+        axes |= {self.moved[first]} if first in self.moved else set()
+        return axes.pop() if len(axes) == 1 else None
+
+    def region(self, number: int, axis: int) -> tuple[list[Node], tuple[int, ...]] | None:
+        """Returns the nodes that compute a sum of pads, in order, and the inputs, none of them moved."""
+        if number not in self._regions:
+            self._regions[number] = self._walked(number, axis)
+        return self._regions[number]
+
+    def _walked(self, number: int, axis: int) -> tuple[list[Node], tuple[int, ...]] | None:
+        graph = self.graph
+        nodes: dict[int, Node] = {}
+        leaves: dict[int, None] = {}
+        todo, seen = [number], set[int]()
+        while todo:
+            n = todo.pop()
+            n = self.same.get(n, n)
+            if n in seen or n in graph.literals:
+                continue
+            seen.add(n)
+            node = graph.definitions.get(n)
+            if self.moved.get(n) != axis or node is None:
+                if not is_zero(graph, n):
+                    leaves[n] = None
+                continue
+            nodes[min(node.outputs)] = node
+            if len(nodes) > _MOST_NODES:
+                return None
+            todo += node.inputs
+        graph.steps.spend(len(nodes))
+        return [node for _, node in sorted(nodes.items())], tuple(sorted(leaves))
+
+    def _leaves(self, number: int, axis: int) -> tuple[int, ...] | None:
+        """Returns the inputs of a sum, if they all have its shape and dtype."""
+        graph = self.graph
+        if not _SHORTEST <= graph.shape(number)[axis] <= _LONGEST:
+            return None
+        found = self.region(number, axis)
+        if found is None or not 2 <= len(found[1]) <= 4:
+            return None
+        alike = (graph.shape(n) == graph.shape(number) and graph.dtype(n) == graph.dtype(number) for n in found[1])
+        return found[1] if all(alike) else None
+
+    def _is_scan(self, number: int, leaves: tuple[int, ...], axis: int) -> bool:
+        for decay, given in itertools.permutations(leaves) if len(leaves) == 2 else ():
+
+            def states(point: int, a: int = decay, b: int = given) -> Array:
+                return self.function("scan", point, a, b)
+
+            if self._agrees(number, axis, states):
+                self.scans[number] = Forward(decay, given, number, axis)
+                return True
+        return False
+
+    def _is_gradient(self, number: int, leaves: tuple[int, ...]) -> bool:
+        """Returns whether a sum is a gradient of one of the scans so far."""
+        for scan in self.scans.values():
+            known = (scan.decay, scan.given, scan.result)
+            rest = [n for n in leaves if n not in known]
+            if scan.decay not in leaves or len(rest) != 1:
+                continue
+            (cotangent,) = rest
+
+            def of_given(point: int, scan: Forward = scan, d: int = cotangent) -> Array:
+                return self.function("gradient", point, scan.decay, d)
+
+            def of_decay(point: int, scan: Forward = scan, d: int = cotangent) -> Array:
+                states = self.function("scan", point, scan.decay, scan.given)
+                found: Array = of_given(point, scan, d) * np.append(0, states[:-1]) % _PRIME
+                return found
+
+            for found, expected in ((self.of_given, of_given), (self.of_decay, of_decay)):
+                if self._agrees(number, scan.axis, expected):
+                    found[scan.result, cotangent] = number
+                    return True
+        return False
+
+    def _agrees(self, number: int, axis: int, expected: Callable[[int], Array]) -> bool:
+        """Returns whether a value is the expected one at each of the points."""
+        for point in range(_POINTS):
+            found = self.value(number, axis, point)
+            if found is None or not np.array_equal(found, expected(point)):
+                return False
+        return True
+
+    def backwards(self, scan: Forward) -> list[Backward]:
+        """Returns the gradients of a scan, one pair for each cotangent."""
+        alive = surviving(self.graph)
+        found = []
+        for key in dict.fromkeys((*self.of_given, *self.of_decay)):
+            if key[0] == scan.result:
+                one = Backward(scan, key[1], False, self.of_given.get(key), self.of_decay.get(key))
+                reads = scan.result in alive and scan.result in self._known_beside(one.results[0])
+                found.append(replace(one, reads_result=reads))
+        return found
+
+    def value(self, number: int, axis: int, point: int) -> Array | None:
+        """Returns a value along its axis at a random point of the field; None where it is not computed by integers."""
+        values = self.values[point]
+        if number not in values:
+            found = self.region(number, axis)
+            if found is None:
+                return None
+            nodes, leaves = found
+            for leaf in leaves:
+                if leaf not in values:
+                    random = np.random.default_rng((leaf, point))
+                    values[leaf] = random.integers(0, _PRIME, self.graph.shape(leaf)[axis], np.int64)
+            for node in nodes:
+                if all(n in values for n in node.outputs):
+                    continue
+                given = [self._input(n, axis, values) for n in node.inputs]
+                known = [x for x in given if x is not None]
+                results = _computed(node, axis, known) if len(known) == len(given) else None
+                if results is None:
+                    return None
+                values.update(zip(node.outputs, results, strict=True))
+        return values[number]
+
+    def _input(self, number: int, axis: int, values: Mapping[int, Array]) -> Array | None:
+        number = self.same.get(number, number)
+        if number in values:
+            return values[number]
+        shape, literal = self.graph.shape(number), self.graph.literals.get(number)
+        if literal is None:
+            return np.zeros(shape[axis], np.int64) if shape and is_zero(self.graph, number) else None
+        if literal.ndim or np.imag(literal):
+            return None
+        number_itself = float(np.real(literal))
+        whole = number_itself.is_integer() and abs(number_itself) < 2**20
+        return np.asarray(int(number_itself) % _PRIME, np.int64) if whole else None
+
+    def escapes(self, results: Sequence[int]) -> bool:
+        """Returns whether the program needs a value on the way to results elsewhere too."""
+        inside: set[int] = set()
+        nodes: set[int] = set()
+        for number in results:
+            found = self._regions[number]
+            assert found is not None
+            inside.update(n for node in found[0] for n in node.outputs)
+            nodes.update(id(node) for node in found[0])
+        inside -= set(results)
+        alive = surviving(self.graph)
+        return any(
+            n in self.graph.returned
+            or any(id(user) not in nodes and not alive.isdisjoint(user.outputs) for user in self.graph.users[n])
+            for n in inside
+        )
+
+    def reaches(self, backward: Backward) -> bool:
+        """Returns whether the body with the gradients has all that they are computed from."""
+        known = self._known_beside(backward.results[0])
+        return all(n in known for n in (backward.scan.decay, backward.scan.given, backward.cotangent))
+
+    def _known_beside(self, number: int) -> Mapping[int, object]:
+        """Returns the values of the body that computes a value."""
+        return self.graph.positions[self.graph.definitions[number].body]
+
+    def function(self, name: str, point: int, *inputs: int) -> Array:
+        """Returns a recurrence of inputs, or its gradient, at a point of the field."""
+        key = name, point, inputs
+        if key not in self._functions:
+            arrays = [self.values[point][n] for n in inputs]
+            self._functions[key] = _scanned(*arrays) if name == "scan" else _gradient(*arrays)
+        return self._functions[key]
+
+
+def _computed(node: Node, axis: int, given: Sequence[Array]) -> list[Array] | None:
+    """Returns the results of a node along the axis, in the field."""
+    name, params = node.name, node.params
+    if name == "mul":
+        return [given[0] * given[1] % _PRIME]
+    if name in _SUMS:
+        return [(given[0] + given[1]) % _PRIME]
+    if name == "sub":
+        return [(given[0] - given[1]) % _PRIME]
+    if name == "neg":
+        return [-given[0] % _PRIME]
+    if name in ("copy", "copy_p"):
+        return [given[0]]
+    if name == "concatenate":
+        return [np.concatenate(given)]
+    if name == "split":
+        return list(np.split(given[0], np.cumsum([int(n) for n in params["sizes"]])[:-1]))
+    if name == "slice":
+        by = 1 if params["strides"] is None else int(params["strides"][axis])
+        return [given[0][int(params["start_indices"][axis]) : int(params["limit_indices"][axis]) : by]]
+    if name == "pad":
+        low, high, inside = (int(x) for x in params["padding_config"][axis])
+        x = given[0]
+        spread = np.zeros(max(0, len(x) + (len(x) - 1) * inside), np.int64)
+        spread[:: inside + 1] = x
+        spread = spread[max(0, -low) : len(spread) - max(0, -high)]
+        return [np.concatenate([np.zeros(max(0, low), np.int64), spread, np.zeros(max(0, high), np.int64)])]
+    return None
+
+
+# ---------------------------------------------------------------------- recurrences
+
+
+def _scanned(decay: Array, given: Array) -> Array:
+    """Returns h with ``h[t] = decay[t] h[t-1] + given[t]`` in the field."""
+    state, found = 0, []
+    for a, b in zip(decay.tolist(), given.tolist(), strict=True):
+        state = (a * state + b) % _PRIME
+        found.append(state)
+    return np.asarray(found, np.int64)
+
+
+def _gradient(decay: Array, cotangent: Array) -> Array:
+    """Returns g with ``g[t] = cotangent[t] + decay[t+1] g[t+1]`` in the field."""
+    following = np.append(decay[1:], 0)
+    return _scanned(following[::-1], cotangent[::-1])[::-1]

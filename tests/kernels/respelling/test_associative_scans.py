@@ -1,0 +1,197 @@
+"""Recurrences written with ``lax.associative_scan``: which are found, with their gradients, and which are not."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from support.compare import compare
+
+import autopallas
+from autopallas.graph import Graph, flatten
+from autopallas.patterns import find
+
+T, D = 21, 3
+
+
+def random(*shape, seed=0, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def found(function, *arguments):
+    """The numbers of gradients of each site: 0 for the scan itself."""
+    sites = find(Graph(flatten(jax.make_jaxpr(function)(*arguments))), ("associative_scan",), True)[0]
+    return sorted(len(dict(site.spec.parameters)["gradients"]) for site in sites)
+
+
+def usual(left, right):
+    return left[0] * right[0], right[0] * left[1] + right[1]
+
+
+def scanned(a, b, combine=usual, **options):
+    return lax.associative_scan(combine, (a, b), **options)[1]
+
+
+def judged(function, *arguments, wanted=(0,)):
+    assert found(function, *arguments) == list(wanted)
+    result = compare(function, arguments, gradients=False)
+    assert result.complaints == []
+    return result
+
+
+def trained(function, argnums=(0, 1)):
+    return jax.value_and_grad(lambda *arguments: jnp.sum(jnp.sin(function(*arguments))), argnums)
+
+
+FORMS = {
+    "usual": lambda a, b: scanned(jnp.tanh(a), b),
+    "other factors first": lambda a, b: scanned(
+        jnp.tanh(a), b, lambda left, right: (right[0] * left[0], right[1] + left[1] * right[0])
+    ),
+    "reversed": lambda a, b: scanned(jnp.tanh(a), b, reverse=True),
+    "second axis": lambda a, b: scanned(jnp.tanh(a).T, b.T, axis=1),
+    "last axis": lambda a, b: scanned(jnp.tanh(a).T, b.T, axis=-1),
+    "a state of two axes": lambda a, b: scanned(jnp.tanh(a[:, :, None] * b[:, None]), a[:, :, None] * b[:, None]),
+    "mapped": lambda a, b: jax.vmap(scanned)(jnp.tanh(a) * jnp.ones((2, 1, 1)), jnp.stack([b, a])),
+    "under jit": lambda a, b: jax.jit(scanned)(jnp.tanh(a), b),
+    "checkpointed": jax.checkpoint(lambda a, b: scanned(jnp.tanh(a), b)),
+    "used twice": lambda a, b: (lambda h: h * h + jnp.cos(h))(scanned(jnp.tanh(a), b)),
+    "what is computed from the decay": lambda a, b: scanned(jnp.exp(-jnp.abs(a)), a * b),
+    "of two": lambda a, b: jnp.tanh(scanned(jnp.tanh(a), jnp.sin(scanned(jnp.cos(a), b)))),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_scans_and_their_gradients_are_found(name):
+    a, b = random(T, D), random(T, D, seed=1)
+    count = 2 if name == "of two" else 1
+    judged(FORMS[name], a, b, wanted=[0] * count)
+    judged(trained(FORMS[name]), a, b, wanted=[0] * count + [2] * count)
+
+
+@pytest.mark.parametrize("length", [8, 9, 16, 31, 100, 1025])
+def test_lengths(length):
+    judged(trained(FORMS["usual"]), random(length, D), random(length, D, seed=1), wanted=(0, 2))
+
+
+@pytest.mark.parametrize("argnums", [0, 1])
+def test_one_gradient_alone(argnums):
+    run = trained(lambda a, b: scanned(jnp.tanh(a), b), argnums)
+    assert len(found(run, random(T, D), random(T, D, seed=1))) == 2
+    assert compare(run, (random(T, D), random(T, D, seed=1)), gradients=False).complaints == []
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sums_of_16_bits_are_carried_in_32(dtype):
+    a, b = random(200, D, dtype=dtype), random(200, D, seed=1, dtype=dtype)
+    judged(FORMS["usual"], a, b)
+    judged(trained(FORMS["usual"]), a, b, wanted=(0, 2))
+
+
+def test_complex_numbers():
+    def run(a, b):
+        return jnp.real(scanned(jnp.exp(1j * a), b + 0j))
+
+    a, b = random(T, D), random(T, D, seed=1)
+    assert found(run, a, b) == [0]
+    assert found(trained(run), a, b) == [0, 2]
+    state, states = 0, []
+    for decay, one in zip(np.exp(1j * np.asarray(a, np.float64)), np.asarray(b, np.float64), strict=True):
+        state = decay * state + one
+        states.append(np.real(state))
+    optimized = autopallas.optimize(run, objective="always", strict=True)
+    np.testing.assert_allclose(optimized(a, b), states, rtol=1e-4, atol=1e-5)
+    step = trained(run)
+    optimized = autopallas.optimize(step, objective="always", strict=True)
+    for one, other in zip(jax.tree.leaves(jax.jit(step)(a, b)), jax.tree.leaves(optimized(a, b)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_decays_of_one_of_zero_and_beyond_one():
+    for decay in (jnp.ones((300, D)), jnp.zeros((T, D)), -jnp.ones((T, D)), 1.05 * jnp.ones((40, D))):
+        run = trained(lambda a, b: scanned(a * jnp.cos(0.0 * b), b))
+        judged(run, decay, random(*decay.shape), wanted=(0, 2))
+
+
+def test_the_first_decay_is_not_read():
+    a, b = random(T, D).at[0].set(jnp.array([jnp.inf, jnp.nan, -jnp.inf])), random(T, D, seed=1)
+    run = autopallas.optimize(lambda a, b: scanned(a, b), objective="always", strict=True)
+    np.testing.assert_allclose(run(a, b), jax.jit(scanned)(a, b), rtol=1e-5)
+    assert run.report().counts()["respelling"] == 1
+
+
+def test_in_layers_and_after_second_derivatives():
+    def layers(a, b):
+        return lax.scan(lambda x, a: (jnp.sin(scanned(jnp.tanh(a), x)), None), b, a)[0]
+
+    judged(layers, random(2, T, D), random(T, D, seed=1))
+    assert compare(trained(layers), (random(2, T, D), random(T, D, seed=1)), gradients=False).complaints == []
+    plain = trained(FORMS["usual"])
+    second = jax.grad(lambda a, b: sum(jnp.sum(x**2) for x in plain(a, b)[1]), (0, 1))
+    assert compare(second, (random(T, D), random(T, D, seed=1)), gradients=False).complaints == []
+    assert compare(FORMS["usual"], (random(T, D), random(T, D, seed=1))).complaints == []
+
+
+# ---------------------------------------------------------------------- what is something else
+
+
+def _flags(left, right):
+    return left[0] * right[0], jnp.where(right[0] > 0, right[1], left[1] + right[1])
+
+
+REFUSED = {
+    "the wrong composition": lambda a, b: scanned(a, b, lambda x, y: (x[0] * y[0], x[0] * y[1] + x[1])),
+    "maxima": lambda a, b: scanned(a, b, lambda x, y: (x[0] + y[0], jnp.maximum(x[1] + y[0], y[1]))),
+    "resets by where": lambda a, b: scanned(a, b, _flags),
+    "a factor": lambda a, b: scanned(a, b, lambda x, y: (x[0] * y[0], 0.5 * (y[0] * x[1]) + y[1])),
+    "a factor of two": lambda a, b: scanned(a, b, lambda x, y: (x[0] * y[0], 2.0 * (y[0] * x[1]) + y[1])),
+    "an added one": lambda a, b: scanned(a, b, lambda x, y: (x[0] * y[0], y[0] * x[1] + y[1] + 1.0)),
+    "a nonlinear step": lambda a, b: scanned(a, b, lambda x, y: (x[0] * y[0], jnp.tanh(y[0] * x[1] + y[1]))),
+    "a difference": lambda a, b: scanned(a, b, lambda x, y: (x[0] * y[0], y[0] * x[1] - y[1])),
+    "products that are read too": lambda a, b: jnp.stack(lax.associative_scan(usual, (a, b))),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_look_alikes_are_left_alone(name):
+    a, b = random(T, D), random(T, D, seed=1)
+    judged(REFUSED[name], a, b, wanted=())
+    assert compare(trained(REFUSED[name]), (a, b), gradients=False).complaints == []
+
+
+def test_a_wrong_shift_by_hand_is_left_alone():
+    def doubling(a, b, wrong=0):
+        by = 1
+        while by < a.shape[0]:
+            before = (
+                jnp.concatenate([jnp.ones_like(a[:by]), a[:-by]]),
+                jnp.concatenate([jnp.zeros_like(b[:by]), b[:-by]]),
+            )
+            a, b, by = a * before[0], a * before[1] + b, 2 * by + (wrong if by == 4 else 0)
+        return b
+
+    for wrong in (0, 1):
+        assert compare(lambda a, b, w=wrong: doubling(a, b, w), (random(T, D), random(T, D))).complaints == []
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.integers(8, 40), st.sampled_from(sorted(FORMS)), st.sampled_from(["a", "b", "h", "none"]), st.booleans())
+def test_scans_within_other_arithmetic(length, name, shared, reverse):
+    """What stands around a scan is of the same operations as the scan itself."""
+
+    def run(a, b):
+        x = jnp.pad(b, ((1, 0), (0, 0)))[:-1] + 0.5 * b[::-1] if reverse else b
+        h = FORMS[name](a, x)
+        h = h if h.shape == x.shape else h.reshape(length, -1)[:, :D]
+        given = {"a": a, "b": x, "h": h, "none": 0.0}[shared]
+        return jnp.concatenate([h[1:] - h[:-1], h[:1]]) * 0.5 + given * h
+
+    step = trained(run)
+    a, b = random(length, D), random(length, D, seed=1)
+    optimized = autopallas.optimize(step, objective="always", strict=True, ops={"associative_scan"})
+    for one, other in zip(jax.tree.leaves(jax.jit(step)(a, b)), jax.tree.leaves(optimized(a, b)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-4)
