@@ -44,10 +44,6 @@ _FIGURES: Mapping[str, Callable[[str], object]] = {
 """Columns of a row after its key, and how each is parsed; block sizes, by name, stand before the times."""
 
 
-_OF_SEVERAL = frozenset({"processes", "lower_gain"})
-"""Columns that only the files have of which a row was measured in several processes."""
-
-
 class _Figures(TypedDict):
     """All fields of a row except its block sizes."""
 
@@ -151,13 +147,11 @@ class Files(Mapping[str, Rows]):
 
         sizes = [field.name for field in dataclasses.fields(self._block_sizes)]
         written = io.StringIO()
-        several = any(row.processes > 1 for _, row in rows)
-        figures_written = [name for name in _FIGURES if several or name not in _OF_SEVERAL]
-        columns = [*_KEY, "extensions", *sizes, *(name for name in figures_written if name != "extensions")]
+        columns = [*_KEY, "extensions", *sizes, *(name for name in _FIGURES if name != "extensions")]
         writer = csv.DictWriter(written, columns, lineterminator="\n")
         writer.writeheader()
         for key, row in sorted(rows, key=order):
-            figures = {name: getattr(row, name) for name in figures_written}
+            figures = {name: getattr(row, name) for name in _FIGURES}
             writer.writerow({**dict(zip(_KEY, key, strict=True)), **row.block_sizes.to_dict(), **figures})
         return written.getvalue()
 
