@@ -127,7 +127,7 @@ class Tuner:
     def _looked_up(self, match: Workload, implementation: str, seconds: float) -> Choice | _Miss:
         """Returns what is known without a search; ``seconds`` is the least that one would have."""
         source = self._shared or self._cache
-        search = self._may_search and not (self._quick and (seconds < _QUICK_LEAST or not takes_long(match)))
+        search = self._may_search and not (self._quick and self._cannot_pay(match, implementation, seconds))
         key = self._key(match, implementation) if search or source.usable() else None
         entry = None if key is None else source.get(key)
         if entry is not None:
@@ -143,6 +143,11 @@ class Tuner:
         if entry is not None and entry.outcome == "unfinished" and entry.seconds >= seconds:
             return replace(tabled, note=entry.reason)
         return tabled if key is None or not search else _Miss(key, entry, tabled)
+
+    def _cannot_pay(self, match: Workload, implementation: str, seconds: float) -> bool:
+        """Returns whether a quick search of so many seconds would find nothing that is worth its time."""
+        hopeless = operation_named(match.op).only_restates(implementation)
+        return seconds < _QUICK_LEAST or hopeless or not takes_long(match)
 
     def _of_another(self, choice: Choice, match: Workload) -> bool:
         """Returns whether a result was measured quickly against another original, which may compile differently.

@@ -110,6 +110,9 @@ class PatternOperation(DeclaredOperation):
     def has(self, name: str) -> bool:
         return name in (self.replacement, "reference", "xla")
 
+    def only_restates(self, name: str) -> bool:
+        return name == "reference"
+
     def supports(self, name: str, spec: SiteSpec, device: Device) -> Supported | Unsupported:
         platforms = self.pattern.platforms
         if device.platform not in platforms:

@@ -96,6 +96,9 @@ class DeclaredOperation(Operation):
     def has(self, name: str) -> bool:
         return name in ("reference", "xla") or Operation.has(self, name)
 
+    def only_restates(self, name: str) -> bool:
+        return name == "reference" or (name == "xla" and not Operation.has(self, name))
+
     def shape(self, spec: Spec, operand: str) -> tuple[int, ...]:
         """Returns the shape of a canonical operand that varies along all its letters."""
         return self.extents(spec, self.operands[operand])

@@ -240,6 +240,10 @@ class Operation:
         the module ``example``."""
         return self.part("example").program()
 
+    def only_restates(self, name: str) -> bool:
+        """Returns whether an implementation is the reference under another name, from which nothing is to be gained."""
+        return name == "reference"
+
     def supports(self, name: str, spec: SiteSpec, device: Device) -> Supported | Unsupported:
         """Returns whether the named implementation can compute ``spec`` on ``device``."""
         try:

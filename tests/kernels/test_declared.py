@@ -99,6 +99,10 @@ def test_without_evidence_the_original_stays_and_a_search_measures(op):
     program, arguments = program_and_arguments(op)
     report = autopallas.explain(autopallas.optimize(program), *arguments)
     assert [(site.op, site.verdict) for site in report.sites] == [(op, "kept")]
+    assert "no kernel of it for this platform (cpu)" in report.sites[0].reason
+    quick = autopallas.optimize(program)
+    quick(*arguments)
+    assert quick.report().tuning["searches"] == 0, "the reference is no candidate that a first step waits for"
     optimized = autopallas.optimize(program, autotune=True, tune_seconds=20.0)
     optimized(*arguments)
     (site,) = optimized.report().sites
