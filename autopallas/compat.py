@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import jax
 import numpy as np
@@ -153,6 +153,7 @@ __all__ = [
     "ArrayFunction",
     "ClosedJaxpr",
     "Dtype",
+    "GpuProperties",
     "IrValues",
     "Jaxpr",
     "JaxprAtom",
@@ -175,6 +176,7 @@ __all__ = [
     "array_type",
     "axis_types",
     "batching",
+    "cuda_runtime",
     "dce_jaxpr",
     "distributed_store",
     "divided_like",
@@ -183,6 +185,7 @@ __all__ = [
     "exported",
     "exporting",
     "extended_scan",
+    "gpu_properties",
     "has_input_effects",
     "has_side_effects",
     "is_high",
@@ -678,6 +681,32 @@ def missing_mosaic_gpu() -> str | None:
     if tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11):
         return f"its Mosaic GPU kernels need JAX 0.11 or later, and this is {jax.__version__}"
     return None
+
+
+class GpuProperties(NamedTuple):
+    """Compute capability, such as "9.0", and number of streaming multiprocessors of a GPU."""
+
+    capability: str
+    processors: int
+
+
+@cache
+def gpu_properties(kind: str) -> GpuProperties | None:
+    """Returns the properties of this process's GPU of a kind, or None if it has none."""
+    for device in jax.local_devices():
+        if device.platform in ("gpu", "cuda") and device.device_kind == kind:
+            return GpuProperties(str(getattr(device, "compute_capability", "")), int(getattr(device, "core_count", 0)))
+    return None
+
+
+def cuda_runtime() -> int | None:
+    """Returns the version of the CUDA runtime, such as 12080 for 12.8.0; None if there is none."""
+    try:
+        from jax._src.lib import cuda_versions
+
+        return None if cuda_versions is None else int(cuda_versions.cuda_runtime_get_version())
+    except Exception:  # without a driver, or in a version of JAX that does not tell
+        return None
 
 
 def mosaic_gpu_kernel(body: Callable[..., None], *, cost: dict[str, int], **settings: object) -> ArrayFunction:

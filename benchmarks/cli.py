@@ -30,7 +30,7 @@ examples:
   python -m benchmarks --quick                        a sample, under two minutes
   python -m benchmarks --filter "float32 causal T2048" --filter "forward+backward T1024"
   python -m benchmarks table attention                measure block sizes and regenerate the tuned table
-  python -m benchmarks gpu --op grouped_matmul        correctness, stress and times of a GPU kernel, on an H100
+  python -m benchmarks gpu --all --output DIR         correctness, stress and times of the GPU kernels, on Hopper
   python -m benchmarks programs                       unmodified programs of other libraries, by default options
 """
 

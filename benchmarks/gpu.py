@@ -5,6 +5,9 @@ precision.  Then the same call repeated, whose results must not differ in a bit:
 Then times in turns, against XLA, tokamax where it is installed, and what the GPU can do at best: a plain matrix product
 of the same work, and a copy.  Each row is written as soon as it is known; the table is regenerated from what was timed.
 
+``--all`` does this for all operations, in stages, and ``--tables`` makes tables of what it found: see
+:mod:`benchmarks.gpu_session`.
+
 ``--dry-run`` goes the same way with small shapes and interpreted kernels, on a CPU; its times mean nothing, and it
 writes no table.
 """
@@ -27,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas.kernels.gpu import is_h100
+from autopallas.kernels.gpu import is_hopper
 from autopallas.sites.device import Device
 from autopallas.sites.interpret import mode
 from autopallas.tuning import measure
@@ -81,6 +84,7 @@ class Timed:
       key: the table's, or None.
       bytes_moved: of memory that it cannot do without reading or writing.
       expansion: how many times as much of both the original does, where that is known; for estimates.
+      priority: its place among the headlines, the cases that are timed first; 100 for all others.
     """
 
     name: str
@@ -93,12 +97,16 @@ class Timed:
     key: Key | None
     bytes_moved: float = 0.0
     expansion: float = 1.0
+    priority: int = 100
 
 
 class GpuBenchmark(Protocol):
     """What the module ``benchmarks.gpu_<operation>`` offers; ``small``: shapes for a dry run."""
 
     IMPLEMENTATION: str
+
+    def smoke(self, small: bool) -> Iterator[Check]:
+        """Small cases that run each kernel once."""
 
     def checks(self, small: bool) -> Iterator[Check]:
         """The grid of shapes."""
@@ -112,12 +120,16 @@ class GpuBenchmark(Protocol):
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status: 1 where a result was wrong or a kernel failed."""
+    if {"--all", "--tables"} & {argument.partition("=")[0] for argument in arguments}:
+        from benchmarks.gpu_session import command
+
+        return command.main(arguments)
     options = _parser().parse_args(arguments)
     device = Device.current()
     if options.estimate:
         return _estimate(options.op, options.print)
-    if not options.dry_run and not is_h100(device):
-        print(f"this needs an H100, and JAX has {device.kind}; --dry-run goes through the same steps on a CPU")
+    if not options.dry_run and not is_hopper(device):
+        print(f"this needs a Hopper GPU (sm_90), and JAX has {device.kind}; --dry-run does the same on a CPU")
         return 2
     until = time.monotonic() + 60 * options.minutes
     with mode(True) if options.dry_run else nullcontext():

@@ -26,6 +26,7 @@ from autopallas.kernels.gpu import array_bytes
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import Index, Score, Side
 from benchmarks.gpu import MATMUL, ORIGINAL, Check, Timed
+from benchmarks.gpu_session import peers
 
 IMPLEMENTATION = "pallas_gpu"
 
@@ -44,7 +45,15 @@ _TIMED = (
     (32, 512, 16, 64, "causal", 1), (64, 256, 16, 64, "full", 1), (1, 8192, 16, 128, "causal", 1),
 )  # fmt: skip
 _SMALL_TIMED = ((1, 64, 1, 16, "causal", 1),)
-_CAP = 20.0
+_CAP, _OFFSET = 20.0, 300.0
+_HEADLINES = (
+    # What is timed first: (B, T, N, D, mask, whether gradients too).
+    (1, 16384, 16, 128, "causal", False), (4, 4096, 16, 128, "causal", False), (1, 16384, 16, 128, "causal", True),
+    (4, 4096, 16, 128, "causal", True), (4, 4096, 16, 64, "causal", False), (4, 4096, 16, 64, "causal", True),
+    (1, 16384, 16, 128, "full", False), (1, 16384, 16, 128, "full", True), (2, 4096, 16, 128, "mask + bias", True),
+)  # fmt: skip
+_PLACES = (0, 1, 2, 3, 12, 13, 14, 15, 16)
+"""Places of these among the headlines of all operations."""
 
 
 def naive(mask: str, query: Any, key: Any, value: Any, *rest: Any) -> Any:
@@ -57,10 +66,13 @@ def naive(mask: str, query: Any, key: Any, value: Any, *rest: Any) -> Any:
     past = i[:, None] >= i
     if mask == "soft cap":
         scores = jnp.tanh(scores / _CAP) * _CAP
+    if mask == "offset":
+        scores = scores + np.float32(_OFFSET)
     if mask in ("bias", "mask + bias"):
         scores = scores + rest[0].astype(jnp.float32)
     shown = {
         "causal": lambda: past,
+        "offset": lambda: past,
         "soft cap": lambda: past,
         "mask + bias": lambda: past,
         "window": lambda: past & (i[:, None] - i < max(1, len(i) // 4)),
@@ -121,9 +133,27 @@ def _check(shape: tuple[int, ...], mask: str, dtype: str, small: bool) -> Check:
         step = _both(partial(naive, mask))
         function = autopallas.optimize(step, implementation=IMPLEMENTATION, objective="always", strict=True)
     tolerance = {"bfloat16": 4e-2, "float16": 1e-2}[dtype]
-    given = operands(b, t, n, k, d, mask, dtype, True)
+    given = partial(operands, b, t, n, k, d, mask, dtype, True)
     name = f"B{b} T{t} N{n} K{k} D{d} {mask}"
     return Check(name, dtype, "forward+backward", function, partial(_exact, mask), given, tolerance)
+
+
+def _check_of_blocks(shape: tuple[int, ...], mask: str, dtype: str, blocks: BlockSizes) -> Check:
+    """The kernels themselves with these block sizes, which no table might choose."""
+    b, t, n, _, d = shape
+    function = _both(_ours(_spec(b, t, n, d, mask), blocks))
+    given = partial(operands, b, t, n, n, d, mask, dtype, True)
+    name = f"B{b} T{t} N{n} D{d} {mask}, blocks {blocks.query_block} x {blocks.key_block}"
+    return Check(name, dtype, "forward+backward", function, partial(_exact, mask), given, 4e-2)
+
+
+def smoke(small: bool) -> Iterator[Check]:
+    """Forward, dq, dk and dv; the gradient of a bias; and scores so large that maximum and sum are computed anew."""
+    if small:
+        yield _check(_SMALL[0], "causal", "bfloat16", True)
+        return
+    for shape, mask in (((1, 256, 2, 1, 128), "causal"), ((1, 256, 2, 2, 64), "bias"), ((1, 256, 2, 2, 64), "offset")):
+        yield _check(shape, mask, "bfloat16", False)
 
 
 def checks(small: bool) -> Iterator[Check]:
@@ -139,13 +169,23 @@ def checks(small: bool) -> Iterator[Check]:
 
 
 def stressed(small: bool) -> Iterator[Check]:
-    """Many blocks at once, with every stage of the rings used again and again."""
-    for shape, mask in (
-        ((_SMALL[0], "causal"),)
-        if small
-        else (((2, 2048, 8, 2, 128), "causal"), ((2, 2048, 8, 8, 64), "segments"), ((2, 1024, 4, 4, 128), "bias"))
+    """Many blocks at once, with every stage of the rings used again and again.
+
+    Synchronisation differs with the number of warpgroups that compute (three for 192 rows), the stages of the ring (two
+    for heads of 256), and the dtype.
+    """
+    if small:
+        yield _check(_SMALL[0], "causal", "bfloat16", True)
+        return
+    for shape, mask, dtype in (
+        ((2, 2048, 8, 2, 128), "causal", "bfloat16"),
+        ((2, 2048, 8, 8, 64), "segments", "bfloat16"),
+        ((2, 1024, 4, 4, 128), "bias", "bfloat16"),
+        ((1, 2048, 8, 8, 256), "causal", "bfloat16"),
+        ((2, 2048, 8, 2, 128), "causal", "float16"),
     ):
-        yield _check(shape, mask, "bfloat16", small)
+        yield _check(shape, mask, dtype, False)
+    yield _check_of_blocks((2, 2048, 8, 8, 64), "causal", "bfloat16", BlockSizes(192, 128))
 
 
 def timed(small: bool) -> Iterator[Timed]:
@@ -192,6 +232,9 @@ def _timed(b: int, t: int, n: int, d: int, mask: str, count: int, backward: bool
         candidates["cudnn"] = wrapped(partial(_cudnn, mask))
     if importlib.util.find_spec("tokamax") is not None and mask in ("full", "causal"):
         candidates["tokamax"] = wrapped(partial(_tokamax, mask))
+    if Device.current().platform == "gpu" and mask in ("full", "causal") and not backward:
+        candidates["jax_mgpu"] = partial(peers.attention, causal=mask == "causal")
+    headline = b, t, n, d, mask, backward
     arguments = partial(operands, b, t, n, n, d, mask, "bfloat16", backward)
     given = jax.eval_shape(arguments)
     results = jax.eval_shape(candidates[ORIGINAL], *given)
@@ -206,6 +249,7 @@ def _timed(b: int, t: int, n: int, d: int, mask: str, count: int, backward: bool
         key=table_key(spec, IMPLEMENTATION, direction),
         bytes_moved=float(array_bytes(*given, *jax.tree.leaves(results))),
         expansion=1 / share,  # of the original's T x T numbers in memory nothing is counted
+        priority=_PLACES[_HEADLINES.index(headline)] if headline in _HEADLINES else 100,
     )
 
 

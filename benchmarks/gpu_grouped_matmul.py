@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.kernels.grouped_matmul.tuned_block_sizes import table_key
 from autopallas.sites.device import Device
 from benchmarks.gpu import MATMUL, ORIGINAL, Check, Timed
+from benchmarks.gpu_session import peers
 
 IMPLEMENTATION = "pallas_gpu"
 
@@ -106,6 +108,11 @@ def _check(rows: int, k: int, n: int, groups: int, pattern: str, dtype: str, sma
     return Check(f"M{rows} K{k} N{n} G{groups} {pattern}", dtype, "forward+backward", function, exact, given, tolerance)
 
 
+def smoke(small: bool) -> Iterator[Check]:
+    """The product and both gradients, with tails of every axis."""
+    yield _check(*(_SMALL[0] if small else (513, 200, 136, 5)), "uneven", "bfloat16", small)
+
+
 def checks(small: bool) -> Iterator[Check]:
     """The grid: every shape, every kind of group sizes at the small ones, both dtypes."""
     for shape in _SMALL if small else _SHAPES:
@@ -117,9 +124,20 @@ def checks(small: bool) -> Iterator[Check]:
 
 
 def stressed(small: bool) -> Iterator[Check]:
-    """Many groups that share tiles, and large tiles in a row."""
+    """Many groups that share tiles, large tiles in a row, and NaN in the rows of one group beside others'."""
     for shape in _SMALL if small else ((4096, 1024, 1408, 61), (8192, 4096, 4096, 8)):
         yield _check(*shape, "uneven", "bfloat16", small)
+    if not small:
+        check = _check(2048, 512, 512, 13, "uneven", "bfloat16", False)
+        yield replace(check, name=f"{check.name}, NaN in group 5", arguments=partial(_with_nan, check.arguments, 5))
+
+
+def _with_nan(arguments: Callable[[], tuple[Any, ...]], group: int) -> tuple[Any, ...]:
+    lhs, rhs, sizes, cotangent = arguments()
+    ends = jnp.cumsum(sizes)
+    row = jnp.arange(len(lhs))
+    inside = (row >= ends[group] - sizes[group]) & (row < ends[group])
+    return jnp.where(inside[:, None], jnp.nan, lhs), rhs, sizes, cotangent
 
 
 def timed(small: bool) -> Iterator[Timed]:
@@ -127,6 +145,52 @@ def timed(small: bool) -> Iterator[Timed]:
     for rows, k, n, groups, count in _SMALL_TIMED if small else _TIMED:
         for backward in (False,) if small else (False, True):
             yield _timed(rows, k, n, groups, count, backward)
+    for number, (rows, k, n, groups, _) in enumerate(() if small else _TIMED[:2]):
+        yield from (_product(rows, k, n, groups, use, 5 + 3 * number + u) for u, use in enumerate(("dlhs", "drhs")))
+
+
+def _product(rows: int, k: int, n: int, groups: int, use: Literal["dlhs", "drhs"], priority: int) -> Timed:
+    """One gradient alone, which no table has a row for."""
+    bf16 = np.dtype(jnp.bfloat16)
+    spec = GroupedMatmulSpec(use, 1, rows, groups, k, n, bf16, bf16, bf16)
+    sizes = {f"pallas_gpu {tuple(c.to_dict().values())}": c for c in pallas_gpu.candidates(spec, Device.current())[:2]}
+
+    def ours(choice: BlockSizes, first: Any, second: Any, given: Any) -> Any:
+        return pallas_gpu.forward(spec, choice, Operands(first[None], second[None], given[None]))[0]
+
+    def transposed(first: Any, second: Any, given: Any) -> Any:
+        if use == "dlhs":
+            lhs = jax.ShapeDtypeStruct((rows, k), bf16)
+            return jax.linear_transpose(lambda x: jax.lax.ragged_dot(x, second, given), lhs)(first)[0]
+        rhs = jax.ShapeDtypeStruct((groups, k, n), bf16)
+        return jax.linear_transpose(lambda x: jax.lax.ragged_dot(first, x, given), rhs)(second)[0]
+
+    def dense(first: Any, second: Any, given: Any) -> Any:
+        return first @ second[0].T if use == "dlhs" else first.T @ second
+
+    def arguments() -> tuple[Any, ...]:
+        lhs, rhs, given, dout = operands(rows, k, n, groups, patterns(rows, groups)["uneven"], "bfloat16", True)
+        return (dout, rhs, given) if use == "dlhs" else (lhs, dout, given)
+
+    candidates = {ORIGINAL: transposed, MATMUL: dense}
+    candidates |= {name: partial(ours, choice) for name, choice in sizes.items()}
+    if Device.current().platform == "gpu":
+        candidates["jax_mgpu"] = (
+            partial(peers.ragged_dot, transposed=True) if use == "dlhs" else peers.transposed_ragged_dot
+        )
+    return Timed(
+        name=f"M{rows} K{k} N{n} G{groups}",
+        dtype="bfloat16",
+        direction=use,
+        candidates=candidates,
+        block_sizes=sizes,
+        arguments=arguments,
+        operations=2.0 * rows * k * n,
+        key=None,
+        bytes_moved=2.0 * (rows * k + groups * k * n + rows * n),
+        expansion=groups,
+        priority=priority,
+    )
 
 
 def _timed(rows: int, k: int, n: int, groups: int, count: int, backward: bool) -> Timed:
@@ -146,7 +210,13 @@ def _timed(rows: int, k: int, n: int, groups: int, count: int, backward: bool) -
     candidates |= {f"pallas_gpu {name}": wrapped(partial(ours, choice)) for name, choice in sizes.items()}
     if importlib.util.find_spec("tokamax") is not None:
         candidates["tokamax"] = wrapped(_tokamax)
+    if Device.current().platform == "gpu" and not backward:
+        candidates["jax_mgpu"] = peers.ragged_dot
+        if n % 256 == 0:
+            candidates["jax_mgpu matmul"] = lambda lhs, rhs, given: peers.matmul(lhs, rhs[0])
     products = 3 if backward else 1
+    headlines = [case[:4] for case in _TIMED[:2]]
+    shape = rows, k, n, groups
     return Timed(
         name=f"M{rows} K{k} N{n} G{groups}",
         dtype="bfloat16",
@@ -158,6 +228,7 @@ def _timed(rows: int, k: int, n: int, groups: int, count: int, backward: bool) -
         key=table_key(spec, IMPLEMENTATION, direction),
         bytes_moved=2.0 * products * (rows * k + groups * k * n + rows * n),
         expansion=groups,
+        priority=4 + 3 * headlines.index(shape) if shape in headlines and not backward else 100,
     )
 
 

@@ -1,4 +1,5 @@
-"""Every test runs on the CPU and without any setting of the machine's user.
+"""Every test runs on the CPU and without any setting of the machine's user.  TEST_PLATFORMS names another platform for
+JAX: `TEST_PLATFORMS=cuda python -m pytest tests/kernels/test_gpu_device.py` runs what needs a GPU on one.
 
 There are three tiers (``--tier``).  All tests take most of an hour on two cores, for they compile thousands of
 programs.  ``make test`` runs a choice, made once and for all by names: on one line of JAX "fast", a few cases of each
@@ -19,7 +20,7 @@ from collections import defaultdict
 
 import pytest
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_PLATFORMS"] = os.environ.get("TEST_PLATFORMS", "cpu")
 for _name in [name for name in os.environ if name.startswith("AUTOPALLAS_")]:
     del os.environ[_name]
 

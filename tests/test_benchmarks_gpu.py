@@ -88,7 +88,7 @@ def test_what_there_is_no_time_for_is_named(operation, tmp_path, capsys):
 
 def test_without_an_h100_it_says_so(capsys):
     assert cli.main(["gpu", "--op", "grouped_matmul"]) == 2
-    assert "this needs an H100" in capsys.readouterr().out
+    assert "this needs a Hopper GPU" in capsys.readouterr().out
 
 
 def test_an_estimate_does_not_replace_a_measured_row(monkeypatch, capsys):
@@ -107,7 +107,7 @@ def test_grouped_matmul_has_cases_of_every_bucket_of_interest():
     from benchmarks import gpu_grouped_matmul
 
     with Device("gpu", "NVIDIA H100 80GB HBM3").targeted():
-        cases = list(gpu_grouped_matmul.timed(False))
+        cases = [case for case in gpu_grouped_matmul.timed(False) if case.key is not None]
     assert [case.name for case in cases[::2]][:2] == ["M8192 K4096 N4096 G8", "M32768 K2048 N1408 G64"]
     assert len({case.key for case in cases}) == len(cases)
     assert all({"xla", "matmul"} <= set(case.candidates) for case in cases)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 
-__all__ = ["busy_seconds", "profiled"]
+__all__ = ["Traced", "busy_seconds", "kernel_seconds", "profiled", "traced"]
 
 
 class Event(Protocol):
@@ -50,6 +51,18 @@ _NAME = "autopallas run "
 _DEVICES = ("/device:GPU", "/device:TPU")
 
 
+class Traced(NamedTuple):
+    """What a profile says of each run; None for what it does not say.
+
+    Attributes:
+      busy: the seconds that the device was busy, as :func:`busy_seconds` returns them.
+      kernels: the seconds of each kernel, as :func:`kernel_seconds` returns them.
+    """
+
+    busy: list[float] | None
+    kernels: list[Mapping[str, float]] | None
+
+
 def profiled(runs: Sequence[Callable[[], object]]) -> list[float] | None:
     """Runs functions one after the other under the profiler.
 
@@ -60,6 +73,12 @@ def profiled(runs: Sequence[Callable[[], object]]) -> list[float] | None:
       The seconds that the device was busy with each; None if the profiler does not tell: on a CPU, or while somebody
       else profiles.  The functions have been run in any case.
     """
+    found = traced(runs)
+    return None if found is None else found.busy
+
+
+def traced(runs: Sequence[Callable[[], object]]) -> Traced | None:
+    """Runs functions as :func:`profiled` does; returns what the profile says of each, or None without a profile."""
     with tempfile.TemporaryDirectory(prefix="autopallas-", ignore_cleanup_errors=True) as folder:
         try:
             jax.profiler.start_trace(folder)
@@ -73,7 +92,8 @@ def profiled(runs: Sequence[Callable[[], object]]) -> list[float] | None:
                 jax.profiler.stop_trace()
         try:
             (file,) = Path(folder).glob("**/*.xplane.pb")
-            return busy_seconds(jax.profiler.ProfileData.from_file(str(file)).planes, len(runs))
+            planes = list(jax.profiler.ProfileData.from_file(str(file)).planes)
+            return Traced(busy_seconds(planes, len(runs)), kernel_seconds(planes, len(runs)))
         except Exception:
             return None
 
@@ -117,6 +137,36 @@ def busy_seconds(planes: Iterable[Plane], count: int) -> list[float] | None:
                 busy += max(stop - max(start, until), 0.0)
                 until = max(until, stop)
         found.append(busy * 1e-9)
+    return found if found and all(found) else None
+
+
+def kernel_seconds(planes: Iterable[Plane], count: int) -> list[Mapping[str, float]] | None:
+    """Returns, for each run, the seconds of each kernel by name, of those that a GPU's streams began during the run.
+
+    Args:
+      planes: those of a profile, as for :func:`busy_seconds`.
+      count: the number of runs.
+
+    Returns:
+      One mapping for each run; None unless every run has a kernel.
+    """
+    spans: dict[str, tuple[float, float]] = {}
+    kernels: list[tuple[str, float, float]] = []
+    for plane in planes:
+        for line in plane.lines:
+            if plane.name.startswith(_DEVICES):
+                if line.name.startswith("Stream"):
+                    kernels += [(event.name, *_span(event)) for event in line.events]
+            else:
+                spans |= {event.name: _span(event) for event in line.events if event.name.startswith(_NAME)}
+    found: list[Mapping[str, float]] = []
+    for number in range(count):
+        begin, end = spans.get(f"{_NAME}{number}", (0.0, 0.0))
+        sums: defaultdict[str, float] = defaultdict(float)
+        for name, start, stop in kernels:
+            if begin <= start < end:
+                sums[name] += (stop - start) * 1e-9
+        found.append(sums)
     return found if found and all(found) else None
 
 

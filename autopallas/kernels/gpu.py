@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 from autopallas import compat
@@ -29,7 +31,7 @@ __all__ = [
     "SHARED_MEMORY",
     "array_bytes",
     "call",
-    "is_h100",
+    "is_hopper",
     "mosaic",
     "processors",
     "reason_against",
@@ -39,6 +41,7 @@ __all__ = [
     "swizzle",
     "tile",
     "too_few_threads",
+    "unravelled",
 ]
 
 
@@ -48,6 +51,11 @@ SHARED_MEMORY = 227 * 2**10
 MATRIX_DTYPES = ("bfloat16", "float16")
 """Dtypes that wgmma multiplies without loss: float32 operands would be cut to TF32, 10 bits of fraction."""
 
+_CAPABILITY = "9.0"
+_HOPPERS = frozenset({"H100", "H200", "GH200", "H800", "H20"})
+_MISCOMPILES = range(12080, 12091)
+"""Versions of the CUDA runtime with which JAX's own attention kernel for Hopper refuses causal masks."""
+
 _REDUCTION_SCRATCH = 2048
 """Bytes of shared memory that Mosaic sets aside for reductions across warps."""
 _BARRIER, _ALIGNMENT = 8, 1024
@@ -55,14 +63,19 @@ _INTERPRETER_THREADS = 8
 _HAS_AFFINITY = hasattr(os, "sched_getaffinity")
 
 
-def is_h100(device: Device) -> bool:
-    """Returns whether a device is an H100, of any form.
+def is_hopper(device: Device) -> bool:
+    """Returns whether a device has compute capability 9.0 (sm_90), as H100, H200 and GH200 do.
+
+    The device itself answers if this process has one of that kind; otherwise its name does.
 
     Example:
-      >>> is_h100(Device("gpu", "NVIDIA H100 80GB HBM3")), is_h100(Device("gpu", "NVIDIA A100-SXM4-40GB"))
-      (True, False)
+      >>> [is_hopper(Device("gpu", f"NVIDIA {name}")) for name in ("H100 80GB HBM3", "H200", "A100-SXM4-40GB")]
+      [True, True, False]
     """
-    return device.platform == "gpu" and "H100" in device.kind.split()
+    if device.platform != "gpu":
+        return False
+    found = compat.gpu_properties(device.kind)
+    return found.capability == _CAPABILITY if found is not None else not _HOPPERS.isdisjoint(device.kind.split())
 
 
 def processors(device: Device) -> int:
@@ -73,7 +86,8 @@ def processors(device: Device) -> int:
     """
     if device.platform != "gpu":
         return 2
-    return 114 if "PCIe" in device.kind else 132
+    found = compat.gpu_properties(device.kind)
+    return found.processors if found is not None and found.processors else 114 if "PCIe" in device.kind else 132
 
 
 # ---------------------------------------------------------------------- what is supported
@@ -108,8 +122,12 @@ def reason_against(
         return answer
     if (missing := compat.missing_mosaic_gpu()) is not None:
         return Unsupported(missing)
-    if device.platform == "gpu" and not is_h100(device):
-        return Unsupported(f"it is written for the H100 (sm_90a: TMA and wgmma), and this GPU is {device.kind}")
+    if device.platform == "gpu" and not is_hopper(device):
+        return Unsupported(f"it is written for Hopper (sm_90a: TMA and wgmma), and this GPU is {device.kind}")
+    if device.platform == "gpu" and device.here and (version := compat.cuda_runtime()) in _MISCOMPILES:
+        return Unsupported(
+            f"ptxas of CUDA 12.8.0 to 12.9.0 miscompiles causal attention for Hopper, and the CUDA here is {version}"
+        )
     names = dict.fromkeys(np.dtype(d).name for d in dtypes)
     if wrong := [name for name in names if name not in MATRIX_DTYPES]:
         return Unsupported(f"wgmma multiplies {' and '.join(MATRIX_DTYPES)} without loss, and not {', '.join(wrong)}")
@@ -218,6 +236,15 @@ def tile(shape: Sequence[int], dtype: DTypeLike, widest: int = 128) -> Ref:
     width = min(swizzle(shape[-1], dtype), widest)
     transforms = plgpu.TilingTransform((8, width // np.dtype(dtype).itemsize)), plgpu.SwizzleTransform(width)
     return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
+
+
+def unravelled(number: jax.Array, inner: int) -> tuple[jax.Array, jax.Array]:
+    """Returns (number // inner, number % inner), in a kernel, of a number that is not negative.
+
+    Grids have one axis: it may have 2**31 - 1 blocks, but a second or third one 65535, which nothing checks before
+    the launch.
+    """
+    return lax.div(number, jnp.int32(inner)), lax.rem(number, jnp.int32(inner))
 
 
 def call(

@@ -36,7 +36,18 @@ at most :data:`MEMORY_SLOWDOWN` times as slow as the original.  Objective "memor
 MEMORY_SLOWDOWN = 1.3
 """Largest time relative to the original that a replacement may take under objective "memory"."""
 
-DEVICES = ("cpu", "NVIDIA H100", "NVIDIA", "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU v7x")
+DEVICES = (
+    "cpu",
+    "NVIDIA H100",
+    "NVIDIA H200",
+    "NVIDIA GH200",
+    "NVIDIA",
+    "TPU v4",
+    "TPU v5e",
+    "TPU v5p",
+    "TPU v6e",
+    "TPU v7x",
+)
 """Devices that tables know.  "NVIDIA" is any NVIDIA device without rows of its own: its rows are never exact."""
 
 

@@ -35,12 +35,15 @@ __all__ = [
 ]
 
 _GENERIC = "NVIDIA"
+_HOPPERS = ("NVIDIA H100", "NVIDIA H200", "NVIDIA GH200")
 _TPUS = {"TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v6 lite": "TPU v6e", "TPU7x": "TPU v7x"}
 """Names in tables of devices that JAX calls otherwise."""
 
 
 def table_device(device: Device) -> str:
     """Returns the table's name of a device.  All CPUs share one, and so do all H100s.
+
+    Any other Hopper GPU has its own rows, and those of the H100 where it has none.
 
     Example:
       >>> table_device(Device("tpu", "TPU v5 lite")), table_device(Device("gpu", "NVIDIA H100 80GB HBM3"))
@@ -50,7 +53,8 @@ def table_device(device: Device) -> str:
         return "cpu"
     if device.platform == "gpu":
         words = device.kind.split()
-        return "NVIDIA H100" if "H100" in words else "NVIDIA" if "NVIDIA" in words else device.kind
+        named = next((name for name in _HOPPERS if name.split()[1] in words), None)
+        return named or ("NVIDIA" if "NVIDIA" in words else device.kind)
     return _TPUS.get(device.kind, device.kind)
 
 
@@ -102,13 +106,16 @@ def lookup(
     names = [b.name for b in buckets]
     here = names.index(bucket) if bucket in names else None
     order = [bucket] if here is None else sorted(names, key=lambda n: (abs(names.index(n) - here), names.index(n)))
-    for owner in dict.fromkeys((device, _GENERIC) if device.startswith(_GENERIC) else (device,)):
+    owners = (device, *_HOPPERS[:1]) if device in _HOPPERS else (device,)
+    for owner in dict.fromkeys((*owners, _GENERIC) if device.startswith(_GENERIC) else owners):
         rows = table.get(owner, {})
         for name in order:
             for ending in endings:
                 row = rows.get((implementation, direction, dtype, name, invariants + ending))
                 if row is not None:
-                    return Found(row, name, "table" if name == bucket and owner != _GENERIC else "nearest")
+                    return Found(
+                        row, name, "table" if (name, owner) == (bucket, device) and owner != _GENERIC else "nearest"
+                    )
     return None
 
 

@@ -24,9 +24,11 @@ REASON = MISSING or too_few_threads()
 needs_interpreter = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 
-@pytest.mark.parametrize("kind, count", [("NVIDIA H100 80GB HBM3", 132), ("NVIDIA H100 PCIe", 114)])
-def test_h100s_by_device_kind(kind, count):
-    assert gpu.is_h100(Device("gpu", kind))
+@pytest.mark.parametrize(
+    "kind, count", [("NVIDIA H100 80GB HBM3", 132), ("NVIDIA H100 PCIe", 114), ("NVIDIA H200", 132)]
+)
+def test_hopper_gpus_by_device_kind(kind, count):
+    assert gpu.is_hopper(Device("gpu", kind))
     assert gpu.processors(Device("gpu", kind)) == count
 
 
@@ -37,8 +39,27 @@ def test_an_exported_program_has_as_many_blocks_as_an_h100():
 
 
 @pytest.mark.parametrize("device", [Device("gpu", "NVIDIA A100-SXM4-40GB"), Device("gpu", "NVIDIA B200"), CPU])
-def test_nothing_else_is_an_h100(device):
-    assert not gpu.is_h100(device)
+def test_nothing_else_is_hopper(device):
+    assert not gpu.is_hopper(device)
+
+
+@pytest.mark.parametrize("capability, answer", [("9.0", True), ("10.0", False)])
+def test_a_gpu_that_is_here_is_known_by_its_capability(monkeypatch, capability, answer):
+    monkeypatch.setattr(compat, "gpu_properties", lambda kind: compat.GpuProperties(capability, 78))
+    device = Device("gpu", "NVIDIA H100 of a name to come")
+    assert gpu.is_hopper(device) is answer
+    assert gpu.processors(device) == 78
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    "version, refused", [(12070, False), (12080, True), (12090, True), (12091, False), (13000, False)]
+)
+def test_versions_of_cuda_that_miscompile_are_refused(monkeypatch, version, refused):
+    monkeypatch.setattr(compat, "cuda_runtime", lambda: version)
+    assert gpu.reason_against(H100, [BF16, BF16]) is None, "another machine compiles with its own CUDA"
+    monkeypatch.setattr(Device, "here", property(lambda self: True))
+    assert ("miscompiles" in str(gpu.reason_against(H100, [BF16, BF16]))) is refused
 
 
 def test_tiles_of_shared_memory_are_aligned_and_barriers_counted():

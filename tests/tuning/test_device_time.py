@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from autopallas.autotune.device_time import busy_seconds, profiled
+from autopallas.autotune.device_time import busy_seconds, kernel_seconds, profiled
 from autopallas.tuning import measure
 
 
@@ -30,6 +30,20 @@ def test_overlapping_events_of_several_streams_count_once():
         **{"Stream #1": [event("a", 100, 200), event("b", 1100, 50)], "Stream #2": [event("c", 200, 200)]},
     )
     assert busy_seconds([HOST, gpu], 2) == pytest.approx([300e-9, 50e-9])
+
+
+def test_kernels_of_each_run_are_told_apart():
+    gpu = plane(
+        "/device:GPU:0",
+        **{
+            "Stream #1": [event("dq", 100, 200), event("dk", 300, 50), event("dq", 400, 100), event("dk", 1100, 50)],
+            "XLA Modules": [event("jit_f", 100, 400)],
+        },
+    )
+    first, second = kernel_seconds([HOST, gpu], 2)
+    assert first == pytest.approx({"dq": 300e-9, "dk": 50e-9})
+    assert second == pytest.approx({"dk": 50e-9})
+    assert kernel_seconds([HOST, plane("/device:GPU:0")], 2) is None
 
 
 def test_a_tpus_modules_are_counted_and_not_their_operations_again():

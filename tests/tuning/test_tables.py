@@ -41,6 +41,8 @@ def key(bucket: str, invariants: str = "full"):
         ("cpu", "cpu", "cpu"),
         ("gpu", "NVIDIA H100 80GB HBM3", "NVIDIA H100"),
         ("gpu", "NVIDIA H100 PCIe", "NVIDIA H100"),
+        ("gpu", "NVIDIA H200", "NVIDIA H200"),
+        ("gpu", "NVIDIA GH200 480GB", "NVIDIA GH200"),
         ("gpu", "NVIDIA A100-SXM4-40GB", "NVIDIA"),
         ("tpu", "TPU v4", "TPU v4"),
         ("tpu", "TPU v5 lite", "TPU v5e"),
@@ -98,6 +100,9 @@ def test_rows_of_the_generic_device_are_never_exact():
     generic = lookup(table, "NVIDIA", key("b"), BUCKETS)
     assert (generic.row.block_sizes.query_block, generic.source) == (16, "nearest")
     assert lookup({"NVIDIA": table["NVIDIA"]}, "NVIDIA H100", key("b"), BUCKETS).source == "nearest"
+    assert lookup(table, "NVIDIA H200", key("a"), BUCKETS) == dataclasses.replace(
+        lookup(table, "NVIDIA H100", key("a"), BUCKETS), source="nearest"
+    )
     assert lookup(table, "TPU v4", key("a"), BUCKETS) is None
 
 

@@ -22,7 +22,7 @@ from autopallas.kernels.attention.intervals import Ranges
 from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Residuals, Results
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tiles import simplified
-from autopallas.kernels.gpu import MATRIX_DTYPES, is_h100
+from autopallas.kernels.gpu import MATRIX_DTYPES, is_hopper
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
 
@@ -51,11 +51,9 @@ class Reduced(NamedTuple):
 
 
 def supports(spec: AttentionSpec, device: Device) -> Supported | Unsupported:
-    """Supports 16-bit operands on this machine's H100, and only a scale and a mask of positions besides the dots."""
-    if not is_h100(device):
-        return Unsupported(
-            f"cuDNN's attention is offered on an H100 only, and this is {device.kind or device.platform}"
-        )
+    """Supports 16-bit operands on this machine's Hopper GPU, with only a scale and a mask of positions."""
+    if not is_hopper(device):
+        return Unsupported(f"cuDNN's attention is offered on Hopper only, not on {device.kind or device.platform}")
     if not device.here:
         return Unsupported("programs for another machine do not call cuDNN: its version there is unknown")
     names = {d.name for d in (spec.query_dtype, spec.key_dtype, spec.value_dtype, spec.result_dtype)}

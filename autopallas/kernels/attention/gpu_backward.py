@@ -370,7 +370,7 @@ class _Block(NamedTuple):
     def of(plan: _Plan, memory: _Memory) -> _Block:
         spec, visits = plan.spec, plan.visits
         warpgroup = lax.axis_index("warpgroup")
-        head = lax.axis_index("head")
+        head, number = gpu.unravelled(lax.axis_index("block"), visits.home_blocks)
         outer: tuple[Array, ...]
         if plan.flipped:
             outer = lax.div(head, jnp.int32(spec.key_heads)), lax.rem(head, jnp.int32(spec.key_heads))
@@ -378,7 +378,6 @@ class _Block(NamedTuple):
             key_head = lax.div(head, jnp.int32(spec.groups))
             k = lax.rem(key_head, jnp.int32(spec.key_heads))
             outer = lax.div(key_head, jnp.int32(spec.key_heads)), k, lax.rem(head, jnp.int32(spec.groups))
-        number = lax.axis_index("home")
         if visits.longest_first:
             number = visits.home_blocks - 1 - number
         steps = visits.steps(memory.table, outer[0], number)
@@ -404,7 +403,7 @@ def _call(plan: _Plan, operands: Operands, rows: ScaledRows) -> dict[str | int, 
     found = gpu.call(
         partial(_kernel, plan),
         name=f"autopallas_attention_gpu_backward_{'_'.join(outputs) or 'delta'}",
-        grid={"head": math.prod(plan.heads), "home": visits.home_blocks},
+        grid={"block": math.prod(plan.heads) * visits.home_blocks},
         out_type=results,
         scratch=plan.scratch(),
         warpgroups=plan.warpgroups + 1,

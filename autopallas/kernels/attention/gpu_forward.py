@@ -237,11 +237,10 @@ class _Block(NamedTuple):
     def of(plan: _Plan, memory: _Memory) -> _Block:
         spec, visits = plan.spec, plan.visits
         warpgroup = lax.axis_index("warpgroup")
-        head = lax.axis_index("head")
+        head, home = gpu.unravelled(lax.axis_index("block"), visits.home_blocks)
         group = lax.rem(head, jnp.int32(spec.groups))
         b, k = lax.div(head, jnp.int32(spec.groups * spec.key_heads)), lax.div(head, jnp.int32(spec.groups))
         k = lax.rem(k, jnp.int32(spec.key_heads))
-        home = lax.axis_index("rows")
         if visits.longest_first:
             home = visits.home_blocks - 1 - home
         return _Block(plan, memory, warpgroup, b, k, group, home, visits.steps(memory.table, b, home))
@@ -256,7 +255,7 @@ def _call(plan: _Plan, operands: Operands) -> tuple[Array, Array]:
     found = gpu.call(
         partial(_kernel, plan),
         name="autopallas_attention_gpu" + ("" if plan.values else "_statistics"),
-        grid={"head": math.prod(plan.heads), "rows": visits.home_blocks},
+        grid={"block": math.prod(plan.heads) * visits.home_blocks},
         out_type=results,
         scratch=plan.scratch(operands),
         warpgroups=plan.warpgroups + 1,

@@ -71,6 +71,12 @@ class _Plan(NamedTuple):
         return rounded(self.spec.query_length, BLOCK), rounded(self.spec.key_length, BLOCK)
 
     @property
+    def tiles(self) -> tuple[int, int]:
+        """Numbers of tiles along rows and columns."""
+        rows, columns = self.lengths
+        return rows // BLOCK, columns // BLOCK
+
+    @property
     def elements(self) -> Elements:
         spec = self.spec
         programs = TilePrograms(spec.score, spec.inner_weights, spec.weights, increasing(spec.score))
@@ -131,7 +137,7 @@ def tile_gradient(spec: AttentionSpec, number: int, operands: Operands, rows: Sc
     found: Array = gpu.call(
         partial(_kernel, plan),
         name=f"autopallas_attention_gpu_backward_side{number}",
-        grid={"head": math.prod(plan.outer), "rows": lengths[0] // BLOCK, "columns": lengths[1] // BLOCK},
+        grid={"block": math.prod(plan.outer) * plan.tiles[0] * plan.tiles[1]},
         out_type=result,
         scratch=[*scratch, mosaic().Barrier(num_barriers=4)],
         warpgroups=1,
@@ -147,8 +153,9 @@ def tile_gradient(spec: AttentionSpec, number: int, operands: Operands, rows: Sc
 def _kernel(plan: _Plan, *refs: Ref) -> None:
     """Computes one tile of the gradient."""
     plgpu, memory = mosaic(), _Memory.of(plan, refs)
-    head = lax.axis_index("head")
-    row, column = lax.axis_index("rows") * BLOCK, lax.axis_index("columns") * BLOCK
+    first, at_column = gpu.unravelled(lax.axis_index("block"), plan.tiles[1])
+    head, at_row = gpu.unravelled(first, plan.tiles[0])
+    row, column = at_row * BLOCK, at_column * BLOCK
     owned = _unravelled(head, plan.outer)
     total = plgpu.layout_cast(jnp.zeros((BLOCK, BLOCK), F32), plgpu.Layout.WGMMA)
     step = partial(_add_head, plan, memory, owned, (row, column))

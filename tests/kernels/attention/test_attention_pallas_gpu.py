@@ -9,6 +9,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from attention_cases import SCORE, Case, errors, named, oracle, traced
 from test_attention_implementations import BY_NAME, TOLERANCES, AttentionImplementation, both, computed
 
 from autopallas import compat
+from autopallas.kernels import gpu
 from autopallas.kernels.attention import gpu_block_sizes, pallas_gpu, reference
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.gpu_elements import primitives, scale_of
@@ -259,3 +261,27 @@ def test_gradients_of_float16_are_neither_lost_nor_out_of_range(exponent):
     for name, value in oracle(case, dtype).items():
         if name.startswith("d"):
             assert errors(gradients[name], value)[0] <= TOLERANCES["float16"][1], name
+
+
+@pytest.mark.skipif(compat.missing_mosaic_gpu() is not None, reason=str(compat.missing_mosaic_gpu()))
+def test_any_number_of_heads_is_within_the_limits_of_a_grid(monkeypatch):
+    """CUDA has at most 65535 blocks along the second and the third axis of a grid; Pallas' last axis is the first."""
+    grids, call = [], gpu.call
+
+    def kept(body: Any, *, grid: Any, **settings: Any) -> Any:
+        grids.append(tuple(grid.values()))
+        return call(body, grid=grid, **settings)
+
+    monkeypatch.setattr(gpu, "call", kept)
+    case = replace(BY_NAME["biases of every shape"], batch=40_000)
+    spec, types = case.spec(BF16), jax.eval_shape(lambda: case.operands(BF16))
+    operands = Operands(*types[:5])
+
+    def step(given: Operands) -> Any:
+        found = pallas_gpu.forward(spec, SIZES, given)
+        return pallas_gpu.backward(spec, SIZES, given, found.residuals, Cotangents(found.out))
+
+    jax.eval_shape(step, operands)
+    assert len(grids) > 4
+    assert max(grid[-1] for grid in grids) > 65535
+    assert all(number <= 65535 for grid in grids for number in grid[:-1])

@@ -124,7 +124,7 @@ def test_the_h100_is_supported_and_everything_else_is_refused_with_a_reason():
     for device, said in [
         (Device("gpu", "NVIDIA A100-SXM4-80GB"), "this GPU is NVIDIA A100-SXM4-80GB"),
         (Device("gpu", "NVIDIA B200"), "this GPU is NVIDIA B200"),
-        (Device("gpu", "AMD Instinct MI300X"), "written for the H100"),
+        (Device("gpu", "AMD Instinct MI300X"), "written for Hopper"),
         (Device("cpu", "cpu"), "AUTOPALLAS_INTERPRET=1"),
         (Device("tpu", "TPU v5 lite"), "it is a GPU kernel"),
     ]:

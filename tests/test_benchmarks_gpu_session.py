@@ -1,0 +1,313 @@
+"""The command ``python -m benchmarks gpu --all``: what it calls wrong, what it keeps, and what may hang or die."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+import time
+from dataclasses import replace
+from types import MappingProxyType
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopallas import compat
+from autopallas.compile.gpu import H100
+from autopallas.tuning.key import kernel_version
+from benchmarks import cli
+from benchmarks.gpu_session import command, session
+from benchmarks.gpu_session.errors import ROW_TOLERANCE, compared, same_bits
+from benchmarks.gpu_session.journal import ARCHIVE, JOURNAL, Identity, Journal, read
+from benchmarks.gpu_session.session import Plan, Session
+from benchmarks.gpu_session.summary import summary, tuned_rows
+from benchmarks.gpu_session.tasks import LAST_FIRST, of_kernels, tasks
+
+MISSING = compat.missing_mosaic_gpu()
+needs_mosaic = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+IDENTITY = Identity("abc", "0.11.2", H100.kind)
+VERSIONS = {"attention": "1", "grouped_matmul": "1", "cross_entropy": "1"}
+
+
+# ---------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("extra, wrong", [(0, False), (1, True)])
+def test_one_key_too_many_is_wrong_where_the_largest_error_says_nothing(extra, wrong):
+    random, length = np.random.default_rng(0), 1024
+    query, key, value = (random.standard_normal((length, 128), np.float32) for _ in range(3))
+    row = np.arange(length)
+
+    def attention(mask):
+        scores = np.where(mask, query @ key.T / np.sqrt(128), -np.inf)
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        return jnp.asarray(weights / weights.sum(1, keepdims=True) @ value)
+
+    wanted = attention(row[:, None] >= row)
+    found = attention(row[:, None] + extra * (row[:, None] >= 256) >= row)
+    errors = compared([found.astype(jnp.bfloat16)], [wanted])
+    assert errors.largest <= 4e-2 or errors.total <= 4e-2
+    assert (errors.row > ROW_TOLERANCE) is wrong
+
+
+def test_not_finite_numbers_have_to_be_where_they_are_wanted():
+    good = jnp.array([[1.0, jnp.nan], [jnp.inf, 2.0]])
+    assert compared([good], [good]).row == 0.0
+    assert compared([jnp.array([[1.0, jnp.nan], [-jnp.inf, 2.0]])], [good]).row > 1e20
+    assert compared([jnp.array([[jnp.nan, 1.0]])], [jnp.array([[1.0, 1.0]])]).row > 1e20
+    assert compared([jnp.float32(1.0)], [jnp.float32(2.0)]).row == pytest.approx(0.5)
+
+
+def test_what_should_be_zero_is_measured_by_the_other_results():
+    """The gradient of a query that sees one key is 0, and what is found is rounding."""
+    wanted = [jnp.ones((1, 64)), jnp.zeros((1, 64)), jnp.ones((1, 64))]
+    assert compared([wanted[0], wanted[1] + 1e-5, wanted[2]], wanted).row < ROW_TOLERANCE
+    assert compared([wanted[0], wanted[1] + 1e-2, wanted[2]], wanted).row > ROW_TOLERANCE
+
+
+def test_bits_are_compared_and_not_numbers():
+    nan = jnp.array([jnp.nan, 0.0], jnp.bfloat16)
+    assert bool(same_bits([nan], [nan]))
+    assert not bool(same_bits([nan], [nan * jnp.bfloat16(-1)])), "zeros of both signs are equal"
+
+
+# ---------------------------------------------------------------------- the journal
+
+
+def row(**known):
+    return {"kernel": "attention", "kernel_version": "1", "commit": "abc", "jax": "0.11.2", "device": H100.kind} | known
+
+
+def test_a_journal_goes_on_behind_a_line_that_was_cut_off(tmp_path):
+    journal = Journal.opened(tmp_path)
+    journal.add(row(task="a"))
+    with open(tmp_path / JOURNAL, "a") as file:
+        file.write('{"task": "cut')
+    again = Journal.opened(tmp_path)
+    again.add(row(task="b"))
+    assert [r["task"] for r in read(tmp_path / JOURNAL)] == ["a", "b"]
+
+
+def test_rows_of_another_call_are_taken_over_once(tmp_path):
+    other = Journal.opened(tmp_path / "other")
+    other.add(row(task="a"))
+    for _ in range(2):
+        journal = Journal.opened(tmp_path / "own", [tmp_path / "other" / JOURNAL])
+        assert [r["task"] for r in journal.rows] == ["a"]
+    assert len(read(tmp_path / "own" / JOURNAL)) == 1
+
+
+def test_rows_of_other_kernels_are_kept_and_not_reused(tmp_path):
+    journal = Journal.opened(tmp_path)
+    for changed in ({}, {"kernel_version": "0"}, {"jax": "0.12"}, {"device": "NVIDIA H200"}, {"commit": "older"}):
+        journal.add(row(**changed))
+    reused = list(journal.reusable(IDENTITY, VERSIONS))
+    assert [r["commit"] for r in reused] == ["abc", "older"]
+    assert len(read(tmp_path / JOURNAL)) == 5
+
+
+@pytest.mark.parametrize(
+    "changed, said", [({}, None), ({"commit": ""}, None), ({"jax": "0.12"}, "JAX 0.12"), ({"commit": "f"}, "commit f")]
+)
+def test_a_journal_of_another_commit_or_jax_is_named(tmp_path, changed, said):
+    journal = Journal.opened(tmp_path)
+    journal.add(row(**changed))
+    found = journal.stranger(IDENTITY)
+    assert found is None if said is None else said in found
+
+
+# ---------------------------------------------------------------------- children that hang or die
+
+
+class Scripted:
+    """A child whose candidates named "hangs", "dies" and "poisons" do so."""
+
+    started = 0
+
+    def __init__(self, *_):
+        Scripted.started += 1
+
+    def ask(self, request, until):
+        for name in request["names"]:
+            yield {"event": "begin", "name": name}
+            if "hangs" in name or "dies" in name:
+                yield {"event": "late" if "hangs" in name else "died"}
+                return
+            if "poisons" in name:
+                yield {"event": "row", "candidate": name, "failure": "CUDA_ERROR_ILLEGAL_ADDRESS", "wrong": True}
+                yield {"event": "done", "sick": True}
+                return
+        for name in request["names"]:
+            yield {
+                "event": "row", "candidate": name, "microseconds": 10.0, "clock": "loop",
+                "ours": name.startswith("pallas_gpu"), "wrong": False, "times_as_fast": 3.0, "temporary_bytes": 5,
+                "block_sizes": {"query_block": 128, "key_block": 128},
+            }  # fmt: skip
+        yield {"event": "done", "sick": False}
+
+    def end(self):
+        pass
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    monkeypatch.setattr(session, "Child", Scripted)
+    monkeypatch.setattr(session, "clocks", dict)
+
+    def made(seconds=1000.0, versions=VERSIONS):
+        plan = Plan(False, (0, 2), time.monotonic() + seconds, 1, 3, 1.0, tmp_path, False)
+        return Session(plan, Journal.opened(tmp_path), IDENTITY, versions, say=lambda line: None)
+
+    return made
+
+
+def case_of(names):
+    task = next(t for t in tasks(False, H100) if t.kind == "time" and t.operation == "attention")
+    return replace(task, case=replace(task.case, candidates=dict.fromkeys(names, lambda x: x)))
+
+
+def test_what_hangs_dies_or_breaks_the_device_costs_its_own_row_alone(run):
+    own, Scripted.started = run(), 0
+    names = ["matmul", "pallas_gpu hangs", "cudnn dies", "pallas_gpu poisons", "pallas_gpu good"]
+    own.run([case_of(names)], [])
+    rows = {r["candidate"]: r for r in own.journal.rows if "candidate" in r}
+    assert "not done after" in rows["pallas_gpu hangs"]["failure"]
+    assert "ended" in rows["cudnn dies"]["failure"]
+    assert "ILLEGAL" in rows["pallas_gpu poisons"]["failure"]
+    assert rows["matmul"]["microseconds"] == rows["pallas_gpu good"]["microseconds"] == 10.0
+    assert Scripted.started == 4
+    assert [name.rpartition(": ")[2] for name in own.faults] == ["pallas_gpu hangs", "pallas_gpu poisons"]
+
+
+def test_a_later_call_runs_what_has_no_row_yet(run):
+    names = ["matmul", "pallas_gpu good"]
+    run().run([case_of(names[:1])], [])
+    again = run()
+    again.run([case_of(names)], [])
+    assert [r["candidate"] for r in again.journal.rows if "candidate" in r] == names
+    other = run(versions=VERSIONS | {"attention": "2"})
+    other.run([case_of(names)], [])
+    assert [r["candidate"] for r in other.journal.rows if "candidate" in r] == [*names, *names]
+
+
+def test_without_time_nothing_is_begun_and_it_is_said(run):
+    own = run(seconds=0.0)
+    own.run([case_of(["matmul"])], [])
+    assert len(own.skipped) == 1
+    assert not [r for r in own.journal.rows if "candidate" in r]
+
+
+def test_a_fault_in_the_first_stage_ends_the_call(run):
+    own = run()
+    own.run([replace(case_of(["pallas_gpu hangs"]), stage=0), case_of(["matmul"])], [])
+    assert "matmul" not in {r.get("candidate") for r in own.journal.rows}
+    assert (own.journal.folder / ARCHIVE).exists()
+
+
+def test_tables_come_from_the_journal_of_the_present_kernels(run, tmp_path, capsys):
+    versions = {op: kernel_version(op) for op in VERSIONS}
+    own = run(versions=versions)
+    chosen = [t for t in tasks(False, H100) if "B1 T16384 N16 D128 causal bfloat16 forward" in t.name]
+    own.run([t for t in chosen if t.stage == 2 and "+" not in t.name], [])
+    ((place, found),) = tuned_rows(own.journal.rows).items()
+    assert place == ("attention", "NVIDIA H100")
+    ((key, tuned),) = found.items()
+    assert key[:2] == ("pallas_gpu", "forward")
+    assert (tuned.kernel_us, tuned.original_us, tuned.evidence) == (10.0, 30.0, "measured")
+    assert cli.main(["gpu", "--tables", str(tmp_path)]) == 0
+    assert "10.0,30.0" in capsys.readouterr().out
+    assert not tuned_rows([r | {"kernel_version": "older"} for r in own.journal.rows])
+    assert "10.0 |" in summary(own.journal.rows, IDENTITY)
+
+
+# ---------------------------------------------------------------------- the list of tasks
+
+
+def test_tasks_have_names_of_their_own_and_headlines_come_first():
+    found = tasks(False, H100)
+    names = [task.name for task in found]
+    assert len(set(names)) == len(names)
+    assert [task.stage for task in found] == sorted(task.stage for task in found)
+    headlines = [task for task in found if task.stage == 2]
+    kinds = [task.kind for task in headlines]
+    assert kinds == sorted(kinds, key=["copy", "time", "original"].index), "XLA's originals come last"
+    assert {t.case.direction for t in headlines if t.operation == "grouped_matmul"} >= {"forward", "dlhs", "drhs"}
+    for task in headlines:
+        if task.case is not None:
+            assert not set(of_kernels(task)) & set(LAST_FIRST)
+    repeated = " ".join(task.name for task in found if task.stage == 3)
+    assert all(word in repeated for word in ("D256", "blocks 192", "float16", "NaN", "segments", "bias"))
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert cli.main(["gpu", "--all", "--output", str(tmp_path / "file" / "folder")]) == 2
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+class Answering:
+    """A child of a device."""
+
+    told = MappingProxyType({"platform": "gpu", "kind": "NVIDIA A100-SXM4-40GB", "capability": "8.0"})
+
+    def __init__(self, *_):
+        pass
+
+    def ask(self, request, until):
+        yield {"event": "row", **self.told}
+        yield {"event": "done", "sick": False}
+
+    def end(self):
+        pass
+
+
+def test_without_a_hopper_gpu_it_says_so(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(command, "Child", Answering)
+    assert cli.main(["gpu", "--all", "--output", str(tmp_path)]) == 2
+    (said,) = capsys.readouterr().out.splitlines()
+    assert "needs a Hopper GPU" in said
+    assert "A100" in said
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA GH200 480GB"])
+def test_a_journal_of_another_commit_is_refused_unless_it_is_asked_for(monkeypatch, tmp_path, capsys, kind):
+    monkeypatch.setattr(command, "Child", Answering)
+    monkeypatch.setattr(Answering, "told", {"platform": "gpu", "kind": kind, "capability": "9.0"})
+    Journal.opened(tmp_path).add(row(jax=command.jax.__version__))
+    given = ["gpu", "--all", "--output", str(tmp_path), "--commit", "other", "--stages", "0", "--minutes", "0"]
+    assert cli.main(given) == 2
+    (said,) = capsys.readouterr().out.splitlines()
+    assert "rows of commit abc, and this is other" in said
+    assert cli.main([*given, "--other-commits"]) == 0
+    assert len(read(tmp_path / JOURNAL)) > 1
+
+
+def dry_run(folder, *more):
+    status = cli.main(["gpu", "--all", "--dry-run", "--output", str(folder), "--seconds", "0.1", *more])
+    with tarfile.open(folder / ARCHIVE) as archive:
+        lines = archive.extractfile(JOURNAL).read().decode().splitlines()
+        return status, [json.loads(line) for line in lines], archive.extractfile("summary.md").read().decode()
+
+
+@needs_mosaic
+def test_a_dry_run_goes_through_the_stages(tmp_path):
+    """A choice of tasks; the whole one is for the nightly tier."""
+    filters = ["--filter", "copy", "--filter", "0 check", "--stages", "0,1,2"]
+    status, rows, text = dry_run(tmp_path, "--op", "cross_entropy", *filters)
+    assert status == 0, text
+    assert {r["part"] for r in rows} >= {"device", "correctness", "ceiling", "compile", "clocks"}
+    assert all(r["evidence"] == "simulated" for r in rows)
+    compiled = [r for r in rows if r["part"] == "compile"]
+    assert compiled
+    assert not [r for r in compiled if r["failure"]]
+
+
+@needs_mosaic
+@pytest.mark.nightly
+def test_the_whole_dry_run_finds_no_fault(tmp_path):
+    status, rows, text = dry_run(tmp_path, "--minutes", "10")
+    assert status == 0, text
+    assert {r["kernel"] for r in rows} >= set(VERSIONS)
