@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -204,6 +205,7 @@ __all__ = [
     "mesh_in_force",
     "missing_mosaic_gpu",
     "mlir",
+    "module_text",
     "mosaic_gpu_kernel",
     "multiplication_params",
     "new_jaxpr",
@@ -212,6 +214,7 @@ __all__ = [
     "on_mesh_of",
     "propagated",
     "scan_parts",
+    "scope_names",
     "set_mesh",
     "shape_of",
     "spread",
@@ -251,6 +254,12 @@ def has_side_effects(equation: JaxprEqn) -> bool:
 def user_frames(traceback: Traceback) -> Iterator[Frame]:
     """Yields the frames of a traceback that are not JAX's, innermost first."""
     return source_info_util.user_frames(traceback)
+
+
+def scope_names(equation: JaxprEqn) -> tuple[str, ...]:
+    """Returns the named scopes around an equation, outermost first, without transformations."""
+    stack = equation.source_info.name_stack.stack
+    return tuple(part.name for part in stack if isinstance(part, source_info_util.Scope))
 
 
 def is_transposed(equation: JaxprEqn) -> bool:
@@ -674,6 +683,22 @@ def exported(function: ArrayFunction, types: Sequence[Shaped], platform: str) ->
     with config.export_ignore_forward_compatibility(True):
         made = export.export(jax.jit(function), platforms=[name], disabled_checks=unchecked)
         return bytes(made(*types).serialize())
+
+
+def module_text(bytecode: bytes) -> str:
+    """Returns the text of a serialized MLIR module, such as a kernel's, without locations.
+
+    Raises:
+      Exception: it is none, or of a dialect that this version does not have.
+    """
+    from jaxlib.mlir import ir
+
+    context = mlir.make_ir_context()
+    context.allow_unregistered_dialects = True
+    with contextlib.suppress(ImportError, AttributeError):  # attributes of TPU kernels need their dialect
+        importlib.import_module("jax._src.lib").tpu.register_dialect(context)
+    with context:
+        return str(ir.Module.parse(bytecode).operation.get_asm(enable_debug_info=False))
 
 
 def missing_mosaic_gpu() -> str | None:

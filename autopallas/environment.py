@@ -14,9 +14,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from autopallas.errors import OptionError
+from autopallas.numerics.classes import CLASSES, Numerics
+from autopallas.place_selectors import FORMS, selector_of
 from autopallas.sites.operation import IMPLEMENTATIONS, operation_named, operation_names
 
-__all__ = ["OBJECTIVES", "OPERATIONS", "SELECTED", "VARIABLES", "Environment", "Variable", "one_of", "read"]
+__all__ = ["OBJECTIVES", "OPERATIONS", "SELECTED", "VARIABLES", "Environment", "Variable", "one_of", "places", "read"]
 
 OPERATIONS = operation_names()
 """Names of the operations that can be looked for: the folders of ``kernels``."""
@@ -38,10 +40,13 @@ class Environment:
     backend_of: tuple[tuple[str, str | tuple[str, ...]], ...] = ()
     """(operation, implementation or implementations) for each ``AUTOPALLAS_BACKEND_<OPERATION>`` that is set."""
     ops: tuple[str, ...] | None = None
+    only: tuple[str, ...] | None = None
+    deny: tuple[str, ...] | None = None
     objective: str | None = None
+    numerics: Numerics | None = None
     autotune: bool | None = None
     cache_dir: str | None = None
-    verify: bool | None = None
+    verify: bool | float | None = None
     interpret: bool | None = None
     fuel: int | None = None
     report: str | None = None
@@ -88,6 +93,32 @@ def one_of(label: str, value: object, choices: Iterable[str]) -> str:
     raise OptionError(f"{label} is {value!r}, which is not one of {', '.join(names)}{hint}")
 
 
+def places(label: str, texts: Iterable[object]) -> tuple[str, ...]:
+    """Returns selectors of places (:mod:`autopallas.place_selectors`) if all of them are valid.
+
+    Args:
+      label: what they were given for, as the message names it.
+      texts: the selectors.
+
+    Raises:
+      OptionError: naming the one that is none, and the forms.
+
+    Example:
+      >>> places("option deny", ["model.py:94", "scope:decoder/*"])
+      ('model.py:94', 'scope:decoder/*')
+    """
+    found = []
+    for text in texts:
+        try:
+            if not isinstance(text, str):
+                raise ValueError("it is no text")
+            selector_of(text)
+        except ValueError as error:
+            raise OptionError(f"{label} has {text!r}, which selects no place: {error}; write {FORMS}") from None
+        found.append(text)
+    return tuple(found)
+
+
 def _flag(name: str, text: str) -> bool:
     if text not in ("0", "1"):
         raise OptionError(f"{name} is {text!r}; it accepts 0 or 1")
@@ -101,6 +132,10 @@ def _names(choices: tuple[str, ...]) -> Callable[[str, str], tuple[str, ...]]:
     return parse
 
 
+def _places(name: str, text: str) -> tuple[str, ...]:
+    return places(name, (part.strip() for part in text.split(",")))
+
+
 def _backend(name: str, text: str) -> str | tuple[str, ...]:
     # One name is a demand and fails fast; a list says what to fall back to.
     names = _names(IMPLEMENTATIONS)(name, text)
@@ -109,6 +144,10 @@ def _backend(name: str, text: str) -> str | tuple[str, ...]:
 
 def _objective(name: str, text: str) -> str:
     return one_of(name, text, OBJECTIVES)
+
+
+def _numerics(name: str, text: str) -> str:
+    return one_of(name, text, CLASSES)
 
 
 def _fuel(name: str, text: str) -> int:
@@ -121,6 +160,17 @@ def _directory(name: str, text: str) -> str:
     if os.path.exists(text) and not os.path.isdir(text):
         raise OptionError(f"{name} is {text!r}, which is not a folder; it accepts the path of a folder")
     return text
+
+
+def _verify(name: str, text: str) -> bool | float:
+    whole, slash, part = text.partition("/")
+    try:
+        value = float(whole) / float(part) if slash else float(whole)
+    except (ValueError, ZeroDivisionError):
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise OptionError(f"{name} is {text!r}; it accepts 0 or 1, or a fraction of calls such as 1/1000 or 0.001")
+    return bool(value) if value in (0, 1) else value
 
 
 def _report(name: str, text: str) -> str | None:
@@ -157,10 +207,24 @@ VARIABLES: tuple[Variable, ...] = (
         'The operations, or kinds of respellings, to look for; with "-" in front those to leave out.',
         _names(SELECTED),
     ),
+    Variable("AUTOPALLAS_ONLY", f"comma list of {FORMS}", "The places at which sites may be replaced.", _places),
+    Variable(
+        "AUTOPALLAS_DENY",
+        f"comma list of {FORMS}",
+        "The places at which no site is replaced, beside those that the code denies.",
+        _places,
+    ),
     Variable("AUTOPALLAS_OBJECTIVE", " | ".join(OBJECTIVES), "What a replacement has to improve.", _objective),
+    Variable("AUTOPALLAS_NUMERICS", " | ".join(CLASSES), "How far results may differ from the original's.", _numerics),
     Variable("AUTOPALLAS_AUTOTUNE", "0 | 1", "Whether block sizes are searched for where no table knows them.", _flag),
     Variable("AUTOPALLAS_CACHE_DIR", "folder", "Where tuning results and probe verdicts are kept.", _directory),
-    Variable("AUTOPALLAS_VERIFY", "0 | 1", "1: the first call of each signature is checked against float64.", _flag),
+    Variable(
+        "AUTOPALLAS_VERIFY",
+        "0 | 1 | fraction",
+        "1: the first call of each signature is checked against float64; a fraction, such as 1/1000 or 0.001: so many "
+        "of the calls are compared with the original.",
+        _verify,
+    ),
     Variable(
         "AUTOPALLAS_INTERPRET", "0 | 1", "1: Pallas kernels are interpreted, so that they run on any device.", _flag
     ),

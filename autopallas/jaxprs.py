@@ -26,11 +26,13 @@ from autopallas.compat import (
     Traceback,
     Var,
 )
+from autopallas.place_selectors import Frame
 from autopallas.places import in_package
 
 __all__ = [
     "bodies",
     "debug_info",
+    "frames",
     "inline_equation",
     "is_leaf",
     "live_equations",
@@ -145,6 +147,18 @@ def location(equation: JaxprEqn | None) -> str:
     if equation is None or equation.source_info.traceback is None:
         return "unknown"
     return _place(equation.source_info.traceback)
+
+
+def frames(equation: JaxprEqn) -> tuple[Frame, ...]:
+    """Returns the calls that led to an equation, the innermost first, without JAX's own."""
+    traceback = equation.source_info.traceback
+    return () if traceback is None else _frames(traceback)
+
+
+@lru_cache(maxsize=4096)
+def _frames(traceback: Traceback) -> tuple[Frame, ...]:
+    found = compat.user_frames(traceback)
+    return tuple(Frame(frame.file_name, frame.start_line, frame.function_name) for frame in found)
 
 
 @lru_cache(maxsize=4096)

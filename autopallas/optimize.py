@@ -8,7 +8,7 @@ import threading
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, ParamSpec, TypeAlias, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Generic, ParamSpec, TypeAlias, TypeVar, Unpack, cast, overload
 
 import jax
 from jax.typing import ArrayLike
@@ -21,12 +21,15 @@ from autopallas.fallback.bisect import is_bisecting, no_site_is_allowed
 from autopallas.fallback.rerun import is_users_error, mark_users_error, record_failures, rerun
 from autopallas.faults import MEANT
 from autopallas.gc_pause import paused
-from autopallas.options import OptionArguments, resolve, validated
+from autopallas.options import OptionArguments, Options, resolve, validated
 from autopallas.report import Failure, Report, at_exit
 from autopallas.report.late import LiveReport
 from autopallas.sharding import call_shardings
 from autopallas.sharding.processes import disagreement, inspection_only
 from autopallas.verification import first_call
+
+if TYPE_CHECKING:
+    from autopallas.verification.canary import Canary
 
 __all__ = ["Optimized", "explain", "optimize"]
 
@@ -40,7 +43,8 @@ Kwargs: TypeAlias = dict[str, PyTree]
 class Optimized(Generic[P, R]):
     """A function whose reference computations run as tuned kernels; :func:`optimize` makes it from the function."""
 
-    __slots__ = ("__dict__", "__weakref__", "_run", "_spread")  # slots, since every call reads these attributes
+    # slots, since every call reads these attributes
+    __slots__ = ("__dict__", "__weakref__", "_canary", "_run", "_spread")
 
     def __init__(self, function: Callable[P, R], explicit: dict[str, object]):
         functools.update_wrapper(self, function)
@@ -63,8 +67,14 @@ class Optimized(Generic[P, R]):
         self._replaced = False
         self._spread = False
         self._dry = False
+        self._canary: Canary | None = None
+        self._disabled: dict[pipeline.Place, str] = {}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._canary is not None and self._canary.due():
+            from autopallas.verification.compared_calls import compared  # only programs with canaries pay for it
+
+            return compared(self, self._canary, args, kwargs)
         try:  # the common call pays only for this frame
             if self._spread and not call_shardings.is_recording():
                 with call_shardings.recording_shardings(args, kwargs):
@@ -144,7 +154,7 @@ class Optimized(Generic[P, R]):
         options = resolve(self._explicit)
         if options.disabled or pipeline.inside.value or no_site_is_allowed():
             return self._inner(*args, **kwargs)
-        if options.verify:
+        if options.verify is True:
             first_call.demand()
         arrays, static = split(args, kwargs)
 
@@ -174,7 +184,8 @@ class Optimized(Generic[P, R]):
             live = LiveReport(Report(failures=(Failure("partition", text),)))
             pipeline.require(live(), options)
         else:
-            rewritten, live = pipeline.rewritten(program, options, not self._dry, shardings)
+            rewritten, live = pipeline.rewritten(program, options, not self._dry, shardings, self._disabled)
+        self._watch(options, live)
         self._publish(live)
         report = live()
         if (report.sites or report.failures) and not self._dry:
@@ -182,6 +193,8 @@ class Optimized(Generic[P, R]):
             if reason is not None:
                 rewritten = _left(program, live, f"it is run by several processes together: {reason}")
                 pipeline.require(live(), options)
+        if not is_bisecting():
+            pipeline.require_certified(rewritten, live(), options)
         with paused():
             results = _emit(rewritten, program, live, arrays, options.strict)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -197,6 +210,21 @@ class Optimized(Generic[P, R]):
         with self._lock:
             self._report = report
         at_exit.record(getattr(self._function, "__qualname__", repr(self._function)), report)
+
+    # ------------------------------------------------------------------ compared calls
+
+    def _watch(self, options: Options, report: LiveReport) -> None:
+        """Makes the calls of a program count for the option ``verify``, if that is a fraction."""
+        if isinstance(options.verify, bool) or self._dry or is_bisecting():
+            return
+        if self._canary is None:
+            from autopallas.verification.canary import Canary
+
+            self._canary = Canary(options.verify)
+        report.canary = self._canary.record
+
+    def _repeated(self, args: Args, kwargs: Kwargs) -> _Repeated:
+        return _Repeated(self, args, kwargs)
 
     # ------------------------------------------------------------------ failures
 

@@ -1,7 +1,8 @@
 """Defines the options of the rewrite, and which setting wins.
 
 Precedence, highest first: ``AUTOPALLAS_DISABLE`` and ``AUTOPALLAS_BACKEND*``, the arguments of ``optimize``, the
-innermost ``with autopallas.options(...)``, the rest of the environment, the defaults of :class:`Options`.
+innermost ``with autopallas.options(...)``, the rest of the environment, the defaults of :class:`Options`.  What is
+denied in any of these places is denied.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import Any, Literal, SupportsFloat, SupportsIndex, TypeAlias, TypedD
 
 from autopallas import compat, environment
 from autopallas.custom.registry import declared
-from autopallas.environment import OBJECTIVES, OPERATIONS, SELECTED, one_of
+from autopallas.environment import OBJECTIVES, OPERATIONS, SELECTED, one_of, places
 from autopallas.errors import OptionError
+from autopallas.numerics.classes import CLASSES, Numerics
+from autopallas.place_selectors import FORMS
 from autopallas.sites.operation import IMPLEMENTATIONS, operation_named
 
 __all__ = ["OptionArguments", "Options", "Setting", "active", "options", "resolve", "validated"]
@@ -32,13 +35,16 @@ class OptionArguments(TypedDict, total=False):
     """Options as keywords, in the forms that users may write; :class:`Options` explains each one."""
 
     objective: Objective
+    numerics: Numerics
     implementation: str | Sequence[str] | None
     ops: str | Sequence[str] | None
-    require: Mapping[str, int] | None
+    only: str | Sequence[str] | None
+    deny: str | Sequence[str] | None
+    require: Mapping[str, int] | Literal["lockfile"] | None
     strict: bool
     autotune: bool | None
     tune_seconds: float
-    verify: bool
+    verify: bool | float
     fuel: int | None
     lock: str | os.PathLike[str] | None
     assume_finite: bool
@@ -56,20 +62,29 @@ class Options:
     objective: Objective = "time"
     """"time": a site is replaced where that is known to be faster; "memory": where it needs less temporary memory;
     "always": wherever it is legal, without evidence."""
+    numerics: Numerics = "tolerance"
+    """Which replacements are allowed: those whose results are "identical", bit for bit; also those that take sums in
+    another order, "reordered"; or all that are within the "tolerance"."""
     implementation: str | tuple[str, ...] | None = None
     """None: chosen by evidence.  One name: that one or an error.  Several: the first that works, else the original."""
     ops: tuple[str, ...] | None = None
     """Operations, or kinds of respellings, to look for; those with "-" in front are left out.  None: all."""
-    require: tuple[tuple[str, int], ...] = ()
-    """Smallest number of applied sites per operation; fewer raise RequirementError."""
+    only: tuple[str, ...] | None = None
+    """Places in the source code, or named scopes, at which sites may be replaced.  None: everywhere."""
+    deny: tuple[str, ...] = ()
+    """Places at which no site is replaced.  What different settings deny adds up, and wins over ``only``."""
+    require: tuple[tuple[str, int], ...] | Literal["lockfile"] = ()
+    """Smallest number of applied sites per operation; fewer raise RequirementError.  "lockfile": so does a program that
+    the lockfile does not certify."""
     strict: bool = False
     """Whether an exception inside autopallas is raised.  Otherwise the program stays as it was, with a warning."""
     autotune: bool | None = None
     """Whether block sizes are searched for where no table has them; None: on accelerators, and quickly on CPUs."""
     tune_seconds: float = 30.0
     """Time limit for all searches for one site, in seconds."""
-    verify: bool = False
-    """Whether the first call of each signature is checked against a float64 evaluation of the original."""
+    verify: bool | float = False
+    """Whether the first call of each signature is checked against a float64 evaluation of the original.  A number
+    between 0 and 1: the fraction of calls that are compared with the original."""
     fuel: int | None = None
     """Largest number of sites to replace; None: no limit.  Serves to find the site at fault by bisection."""
     lock: str | None = None
@@ -108,6 +123,10 @@ def _objective(name: str, value: object) -> str:
     return one_of(f"option {name}", value, OBJECTIVES)
 
 
+def _numerics(name: str, value: object) -> str:
+    return one_of(f"option {name}", value, CLASSES)
+
+
 def _implementation(name: str, value: object) -> str | tuple[str, ...] | None:
     if value is None:
         return None
@@ -120,6 +139,21 @@ def _ops(name: str, value: object) -> tuple[str, ...] | None:
     if value is None:
         return None
     return _choices(name, (value,) if isinstance(value, str) else value, SELECTED)
+
+
+def _only(name: str, value: object) -> tuple[str, ...] | None:
+    return None if value is None else _places(name, value) or None
+
+
+def _deny(name: str, value: object) -> tuple[str, ...]:
+    return () if value is None else _places(name, value)
+
+
+def _places(name: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, (Mapping, bytes)) or not hasattr(value, "__iter__"):
+        raise _bad(name, value, f"give a place or a list of places, each {FORMS}, or None")
+    texts = (value,) if isinstance(value, str) else cast(Sequence[object], value)
+    return tuple(dict.fromkeys(places(f"option {name}", texts)))
 
 
 def _count(name: str, value: object) -> int:
@@ -135,13 +169,16 @@ def _count(name: str, value: object) -> int:
     return count
 
 
-def _require(name: str, value: object) -> tuple[tuple[str, int], ...]:
+def _require(name: str, value: object) -> tuple[tuple[str, int], ...] | Literal["lockfile"]:
     if value is None:
         return ()
+    if value == "lockfile":
+        return "lockfile"
     if isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
         value = dict(value)  # checked before: options are checked where they are given and where they are used
     if not isinstance(value, Mapping):
-        raise _bad(name, value, 'give a mapping from operation to number of sites, such as {"attention": 2}')
+        remedy = 'give a mapping from operation to number of sites, such as {"attention": 2}, or "lockfile"'
+        raise _bad(name, value, remedy)
     known = (*OPERATIONS, *(pattern.name for pattern in declared()))
     required = {one_of(f"an operation in option {name}", op, known): n for op, n in value.items()}
     return tuple(sorted((op, _count(f"{name}[{op!r}]", n)) for op, n in required.items()))
@@ -151,6 +188,19 @@ def _flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise _bad(name, value, "give True or False")
     return value
+
+
+def _verify(name: str, value: object) -> bool | float:
+    if isinstance(value, bool):
+        return value
+    remedy = "give True or False, or a fraction of calls between 0 and 1, such as 0.001"
+    try:
+        fraction = -1.0 if isinstance(value, (str, bytes)) else float(cast(SupportsFloat, value))
+    except (TypeError, ValueError):
+        raise _bad(name, value, remedy) from None
+    if not 0 <= fraction <= 1:
+        raise _bad(name, value, remedy)
+    return bool(fraction) if fraction in (0, 1) else fraction
 
 
 def _autotune(name: str, value: object) -> bool | None:
@@ -186,13 +236,16 @@ def _lock(name: str, value: object) -> str | None:
 
 _CHECKS: dict[str, Callable[[str, object], object]] = {
     "objective": _objective,
+    "numerics": _numerics,
     "implementation": _implementation,
     "ops": _ops,
+    "only": _only,
+    "deny": _deny,
     "require": _require,
     "strict": _flag,
     "autotune": _autotune,
     "tune_seconds": _seconds,
-    "verify": _flag,
+    "verify": _verify,
     "fuel": _fuel,
     "lock": _lock,
     "assume_finite": _flag,
@@ -225,6 +278,12 @@ def validated(given: Mapping[str, object]) -> Setting:
     return tuple(sorted(checked.items(), key=lambda item: item[0]))
 
 
+def _over(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings that hold where both are in force: the inner one wins, but what either denies is denied."""
+    denied = dict.fromkeys((*outer.get("deny", ()), *inner.get("deny", ())))
+    return {**outer, **inner} | ({"deny": tuple(denied)} if denied else {})
+
+
 # Part of the key of every jit cache: a function traced inside `with options(...)` is traced again outside of it.
 _active: compat.TraceContext[Setting] = compat.trace_context(())
 
@@ -255,7 +314,7 @@ def options(**given: Unpack[OptionArguments]) -> Iterator[None]:
       ...         resolve({}).objective, resolve({}).fuel
       ('memory', 1)
     """
-    merged = tuple(sorted((dict(active()) | dict(validated(given))).items(), key=lambda item: item[0]))
+    merged = tuple(sorted(_over(dict(active()), dict(validated(given))).items(), key=lambda item: item[0]))
     with _active(merged):
         yield
 
@@ -279,11 +338,12 @@ def resolve(explicit: Mapping[str, object]) -> Options:
     asked = environment.read()
     values: dict[str, Any] = {
         name: value
-        for name in ("ops", "objective", "autotune", "verify", "fuel")
+        for name in ("ops", "only", "deny", "objective", "numerics", "autotune", "verify", "fuel")
         if (value := getattr(asked, name)) is not None
     }
-    values |= dict(active())
-    values |= dict(validated(explicit))
+    values = _over(_over(values, dict(active())), dict(validated(explicit)))
+    if values.get("require") == "lockfile" and values.get("lock") is None:
+        raise _bad("require", "lockfile", "give a lockfile too, lock=PATH")
     implementation_of = dict(asked.backend_of)
     if asked.backend is not None:
         values["implementation"] = asked.backend

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from autopallas import compat
 from autopallas.autotune.probe import Prober
@@ -18,9 +20,11 @@ from autopallas.fallback.warn import warn_not_used
 from autopallas.faults import MEANT, collecting, in_words
 from autopallas.gc_pause import paused
 from autopallas.graph import Graph, flatten, move_heads_out, move_selections
+from autopallas.numerics.classes import allows
 from autopallas.options import Options
 from autopallas.passes import Passes
-from autopallas.patterns import NearMiss, find
+from autopallas.patterns import Match, NearMiss, find
+from autopallas.plan.allowed_places import deny_places
 from autopallas.plan.choose_implementation import plan
 from autopallas.plan.decision import Decision
 from autopallas.report import Failure, Report, Site
@@ -30,10 +34,25 @@ from autopallas.report.late import LiveReport
 from autopallas.sharding.call_shardings import Shardings
 from autopallas.sharding.shard_sites import shard_sites
 from autopallas.sites.device import Device
-from autopallas.tuning import processor
+from autopallas.tuning import certificate, processor
+from autopallas.tuning import lock as lockfile
 from autopallas.tuning.cache import WARNED
 
-__all__ = ["OptimizedFunction", "inside", "require", "rewrite", "rewritten", "warn"]
+__all__ = [
+    "OptimizedFunction",
+    "Place",
+    "find_sites",
+    "inside",
+    "require",
+    "require_certified",
+    "rewrite",
+    "rewritten",
+    "warn",
+]
+
+
+Place: TypeAlias = tuple[str, str]
+"""The operation and the location of a site, as reports have them."""
 
 
 @runtime_checkable
@@ -64,10 +83,18 @@ def rewrite(
 
 
 def rewritten(
-    program: ClosedJaxpr, options: Options, probes: bool, shardings: Shardings | None
+    program: ClosedJaxpr,
+    options: Options,
+    probes: bool,
+    shardings: Shardings | None,
+    disabled: Mapping[Place, str] = MappingProxyType({}),
 ) -> tuple[ClosedJaxpr, LiveReport]:
-    """Does the same as :func:`rewrite`, and returns a report that later events can update."""
+    """Does the same as :func:`rewrite`, and returns a report that later events can update.
+
+    ``disabled`` has the sites that were found to be wrong, and the reasons.
+    """
     device = Device.current()
+    options = lockfile.pinned(options)
     tuner = Tuner(device, options, probes)
     run = Passes(program, checked=options.strict)
     result = program
@@ -76,18 +103,13 @@ def rewritten(
     decisions: list[Decision] = []
     with collecting(options.strict) as failures:
         try:
-            with paused():
-                body = run("graph", "flatten", flatten, program)
-                body = run("graph", "move heads out of checkpoints", move_heads_out, body)
-                divided = shardings is not None
-                body = run("graph", "move row selections", move_selections, body, options.assume_finite, divided)
-                graph = run("graph", "number values", Graph, body)
-                matches, misses = run("patterns", "find sites", find, graph, options.ops, options.assume_finite)
+            graph, matches, misses = find_sites(run, program, options, shardings is not None)
             matches = run("partition", "shard sites", shard_sites, program, graph, matches, shardings, options.strict)
             with Prober(device, options, probes) as prober:
                 decisions = run("plan", "choose implementations", plan, matches, device, options, tuner, prober)
                 matches, decisions = run("plan", "drop nested sites", without_nested, graph, matches, decisions)
                 decisions = run("plan", "leave out suspects", only_allowed, matches, decisions, device)
+                decisions = run("plan", "leave out disabled", _without_disabled, matches, decisions, disabled)
             describer = Describer()
             decisions = run("report", "describe sites", describer.accountable, matches, decisions)
             with paused():
@@ -122,6 +144,55 @@ def rewritten(
     return result, LiveReport(report, [decision.entry for decision in decisions])
 
 
+def find_sites(
+    run: Passes, program: ClosedJaxpr, options: Options, divided: bool
+) -> tuple[Graph, list[Match], list[NearMiss]]:
+    """Finds the sites of a program, and marks those at places that are denied.
+
+    Args:
+      run: runs the passes.
+      program: a closed jaxpr.
+      options: the options in force.
+      divided: whether arrays are spread over several devices.
+    """
+    moves = allows(options.numerics, "reordered")
+    found = _recognised(run, program, options, divided, moves)
+    if moves and any(match.denied for match in found[1]):  # at their places nothing is to be moved either
+        unmoved = _recognised(run, program, options, divided, moves=False)
+        if _allowed(unmoved[1]) >= _allowed(found[1]):
+            return unmoved
+    return found
+
+
+def _recognised(
+    run: Passes, program: ClosedJaxpr, options: Options, divided: bool, moves: bool
+) -> tuple[Graph, list[Match], list[NearMiss]]:
+    """Finds the sites; ``moves`` tells whether what stands in the way of one may be moved before."""
+    with paused():
+        body = run("graph", "flatten", flatten, program)
+        if moves:
+            body = run("graph", "move heads out of checkpoints", move_heads_out, body)
+            body = run("graph", "move row selections", move_selections, body, options.assume_finite, divided)
+        graph = run("graph", "number values", Graph, body)
+        matches, misses = run("patterns", "find sites", find, graph, options.ops, options.assume_finite)
+    return graph, run("plan", "deny places", deny_places, graph, matches, options), misses
+
+
+def _allowed(matches: Sequence[Match]) -> int:
+    return sum(not match.denied for match in matches)
+
+
+def _without_disabled(
+    matches: Sequence[Match], decisions: list[Decision], disabled: Mapping[Place, str]
+) -> list[Decision]:
+    """Keeps the originals of sites that are disabled."""
+    result = []
+    for match, decision in zip(matches, decisions, strict=True):
+        reason = disabled.get((match.op, match.location), "") if decision.verdict == "applied" else ""
+        result.append(replace(decision, verdict="kept", reason=f"disabled: {reason}") if reason else decision)
+    return result
+
+
 def _failures(sites: Sequence[Site]) -> list[Failure]:
     """Returns the implementations that should have worked and did not, once for each operation and reason."""
     found: dict[tuple[str, str, str], Failure] = {}
@@ -134,9 +205,20 @@ def _failures(sites: Sequence[Site]) -> list[Failure]:
 
 def require(report: Report, options: Options) -> None:
     counts = report.counts()
+    if options.require == "lockfile":
+        return
     short = [f"{op}: {counts[op]} of {wanted}" for op, wanted in options.require if counts[op] < wanted]
     if short:
         raise RequirementError(f"fewer sites were replaced than required ({', '.join(short)})\n\n{report}")
+
+
+def require_certified(program: ClosedJaxpr, report: Report, options: Options) -> None:
+    """Raises RequirementError where the lockfile has to certify a rewritten program and does not."""
+    if options.require != "lockfile" or options.lock is None:
+        return
+    problem = certificate.problem(program, lockfile.read(options.lock), Device.current())
+    if problem:
+        raise RequirementError(f"the lockfile {options.lock} does not certify this program: {problem}\n\n{report}")
 
 
 def warn(message: str) -> None:

@@ -16,7 +16,7 @@ MODULES = {
 }
 FLOORS = (
     {"compat", "jaxprs", "environment", "numerics", "sites", "places", "errors", "version"}
-    | {"arguments", "gc_pause", "progress"},
+    | {"arguments", "gc_pause", "place_selectors", "progress"},
     {"report", "faults"},
     {"graph", "kernels", "tuning", "options", "compile", "autotune", "custom", "patterns", "workbench"},
     {"plan", "rewrite", "sharding", "fallback"},

@@ -145,6 +145,9 @@ def test_jit_traces_again_where_the_block_changes_and_only_there():
         ("implementation", 3, "list of names"),
         ("implementation", ["xla", None], "reference"),
         ("ops", "atention", "attention"),
+        ("numerics", "exact", "identical, reordered, tolerance"),
+        ("numerics", None, "identical"),
+        ("deny", "attend", "FILE:LINE"),
         ("ops", {"attention": 1}, "list of names"),
         ("require", {"atention": 1}, "attention"),
         ("require", {"attention": -1}, "0 or more"),
@@ -205,6 +208,8 @@ def test_a_misspelt_variable_is_refused_with_the_nearest_and_all_valid_ones(monk
         ("AUTOPALLAS_BACKEND_ATTENTION", "cuddn", "cudnn"),
         ("AUTOPALLAS_OPS", "atention", "attention"),
         ("AUTOPALLAS_OBJECTIVE", "speed", "memory"),
+        ("AUTOPALLAS_NUMERICS", "bitwise", "identical"),
+        ("AUTOPALLAS_DENY", "model.py:94,,", "FILE:LINE"),
         ("AUTOPALLAS_AUTOTUNE", "2", "0 or 1"),
         ("AUTOPALLAS_CACHE_DIR", __file__, "folder"),
         ("AUTOPALLAS_VERIFY", "true", "0 or 1"),
@@ -226,6 +231,9 @@ def test_every_variable_of_the_table_reaches_the_parsed_environment(tmp_path):
     accepted = {
         "AUTOPALLAS_OPS": "attention",
         "AUTOPALLAS_OBJECTIVE": "memory",
+        "AUTOPALLAS_NUMERICS": "identical",
+        "AUTOPALLAS_ONLY": "model.py",
+        "AUTOPALLAS_DENY": "model.py:94",
         "AUTOPALLAS_CACHE_DIR": str(tmp_path),
         "AUTOPALLAS_REPORT": "report.html",
     }

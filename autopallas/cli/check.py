@@ -11,6 +11,7 @@ from typing import TypeVar
 from autopallas.patterns.match import Match, NearMiss
 from autopallas.places import users_place
 from autopallas.plan.decision import Decision
+from autopallas.sites.device import Device
 from autopallas.tuning.lock import Lock, LockedSite, identity, place, read
 
 __all__ = ["add"]
@@ -39,19 +40,39 @@ def _run(options: argparse.Namespace) -> int:
             lost.append(_entry(site, f"found, but not replaced: {found[1].reason}", "", found[0].location))
     new = [m.location for m in sites.matches if lock.find(m) is None]
     held = sum(site.verdict == "applied" for site in lock.sites) - len(lost)
+    problem, compared = _certificate(lock, options.file, sites.device)
+    failed = int(bool(lost) or (compared and bool(problem)))
     if options.json:
-        print(json.dumps({"ok": not lost, "held": held, "lost": lost, "new": new, "device": here}, indent=2))
-        return int(bool(lost))
-    for told in lost:
-        print(f"lost: {told['op']} at {told['location']} ({told['spec']})\n    {told['reason']}")
-        if told["near_miss"]:
-            print(f"    near miss at {told['at']}: {told['near_miss']}")
+        digest = {"compared": compared, "same": compared and not problem, "reason": problem}
+        data = {"ok": not failed, "held": held, "lost": lost, "new": new, "device": here, "digest": digest}
+        print(json.dumps(data, indent=2))
+        return failed
+    for entry in lost:
+        print(f"lost: {entry['op']} at {entry['location']} ({entry['spec']})\n    {entry['reason']}")
+        if entry["near_miss"]:
+            print(f"    near miss at {entry['at']}: {entry['near_miss']}")
     for location in new:
         print(f"new: a site at {location} that is not locked, so its original runs; write the lockfile anew to use it")
     if not here:
         print(f"only recognition was checked: the lockfile is for {lock.platform} ({lock.device_kind})")
     print(f"{options.file}: {held} of {held + len(lost)} applied sites hold")
-    return int(bool(lost))
+    told = problem or "it is the one that was locked"
+    print(f"the program: {told if compared else f'not compared, since {problem}'}")
+    return failed
+
+
+def _certificate(lock: Lock, path: str, device: Device) -> tuple[str, bool]:
+    """Returns why the program is not the one that was locked, or could not be compared, and whether it was compared."""
+    from autopallas import compat
+    from autopallas.cli.program import function_of, rewritten_program, shapes_of
+    from autopallas.tuning import certificate
+
+    here = (device.platform, device.kind) == (lock.platform, lock.device_kind)
+    if not here or certificate.setting(device, compat.versions()) not in lock.digests:
+        known = "; ".join(sorted(lock.digests)) or "no device"
+        return f"it was locked for {known}", False
+    program = rewritten_program(lock.function, function_of(lock.function), shapes_of(lock.shapes), {"lock": path})
+    return certificate.problem(program, lock, device), True
 
 
 def _paired(

@@ -6,10 +6,21 @@ import argparse
 import json
 import os
 import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from autopallas.cli import CommandError
 from autopallas.environment import OBJECTIVES
+from autopallas.errors import OptionError
+from autopallas.numerics.classes import CLASSES
+
+if TYPE_CHECKING:
+    from autopallas.compat import PyTree
+    from autopallas.sites.device import Device
+    from autopallas.tuning.lock import Lock
 
 __all__ = ["add"]
 
@@ -20,6 +31,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", required=True, help='its arguments, such as "f32[8,1024],i32[8]"')
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the file to write; - prints it")
     parser.add_argument("--objective", choices=OBJECTIVES, help="what a replacement has to improve")
+    parser.add_argument("--numerics", choices=CLASSES, help="how far results may differ from the original's")
+    for name, text in (("only", "places at which sites may be replaced"), ("deny", "places at which none is")):
+        parser.add_argument(f"--{name}", action="append", metavar="PLACE", help=f"{text}: FILE:LINE, scope:NAME, ...")
     parser.add_argument(
         "--autotune",
         action=argparse.BooleanOptionalAction,
@@ -35,12 +49,16 @@ def _run(options: argparse.Namespace) -> int:
     from autopallas.tuning.lock import written
 
     arguments = shapes_of(options.shapes)
-    given = {"objective": options.objective, "autotune": options.autotune, "tune_seconds": options.budget}
-    asked = {name: value for name, value in given.items() if value is not None} | {"lock": None}
+    given = {name: getattr(options, name) for name in ("objective", "numerics", "only", "deny")}
+    given |= {"autotune": options.autotune, "tune_seconds": options.budget}
+    asked = {name: value for name, value in given.items() if value is not None} | {"lock": None, "require": {}}
     sites = sites_of(options.function, function_of(options.function), arguments, asked)
     printed = options.output == "-"
     folder = os.getcwd() if printed else os.path.dirname(os.path.abspath(options.output))
-    lock = written(sites.matches, sites.decisions, options.function, options.shapes, sites.device, folder)
+    unsigned = written(
+        sites.matches, sites.decisions, options.function, options.shapes, sites.device, folder, sites.options
+    )
+    lock = _certified(unsigned, arguments, sites.device, None if printed else options.output)
     if printed:
         sys.stdout.write(lock.to_json())
         return 0
@@ -51,10 +69,45 @@ def _run(options: argparse.Namespace) -> int:
         print(json.dumps({"file": options.output, "applied": applied, "kept": kept, **_tuning(sites.tuner)}, indent=2))
         return 0
     print(f"wrote {options.output}: {applied} applied, {kept} kept, {len(sites.misses)} near misses")
+    print("the program is certified for " + "; ".join(lock.digests))
     for site in lock.sites:
         sizes = " ".join(f"{name}={value}" for name, value in (site.block_sizes or {}).items())
         print(f"  {site.op} at {site.location}: {site.verdict} {' '.join(filter(None, (site.implementation, sizes)))}")
     return 0
+
+
+def _certified(lock: Lock, arguments: Sequence[PyTree], device: Device, before: str | None) -> Lock:
+    """Returns the lock with the digest of its program here, and with those that a file with the same sites has."""
+    from autopallas import compat
+    from autopallas.cli.program import function_of, one_line, rewritten_program
+    from autopallas.tuning.certificate import digest_of, setting
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "lock"
+        path.write_text(lock.to_json(), encoding="utf-8")
+        program = rewritten_program(lock.function, function_of(lock.function), arguments, {"lock": str(path)})
+    try:
+        own = {setting(device, compat.versions()): digest_of(program)}
+    except Exception as error:
+        raise CommandError(f"{lock.function} cannot be lowered with these shapes: {one_line(error)}") from None
+    return replace(lock, digests={**_digests_before(lock, before), **own})
+
+
+def _digests_before(lock: Lock, path: str | None) -> Mapping[str, str]:
+    """Returns the digests that other versions and platforms gave the program with these sites."""
+    from autopallas.tuning.lock import read
+
+    try:
+        old = None if path is None else read(path)
+    except OptionError:
+        return {}
+    if old is None or (old.function, old.shapes, _decided(old)) != (lock.function, lock.shapes, _decided(lock)):
+        return {}
+    return old.digests
+
+
+def _decided(lock: Lock) -> list[tuple[object, ...]]:
+    return [(site.identity, site.implementation, site.block_sizes) for site in lock.sites]
 
 
 def _tuning(tuner: object) -> dict[str, int]:

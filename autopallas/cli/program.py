@@ -7,25 +7,26 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopallas.autotune.tuner import Tuner
 from autopallas.cli import CommandError
 from autopallas.cli.shapes import shapes_of
-from autopallas.compat import ArrayFunction, PyTree, make_jaxpr
+from autopallas.compat import ArrayFunction, ClosedJaxpr, PyTree, make_jaxpr
 from autopallas.custom.registry import declared
 from autopallas.environment import OPERATIONS
 from autopallas.errors import OptionError, UnsupportedError
-from autopallas.graph import Graph, flatten
 from autopallas.optimize import Optimized
 from autopallas.options import Options, resolve
-from autopallas.patterns import Match, NearMiss, find
-from autopallas.pipeline import inside
+from autopallas.passes import Passes
+from autopallas.patterns import Match, NearMiss
+from autopallas.pipeline import find_sites, inside, rewrite
 from autopallas.plan.choose_implementation import plan
 from autopallas.plan.decision import Decision
 from autopallas.sites.device import Device
+from autopallas.tuning.lock import pinned
 
-__all__ = ["Sites", "function_of", "one_line", "shapes_of", "sites_of"]
+__all__ = ["Sites", "function_of", "one_line", "rewritten_program", "shapes_of", "sites_of"]
 
 _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -98,22 +99,47 @@ def sites_of(name: str, function: ArrayFunction, arguments: Sequence[PyTree], op
       CommandError: the function cannot be traced with these arguments.
     """
     own = function._explicit if isinstance(function, Optimized) else {}
-    try:
-        with inside(True):
-            program = make_jaxpr(function, *arguments)
-    except Exception as error:
-        raise CommandError(f"{name} cannot be traced with these shapes: {one_line(error)}") from None
+    program = _traced(name, function, arguments)
     device = Device.current()
     try:
-        resolved = resolve(own | options)
+        resolved = pinned(resolve(own | options))
         tuner = Tuner(device, resolved)
         tuned = (pattern.name for pattern in declared() if pattern.block_sizes)  # of others there is nothing to lock
         ops = (*OPERATIONS, *tuned) if resolved.ops is None else resolved.ops
-        matches, misses = find(Graph(flatten(program)), ops, resolved.assume_finite)
+        searched = replace(resolved, ops=ops)
+        _, matches, misses = find_sites(Passes(program, checked=False), program, searched, divided=False)
         decisions = plan(matches, device, resolved, tuner)
     except (OptionError, UnsupportedError) as error:
         raise CommandError(one_line(error)) from None
     return Sites(tuple(matches), tuple(decisions), tuple(misses), resolved, device, tuner)
+
+
+def rewritten_program(
+    name: str, function: ArrayFunction, arguments: Sequence[PyTree], options: dict[str, object]
+) -> ClosedJaxpr:
+    """Returns the program that a function is with a lockfile's sites.
+
+    Args:
+      name, function, arguments: as for :func:`sites_of`.
+      options: further options, among them ``lock``.
+
+    Raises:
+      CommandError: the function cannot be traced with these arguments.
+    """
+    own = function._explicit if isinstance(function, Optimized) else {}
+    program = _traced(name, function, arguments)
+    try:
+        return rewrite(program, resolve(own | options | {"autotune": False, "require": {}}), probes=False)[0]
+    except (OptionError, UnsupportedError) as error:
+        raise CommandError(one_line(error)) from None
+
+
+def _traced(name: str, function: ArrayFunction, arguments: Sequence[PyTree]) -> ClosedJaxpr:
+    try:
+        with inside(True):
+            return make_jaxpr(function, *arguments)
+    except Exception as error:
+        raise CommandError(f"{name} cannot be traced with these shapes: {one_line(error)}") from None
 
 
 def one_line(error: BaseException) -> str:

@@ -53,6 +53,8 @@ class Body:
     """Whether an equation of a derivative's backward holds the body, directly or further out."""
     assumed: dict[Var, str] = field(default_factory=dict)
     """Variables that equal the program's own value only under an assumption, and the assumption in words."""
+    calls: dict[Var, tuple[JaxprEqn, ...]] = field(default_factory=dict)
+    """For the first result of each equation of a dissolved call: the calls, the outermost first."""
 
     _defined: dict[Var, int] = field(default_factory=dict)
 
@@ -133,6 +135,8 @@ def _inline(
             outputs = [Var(v.aval) for v in equation.outvars]
             known.update(zip(equation.outvars, outputs, strict=True))
             equation = jaxprs.inline_equation(equation, inputs, outputs, calls, around)
+            if calls and outputs:
+                body.calls[outputs[0]] = calls
         elif any(map(operator.is_not, inputs, equation.invars)):
             equation = equation.replace(invars=inputs)
         body.equations.append(equation)

@@ -106,6 +106,8 @@ class Match:
     """Further passes of the same site, such as its backward where that is a computation of its own."""
     obstacle: str = ""
     """Reason why the site must not be replaced where it is, or an empty string."""
+    denied: str = ""
+    """Reason why the user does not want the site replaced, or an empty string."""
     assumptions: tuple[str, ...] = ()
     """Assumptions of the proof about the program's numbers, in words."""
 

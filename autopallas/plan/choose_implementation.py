@@ -18,6 +18,7 @@ from autopallas.custom.operation import pattern_of
 from autopallas.custom.registry import Pattern
 from autopallas.errors import UnsupportedError
 from autopallas.faults import MEANT
+from autopallas.numerics.classes import allows
 from autopallas.options import Options
 from autopallas.patterns.match import Match
 from autopallas.plan.decision import Decision
@@ -61,7 +62,7 @@ def plan(
     for match in matches:
         key: Hashable = None
         try:
-            key = (match.op, tuple(part.site for part in match.passes), match.direction, match.obstacle)
+            key = (match.op, tuple(part.site for part in match.passes), match.direction, match.obstacle, match.denied)
             if key not in known:
                 known[key] = _decide(match, device, options, tuner, prober, lock)
             decision = known[key]
@@ -88,6 +89,8 @@ def plan(
 def _decide(
     match: Match, device: Device, options: Options, tuner: Tuner, prober: Prober, lock: lockfile.Lock | None
 ) -> Decision:
+    if match.denied:
+        return Decision("kept", match.denied, device.platform)
     if match.obstacle:
         return _decide_obstructed(match, device, options)
     pattern = pattern_of(match.site)
@@ -141,7 +144,9 @@ def _decide_by_evidence(match: Match, device: Device, options: Options, tuner: T
     why = "; ".join(f"{name}: {reason}" for name, _, reason in told)
     if _is_demanded(wanted, operation, options):
         raise UnsupportedError(f"{operation.name} was to run on {wanted} only: {why}. The site: {match.spec}")
-    return Decision("kept", f"no implementation can compute it ({why})", device.platform, attempts=told)
+    pinned = all(reason.startswith(_NOT_ALLOWED) for _, _, reason in told)
+    reason = why if pinned else f"no implementation can compute it ({why})"
+    return Decision("kept", reason, device.platform, attempts=told)
 
 
 def _is_demanded(wanted: str | Sequence[str] | None, operation: Operation, options: Options) -> bool:
@@ -169,7 +174,10 @@ def _decide_custom(
 ) -> Decision:
     """Decides about a custom pattern.  The user asked for it, so the comparison with the reference is the evidence;
     where it has block sizes and they were measured, the figures count too."""
-    answer = match.site.operation.supports(match.site.operation.usual(device), match.spec, device)
+    operation, name = match.site.operation, match.site.operation.usual(device)
+    answer = operation.supports(name, match.spec, device)
+    if not isinstance(answer, Unsupported):
+        answer = _allowed(operation, name, match.spec, options) or answer
     if isinstance(answer, Unsupported):
         return Decision("kept", answer.reason, device.platform)
     if pattern.block_sizes and lock is not None:
@@ -179,7 +187,6 @@ def _decide_custom(
     elif pattern.block_sizes:
         decision = _decide_by_figures(match, device, options, tuner, prober)
     else:
-        name = match.site.operation.usual(device)
         decision = Decision("applied", "", device.platform, name, NoBlockSizes(), kind=device.kind, options=options)
     if decision.verdict == "kept":
         return decision
@@ -233,6 +240,8 @@ def _decide_by_lockfile(
         return kept(site.reason)
     operation: Operation = match.site.operation
     answer = operation.supports(site.implementation, match.spec, device)
+    if not isinstance(answer, Unsupported):
+        answer = _allowed(operation, site.implementation, match.spec, options) or answer
     if isinstance(answer, Unsupported):
         return kept(f"{site.implementation} cannot compute it", site.implementation, "supports", answer.reason)
     try:
@@ -322,6 +331,8 @@ def evaluate_candidates(
 
     able: list[str] = []
     for name, answer in operation.candidates(spec, device, wanted):
+        if not isinstance(answer, Unsupported):
+            answer = _allowed(operation, name, spec, options) or answer
         if isinstance(answer, Unsupported):
             attempts.append((name, "supports", answer.reason))
         elif wanted is None:
@@ -330,6 +341,22 @@ def evaluate_candidates(
             yield from among([name])
     if able:
         yield from among(able)
+
+
+def _allowed(operation: Operation, name: str, spec: SiteSpec, options: Options) -> Unsupported | None:
+    """Returns why the option ``numerics`` does not allow an implementation, or None where it does."""
+    stated = operation.numerics(name, spec)
+    if allows(options.numerics, stated):
+        return None
+    return Unsupported(f"{_NOT_ALLOWED}{options.numerics!r} does not allow its results, which are {_RELATION[stated]}")
+
+
+_NOT_ALLOWED = "numerics "
+_RELATION = {
+    "identical": "identical",
+    "reordered": "sums in another order",
+    "tolerance": "within the tolerance",
+}
 
 
 def _told(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autopallas.faults import contained
+from autopallas.numerics.classes import Numerics
 from autopallas.report.records import Site, in_order
 from autopallas.sites.encoding import encoded
 from autopallas.sites.spec import BlockSizes, SiteSpec, kind_of
@@ -64,10 +65,16 @@ def _outcome(match: Match, decision: Decision) -> Site:
         verdict=decision.verdict,
         reason=decision.reason,
         implementation=decision.implementation,
+        numerics=_numerics(match, decision),
         block_sizes_from=decision.block_sizes_from,
         attempts=in_order(decision.attempts),
         kind=kind_of(match.spec),
     )
+
+
+def _numerics(match: Match, decision: Decision) -> Numerics | None:
+    name = decision.implementation
+    return None if name is None else match.site.operation.numerics(name, match.spec)
 
 
 def _describe(match: Match, decision: Decision) -> Site:

@@ -165,6 +165,10 @@ def _report(title: str, report: Report) -> Iterator[str]:
         yield '<h3 data-kind="failure">Failures inside autopallas: the program runs on without the rewrite</h3>'
         for failure in report.failures:
             yield _failure(failure)
+    if report.canary is not None:
+        head, lines = text.canary(report.canary)
+        yield f"<h3>{escape(head)}</h3>"
+        yield from (f"<p>{escape(line)}</p>" for line in lines)
     if not (report.sites or report.near_misses or report.failures):
         yield f'<p class="nothing">{escape(text.nothing_found(report))}</p>'
     yield from _passes(report)

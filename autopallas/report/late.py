@@ -8,10 +8,10 @@ Then the original runs.  The site's equations carry its :class:`Entry`, which re
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from autopallas.report.records import Failure, Report, Site, in_order
+from autopallas.report.records import Canary, Failure, Report, Site, in_order
 
 __all__ = ["Entry", "LiveReport"]
 
@@ -73,6 +73,7 @@ def without_kernel(site: Site, reason: str, attempts: Sequence[tuple[str, str, s
         verdict="kept",
         reason=reason,
         implementation=None,
+        numerics=None,
         block_sizes=None,
         block_sizes_from=None,
         attempts=in_order((*site.attempts, *attempts)),
@@ -86,6 +87,8 @@ class LiveReport:
     def __init__(self, report: Report, entries: Sequence[Entry | None] = ()):
         self._report = report
         self._entries = tuple(entries)
+        self.canary: Callable[[], Canary] | None = None
+        """What compared calls gave so far."""
 
     def __call__(self) -> Report:
         """Returns the current report."""
@@ -96,7 +99,13 @@ class LiveReport:
                 site, further = entry.corrected(site, self._report.platform)
                 failures += [failure for failure in further if failure not in failures]
             sites.append(site)
-        return replace(self._report, sites=tuple(sites), failures=tuple(failures))
+        canary = None if self.canary is None else self.canary()
+        return replace(self._report, sites=tuple(sites), failures=tuple(failures), canary=canary)
+
+    def site_of(self, entry: Entry | None) -> Site | None:
+        """Returns the record of the site to which an entry belongs, as it was planned; None for one of no site."""
+        pairs = zip(self._report.sites, self._entries, strict=False)
+        return next((site for site, own in pairs if own is entry and own is not None), None)
 
     def counts(self) -> Counter[str]:
         """Returns the counts of the current report."""

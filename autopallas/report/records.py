@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["SCHEMA_VERSION", "Attempt", "Failure", "NearMiss", "Pass", "Report", "Site", "in_order", "plain"]
+__all__ = ["SCHEMA_VERSION", "Attempt", "Canary", "Failure", "NearMiss", "Pass", "Report", "Site", "in_order", "plain"]
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Version number, which rises whenever the fields of the records, or their meaning, change."""
 
 Attempt: TypeAlias = tuple[str, str, str]
@@ -53,6 +53,8 @@ class Site:
     """Reason for the verdict, in words."""
     implementation: str | None = None
     """Implementation that was chosen."""
+    numerics: Literal["identical", "reordered", "tolerance"] | None = None
+    """How the results of that implementation relate to the original's; None where none was chosen."""
     block_sizes: Mapping[str, int | bool | str] | None = None
     block_sizes_from: Literal["explicit", "cache", "table", "autotune", "nearest", "default"] | None = None
     measured: Mapping[str, object] | None = None
@@ -117,6 +119,23 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
+class Canary:
+    """What the calls of a function gave that were compared with the original, under ``verify`` as a fraction."""
+
+    fraction: float
+    """Part of the calls that is compared."""
+    compared: int
+    """Number of calls that were compared."""
+    errors: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """For each site, and for each output that several sites reach: how often the largest relative distance from the
+    original was up to each power of ten."""
+    breaches: tuple[str, ...] = ()
+    """Where results were wrong, by how much, and what was disabled."""
+    notes: tuple[str, ...] = ()
+    """Why calls are not compared, or how."""
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """Record of what happened to one traced signature of one function.
 
@@ -136,6 +155,8 @@ class Report:
     device_kind: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
+    canary: Canary | None = field(default=None, compare=False)
+    """What compared calls of the function gave so far; None without them."""
     trace: tuple[Pass, ...] = field(default=(), compare=False)
     """Passes of the pipeline, in order; they are not compared, since their times differ from run to run."""
 
@@ -214,7 +235,7 @@ def plain(value: object) -> Json:
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
         return [plain(item) for item in value]
-    if isinstance(value, (Report, Site, NearMiss, Failure, Pass)):
+    if isinstance(value, (Report, Site, NearMiss, Failure, Canary, Pass)):
         return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         return plain(value.item())
@@ -248,7 +269,7 @@ def _parsed(kind: Any, data: object, where: str) -> Any:  # neither an annotatio
         if not isinstance(data, dict):
             raise wrong("an object")
         return {str(key): _parsed(arguments[1], item, f"{where}[{key!r}]") for key, item in data.items()}
-    if origin is None and kind in (Report, Site, NearMiss, Failure, Pass):
+    if origin is None and kind in (Report, Site, NearMiss, Failure, Canary, Pass):
         if not isinstance(data, dict):
             raise wrong("an object")
         hints = get_type_hints(kind)

@@ -140,6 +140,8 @@ def _lines(title: str, report: Report, machine: bool) -> list[tuple[str, str]]:
     lines += _listed("Near misses:", near)
     failures = [f"{failure.stage}: {failure.error}" for failure in report.failures]
     lines += _listed("Failures inside autopallas:", failures)
+    if report.canary is not None:
+        lines += _listed(*text.canary(report.canary))
     if not (groups or misses or failures):
         lines += [("", ""), *((line, "") for line in textwrap.wrap(text.nothing_found(report), WIDTH))]
     return lines

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopallas.report.records import Attempt, Failure, NearMiss, Report, Site
+from autopallas.report.records import Attempt, Canary, Failure, NearMiss, Report, Site
 
 __all__ = [
     "Kind",
+    "canary",
     "gains",
     "headline",
     "kinds",
@@ -47,6 +48,9 @@ def render(report: Report) -> str:
         blocks.append("\n".join(_near_misses(report.near_misses)))
     if report.failures:
         blocks.append("\n".join(_failures(report.failures)))
+    if report.canary is not None:
+        head_of_calls, lines = canary(report.canary)
+        blocks.append("\n".join([_wrapped(head_of_calls), *(_wrapped(f"- {line}", "  ") for line in lines)]))
     if not (report.sites or report.near_misses or report.failures):
         blocks.append(_wrapped(nothing_found(report)))
     return "\n\n".join(blocks)
@@ -140,6 +144,7 @@ def site_rows(site: Site) -> list[tuple[str, str]]:
         ("reason", site.reason),
         ("inside", site.path),
         ("implementation", site.implementation or ""),
+        ("numerics", site.numerics or ""),
         ("block sizes", _block_sizes(site)),
         ("spec", site.spec_line),
         *(("assumes", assumption) for assumption in site.assumptions),
@@ -184,6 +189,7 @@ class Kind:
             *(("kept", f"{count}: {reason}") for reason, count in kept.items()),
             ("at", ", ".join(shown) + (f", and {further} other places" if further else "")),
             *(("instead", line) for line in sorted(instead)),
+            ("numerics", ", ".join(sorted({site.numerics for site in applied if site.numerics}))),
             *(("assumes", line) for line in sorted({line for site in applied for line in site.assumptions})),
         ]
         return [(label, text) for label, text in rows if text]
@@ -264,6 +270,22 @@ def _failures(failures: tuple[Failure, ...]) -> Iterator[str]:
     for failure in failures:
         concerned = " ".join(part for part in (failure.op, failure.location and f"at {failure.location}") if part)
         yield _wrapped(f"- {failure.stage}{', ' + concerned if concerned else ''}: {failure.error}", "  ")
+
+
+def canary(found: Canary) -> tuple[str, list[str]]:
+    """Returns what compared calls gave: a headline, and a line for each site or output, breach and note."""
+    head = (
+        f"Calls compared with the original: {found.compared} (a fraction of {found.fraction:g}). Largest relative "
+        "distance of outputs, and how often:"
+    )
+    lines = []
+    for name, counts in found.errors.items():
+        told = ((bound if bound in _EXACT else f"up to {bound}", count) for bound, count in counts.items())
+        lines.append(f"{name}: " + ", ".join(f"{bound}: {count}" for bound, count in told))
+    return head, lines + [f"IN BREACH: {breach}" for breach in found.breaches] + [f"note: {n}" for n in found.notes]
+
+
+_EXACT = ("0", "not finite")
 
 
 def _row(label: str, text: str) -> str:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas.compat import PyTree, Shaped
+from autopallas.numerics.classes import Numerics
 from autopallas.sites.calls import mapped, replaced_at
 from autopallas.sites.device import Device
 from autopallas.sites.division import Division, PositionOperand, ShardableAxes
@@ -300,10 +301,14 @@ class DeclaredSite:
 class Differentiated:
     """Implementation that consists of a function in JAX, with JAX's derivative of it.
 
+    Its results are within the tolerance of the original's.
+
     Args:
       name: name of the implementation, after that of a package.
       compute: ``compute(spec, block_sizes, operands)`` gives the result.
     """
+
+    NUMERICS: Numerics = "tolerance"
 
     def __init__(self, name: str, compute: Callable[[Spec, BlockSizes | None, Arrays], jax.Array]):
         self.__name__ = name  # as a module has one

@@ -25,6 +25,7 @@ import numpy as np
 
 from autopallas.compat import ArrayFunction
 from autopallas.errors import AutopallasWarning, UnsupportedError
+from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.spec import BlockSizes, BlockSizesClass, SiteSpec
 
@@ -253,6 +254,14 @@ class Operation:
         if module is None:
             return Unsupported(f"{self.name} has no implementation {name}")
         return module.supports(spec, device)
+
+    def numerics(self, name: str, spec: SiteSpec) -> Numerics:
+        """Returns how the results of the named implementation relate to the original's, for values and gradients: what
+        its module states as ``NUMERICS``, or as ``numerics(spec)``; "tolerance" where it states nothing."""
+        module = self.implementation(name)
+        own: Callable[[SiteSpec], Numerics] | None = getattr(module, "numerics", None)
+        stated: Numerics = getattr(module, "NUMERICS", "tolerance")
+        return stated if own is None else own(spec)
 
     def usual(self, device: Device) -> str:
         """Returns the first implementation in the platform's order that this operation has."""

@@ -10,10 +10,12 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal, TypedDict, cast
 
+from autopallas.environment import places
 from autopallas.errors import OptionError
+from autopallas.numerics.classes import CLASSES, Numerics, allows
 from autopallas.places import users_place
 from autopallas.sites.device import Device
 from autopallas.sites.operation import operation_named
@@ -25,12 +27,13 @@ from autopallas.tuning.table import Evidence, Row
 from autopallas.version import __version__
 
 if TYPE_CHECKING:
+    from autopallas.options import Options
     from autopallas.patterns.match import Match
     from autopallas.plan.decision import Decision
 
-__all__ = ["FORMAT", "Lock", "LockError", "LockedSite", "identity", "read", "written"]
+__all__ = ["FORMAT", "Lock", "LockError", "LockedSite", "identity", "pinned", "read", "written"]
 
-FORMAT = 1
+FORMAT = 2
 """Version number, which rises whenever the fields of a lockfile, or their meaning, change."""
 
 _MOST_BYTES = 16 * 2**20
@@ -70,6 +73,7 @@ class LockedSite:
       verdict: "applied" or "kept".
       reason: the reason when the file was written.
       implementation: what runs there, if it is applied.
+      numerics: the class of its results, if it is applied.
       block_sizes: by name, if it is applied.
       evidence: the row of a table or of the cache that the verdict rests on, without its block sizes.
     """
@@ -83,6 +87,7 @@ class LockedSite:
     verdict: Literal["applied", "kept"]
     reason: str
     implementation: str | None = None
+    numerics: Numerics | None = None
     block_sizes: Sizes | None = None
     evidence: RowEvidence | None = None
 
@@ -112,6 +117,11 @@ class Lock:
       shapes: its arguments, as ``--shapes`` takes them.
       platform, device_kind: the device for which the sites were decided.
       versions: of autopallas, jax and jaxlib at that time; for people.
+      numerics: the class of numerics that was allowed; what is not allowed by it is not used.
+      only: places at which sites may be replaced, beside what options say; none: everywhere.
+      deny: places at which no site is replaced, beside what options say.
+      digests: for each platform and version (:func:`autopallas.tuning.certificate.setting`), the digest of the program
+        with these sites.
       sites: the sites in the order of the program.
     """
 
@@ -121,17 +131,24 @@ class Lock:
     device_kind: str
     versions: Mapping[str, str]
     sites: tuple[LockedSite, ...]
+    numerics: Numerics = "tolerance"
+    only: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+    digests: Mapping[str, str] = field(default_factory=dict)
 
     def find(self, match: Workload) -> LockedSite | None:
-        """Returns the site that computes what ``match`` does, or None."""
+        """Returns the site that computes what ``match`` does, or None; an applied one, where others are denied."""
         wanted = identity(match)
-        return next((site for site in self.sites if site.identity == wanted), None)
+        found = [site for site in self.sites if site.identity == wanted]
+        return next((site for site in found if site.verdict == "applied"), next(iter(found), None))
 
     def to_json(self) -> str:
         """Returns the file's text: equal locks give equal texts, with one field on each line."""
         data: dict[str, object] = {"autopallas_lock": FORMAT}
         data |= {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sites"}
         data["versions"] = dict(sorted(self.versions.items()))
+        data["digests"] = dict(sorted(self.digests.items()))
+        data["only"], data["deny"] = list(self.only), list(self.deny)
         data["sites"] = [_plain(site) for site in self.sites]
         return json.dumps(data, indent=2, allow_nan=False) + "\n"
 
@@ -155,18 +172,21 @@ class Lock:
         if version is None:
             raise LockError("it has no field autopallas_lock")
         if version != FORMAT or isinstance(version, bool):
-            raise LockError(f"its format is {ascii(version)[:40]}; this autopallas reads {FORMAT}")
+            older = isinstance(version, int) and version < FORMAT
+            remedy = "; write it anew with `autopallas lock`" if older else ""
+            raise LockError(f"its format is {ascii(version)[:40]}; this autopallas reads {FORMAT}{remedy}")
         names = {f.name for f in fields(cls)}
         data = _object(data, {*names, "autopallas_lock"}, "the file")
         sites = data["sites"]
         if not isinstance(sites, list) or len(sites) > _MOST_SITES:
             raise LockError(f"sites is not a list of up to {_MOST_SITES}")
-        versions = data["versions"]
-        if not isinstance(versions, dict):
-            raise LockError("versions is not an object")
         return cls(
             **{name: _text(data[name], name) for name in ("function", "shapes", "platform", "device_kind")},
-            versions={_text(name, "versions"): _text(text, f"versions.{name}") for name, text in versions.items()},
+            versions=_texts(data["versions"], "versions"),
+            numerics=_class(data["numerics"], "numerics"),
+            digests=_texts(data["digests"], "digests"),
+            only=_places(data["only"], "only"),
+            deny=_places(data["deny"], "deny"),
             sites=tuple(_site(site, f"sites[{number}]") for number, site in enumerate(sites)),
         )
 
@@ -197,6 +217,18 @@ def read(path: str | os.PathLike[str]) -> Lock:
         raise OptionError(f"{name!r} is no lockfile: {error}") from None
 
 
+def pinned(options: Options) -> Options:
+    """Returns options that allow no looser numerics than their lockfile, if they name one.
+
+    Raises:
+      OptionError: they name a lockfile that cannot be read.
+    """
+    lock = None if options.lock is None else read(options.lock)
+    if lock is None or allows(lock.numerics, options.numerics):
+        return options
+    return replace(options, numerics=lock.numerics)
+
+
 def _plain(site: LockedSite) -> dict[str, object]:
     data = {f.name: getattr(site, f.name) for f in fields(site)}
     return {name: dict(value) if isinstance(value, Mapping) else value for name, value in data.items()}
@@ -206,7 +238,13 @@ def _plain(site: LockedSite) -> dict[str, object]:
 
 
 def written(
-    matches: Sequence[Match], decisions: Sequence[Decision], function: str, shapes: str, device: Device, folder: str
+    matches: Sequence[Match],
+    decisions: Sequence[Decision],
+    function: str,
+    shapes: str,
+    device: Device,
+    folder: str,
+    options: Options | None = None,
 ) -> Lock:
     """Returns the lock of a program.
 
@@ -217,6 +255,7 @@ def written(
       shapes: the function's arguments.
       device: the device for which it was decided.
       folder: the folder of the lockfile; names of files below it are relative to it.
+      options: the options in force; None: the defaults.
     """
     from autopallas import compat
 
@@ -227,6 +266,9 @@ def written(
         platform=device.platform,
         device_kind=device.kind,
         versions={"autopallas": __version__, **versions},
+        numerics="tolerance" if options is None else options.numerics,
+        only=() if options is None else options.only or (),
+        deny=() if options is None else options.deny,
         sites=tuple(_locked(match, decision, folder) for match, decision in zip(matches, decisions, strict=True)),
     )
 
@@ -247,6 +289,7 @@ def _locked(match: Match, decision: Decision, folder: str) -> LockedSite:
         verdict=decision.verdict,
         reason=decision.reason,
         implementation=decision.implementation if applied else None,
+        numerics=match.site.operation.numerics(decision.implementation or "", match.spec) if applied else None,
         block_sizes=decision.block_sizes.to_dict() if applied and decision.block_sizes is not None else None,
         evidence=evidence,
     )
@@ -285,9 +328,31 @@ def _site(data: object, where: str) -> LockedSite:
         **{name: _text(data[name], f"{where}.{name}") for name in texts},
         verdict=verdict,
         implementation=_text(data["implementation"], f"{where}.implementation") if applied else None,
+        numerics=_class(data["numerics"], f"{where}.numerics") if applied else None,
         block_sizes=_sizes(data["block_sizes"], f"{where}.block_sizes") if applied else None,
         evidence=None if data["evidence"] is None else _evidence(data["evidence"], f"{where}.evidence"),
     )
+
+
+def _texts(data: object, where: str) -> dict[str, str]:
+    if not isinstance(data, dict) or len(data) > _MOST_SITES:
+        raise LockError(f"{where} is not an object of up to {_MOST_SITES}")
+    return {_text(name, where): _text(text, f"{where}.{name}") for name, text in data.items()}
+
+
+def _class(data: object, where: str) -> Numerics:
+    if data not in CLASSES:
+        raise LockError(f"{where} is {_short(data)}, not one of {', '.join(CLASSES)}")
+    return data
+
+
+def _places(data: object, where: str) -> tuple[str, ...]:
+    if not isinstance(data, list) or len(data) > _MOST_SITES:
+        raise LockError(f"{where} is {_short(data)}, not a list of up to {_MOST_SITES}")
+    try:
+        return places(where, [_text(one, where) for one in data])
+    except OptionError as error:
+        raise LockError(str(error)) from None
 
 
 def _sizes(data: object, where: str) -> Sizes:

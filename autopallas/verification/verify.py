@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -107,6 +107,34 @@ def check(fn: ArrayFunction, args: Sequence[PyTree], kwargs: dict[str, PyTree]) 
     with quiet():
         own = jax.block_until_ready(jax.jit(compat.jaxpr_as_fun(original))(*arrays))
         ours = jax.block_until_ready(jax.jit(compat.jaxpr_as_fun(rewritten))(*arrays))
+    outputs, notes = judged(original, rewritten, names, arrays, own, ours)
+    ok = all(c.ok for c in outputs)
+    sites: Sequence[SiteCheck] = ()
+    if not ok and replaced:
+        try:
+            sites, more = check_sites(rewritten, arrays)
+            notes = tuple(dict.fromkeys((*notes, *more)))
+        except Exception as error:
+            notes = (*notes, f"the sites could not be looked at: {type(error).__name__}: {error}")
+    return Verification(tuple(outputs), tuple(sites), ok, replaced, notes)
+
+
+def judged(
+    original: ClosedJaxpr,
+    rewritten: ClosedJaxpr,
+    names: Sequence[str],
+    arrays: Sequence[Array],
+    own: Sequence[jax.Array],
+    ours: Sequence[jax.Array],
+) -> tuple[list[Comparison], tuple[str, ...]]:
+    """Returns the comparison of each output with the oracle, and notes on the oracle.
+
+    Args:
+      original, rewritten: the two programs, closed jaxprs.
+      names: the names of the outputs.
+      arrays: the arguments.
+      own, ours: the outputs of the two programs.
+    """
     oracle, notes = _oracle(original, arrays, own)
     reached = sources(rewritten)
 
@@ -125,15 +153,7 @@ def check(fn: ArrayFunction, args: Sequence[PyTree], kwargs: dict[str, PyTree]) 
             perturbed = {step: [run(*_perturbed(arrays, seed, step)) for seed in range(_SAMPLES)] for step in steps}
         for i in doubtful:
             outputs[i] = compared(i, perturbed[_precision(own[i].dtype, reached[i])])
-    ok = all(c.ok for c in outputs)
-    sites: Sequence[SiteCheck] = ()
-    if not ok and replaced:
-        try:
-            sites, more = check_sites(rewritten, arrays)
-            notes = tuple(dict.fromkeys((*notes, *more)))
-        except Exception as error:
-            notes = (*notes, f"the sites could not be looked at: {type(error).__name__}: {error}")
-    return Verification(tuple(outputs), tuple(sites), ok, replaced, notes)
+    return outputs, notes
 
 
 def _programs(
@@ -141,6 +161,28 @@ def _programs(
 ) -> tuple[ClosedJaxpr, ClosedJaxpr, list[str]]:
     """Returns (original, rewritten, names of the results): closed jaxprs of the arrays, everything else held fixed."""
     optimized = isinstance(fn, OptimizedFunction)
+    program_of, original, names = _original(fn, arrays, static)
+    if not optimized:
+        as_called = compat.make_jaxpr(program_of, *arrays)
+        if applied_sites(as_called):
+            return original, as_called, names
+    return original, rewrite(original, resolve(fn._explicit if isinstance(fn, OptimizedFunction) else {}))[0], names
+
+
+def programs(
+    fn: ArrayFunction, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+) -> tuple[list[Array], ClosedJaxpr, list[str]]:
+    """Returns the arrays among the arguments of a call, the original as a closed jaxpr of them, and the names of the
+    outputs."""
+    arrays, static = split(args, kwargs)
+    _, original, names = _original(fn, arrays, static)
+    return arrays, original, names
+
+
+def _original(
+    fn: ArrayFunction, arrays: Sequence[ArrayLike], static: Static
+) -> tuple[ArrayFunction, ClosedJaxpr, list[str]]:
+    """Returns a function of arrays, its original as a closed jaxpr, and the names of its results."""
     inner: ArrayFunction = fn._inner if isinstance(fn, OptimizedFunction) else fn
 
     def program_of(*arrays: ArrayLike) -> PyTree:
@@ -150,11 +192,7 @@ def _programs(
     with inside(True):
         original, shapes = compat.make_jaxpr_and_shapes(program_of, *arrays)
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
-    if not optimized:
-        as_called = compat.make_jaxpr(program_of, *arrays)
-        if applied_sites(as_called):
-            return original, as_called, names
-    return original, rewrite(original, resolve(fn._explicit if isinstance(fn, OptimizedFunction) else {}))[0], names
+    return program_of, original, names
 
 
 def _oracle(

@@ -32,6 +32,7 @@ def step(parameters, x):
 
 optimized = autopallas.optimize(attend, objective="always")
 """
+HOLDS = "sites.lock: 2 of 2 applied sites hold\nthe program: it is the one that was locked\n"
 SHAPES = "f32[600,64],f32[600,64],f32[600,64]"
 
 
@@ -142,7 +143,7 @@ def test_lock_searches_where_it_is_asked_to(module, capsys, monkeypatch):
 
 def test_check_passes_while_the_sites_are_there_wherever_they_moved(module, capsys):
     lock(capsys)
-    assert run(capsys, "check", "sites.lock")[:2] == (0, "sites.lock: 2 of 2 applied sites hold\n")
+    assert run(capsys, "check", "sites.lock")[:2] == (0, HOLDS)
     module("\n\n\n" + MODULE.replace("q @ k.T / 8", "jnp.einsum('td,sd->ts', q, k) * 0.125"))
     assert run(capsys, "check", "sites.lock")[0] == 1, "another way to scale is another computation"
     module("\n\n\n" + MODULE.replace("q @ k.T / 8", "jnp.einsum('td,sd->ts', q, k) / 8"))

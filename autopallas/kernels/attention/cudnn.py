@@ -23,10 +23,14 @@ from autopallas.kernels.attention.operands import Cotangents, Gradients, Operand
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tiles import simplified
 from autopallas.kernels.gpu import MATRIX_DTYPES, is_hopper
+from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
 
-__all__ = ["Reduced", "backward", "candidates", "forward", "reduced", "supports"]
+__all__ = ["NUMERICS", "Reduced", "backward", "candidates", "forward", "reduced", "supports"]
+
+NUMERICS: Numerics = "tolerance"
+"""How its results relate to the original's."""
 
 Array: TypeAlias = jax.Array
 

@@ -17,10 +17,14 @@ from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Residuals, Results
 from autopallas.kernels.attention.spec import AttentionSpec, Weight
 from autopallas.kernels.attention.tile_values import Tile, exponentials, heights, logsumexp, weighted
+from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
 
-__all__ = ["backward", "forward", "supports"]
+__all__ = ["NUMERICS", "backward", "forward", "supports"]
+
+NUMERICS: Numerics = "tolerance"
+"""How its results relate to the original's."""
 
 Array: TypeAlias = jax.Array
 

@@ -50,11 +50,15 @@ from autopallas.kernels.attention.tile_values import (
     weighted,
     weighted_vjp,
 )
+from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.operation import Supported, Unsupported
 
-__all__ = ["backward", "forward", "supports"]
+__all__ = ["NUMERICS", "backward", "forward", "supports"]
+
+NUMERICS: Numerics = "tolerance"
+"""How its results relate to the original's."""
 
 Array: TypeAlias = jax.Array
 

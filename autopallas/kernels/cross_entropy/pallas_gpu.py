@@ -27,6 +27,7 @@ from autopallas.kernels.cross_entropy.statistics import finite, required
 from autopallas.kernels.cross_entropy.tile_products import Target, contracted
 from autopallas.kernels.cross_entropy.tiles import Block, Tile, TileOperands
 from autopallas.kernels.gpu import reason_against, reason_against_programs, rounded
+from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.operation import Supported, Unsupported
@@ -34,7 +35,10 @@ from autopallas.sites.operation import Supported, Unsupported
 if TYPE_CHECKING:
     from autopallas.kernels.cross_entropy.gpu_logits import Vectors
 
-__all__ = ["backward", "candidates", "forward", "supports"]
+__all__ = ["NUMERICS", "backward", "candidates", "forward", "supports"]
+
+NUMERICS: Numerics = "tolerance"
+"""How its results relate to the original's."""
 
 Array: TypeAlias = jax.Array
 

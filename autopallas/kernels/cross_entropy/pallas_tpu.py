@@ -32,11 +32,15 @@ from autopallas.kernels.cross_entropy.tpu_kernels import Make, Reader, contract,
 from autopallas.kernels.cross_entropy.tpu_memory import SUBLANES, Packed, Shape, Task, fitting
 from autopallas.kernels.refs import IndexMap
 from autopallas.kernels.tpu import LANES, call, cost_of, generation, reason_against
+from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.interpret import interpretation
 from autopallas.sites.operation import Supported, Unsupported
 
-__all__ = ["backward", "candidates", "forward", "supports"]
+__all__ = ["NUMERICS", "backward", "candidates", "forward", "supports"]
+
+NUMERICS: Numerics = "tolerance"
+"""How its results relate to the original's."""
 
 INTERPRETED_UNITS = (8, 8)
 """Interpreted kernels have no registers to fill, and with small tiles show what large ones do."""

@@ -24,11 +24,15 @@ from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
 from autopallas.kernels.cross_entropy.statistics import advanced, initial, required, stream
 from autopallas.kernels.cross_entropy.tile_products import Target, added, contracted
 from autopallas.kernels.cross_entropy.tiles import Block, Tile, TileOperands, cut_row, cut_rows, over, stored
+from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.operation import Supported, Unsupported
 
-__all__ = ["backward", "forward", "supports"]
+__all__ = ["NUMERICS", "backward", "forward", "supports"]
+
+NUMERICS: Numerics = "tolerance"
+"""How its results relate to the original's."""
 
 Array: TypeAlias = jax.Array
 Arrays: TypeAlias = tuple[Array, ...]

@@ -24,10 +24,14 @@ from autopallas.kernels.grouped_matmul.gpu_tiles import PART, Tile
 from autopallas.kernels.grouped_matmul.gpu_visits import ALIGNED, group_bounds, visits
 from autopallas.kernels.grouped_matmul.operands import Gradients, Operands
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, ProductSpec
+from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
 
-__all__ = ["backward", "candidates", "forward", "supports"]
+__all__ = ["NUMERICS", "backward", "candidates", "forward", "supports"]
+
+NUMERICS: Numerics = "tolerance"
+"""How its results relate to the original's."""
 
 Array: TypeAlias = jax.Array
 

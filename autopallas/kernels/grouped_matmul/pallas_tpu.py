@@ -37,12 +37,16 @@ from autopallas.kernels.grouped_matmul.visits import (
 from autopallas.kernels.refs import Number, Ref
 from autopallas.kernels.tpu import LANES, block_bytes, call, generation, reason_against, rounded
 from autopallas.kernels.tpu_schedule_tracing import assume, concrete, is_simulated, unknown
+from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.interpret import refusal
 from autopallas.sites.operation import Supported, Unsupported
 
-__all__ = ["Tile", "backward", "candidates", "forward", "supports"]
+__all__ = ["NUMERICS", "Tile", "backward", "candidates", "forward", "supports"]
+
+NUMERICS: Numerics = "tolerance"
+"""How its results relate to the original's."""
 
 Array: TypeAlias = jax.Array
 

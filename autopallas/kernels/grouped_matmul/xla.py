@@ -21,10 +21,11 @@ from jax import lax
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.operands import Gradients, Operands
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, Use
+from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
 
-__all__ = ["backward", "forward", "supports"]
+__all__ = ["backward", "forward", "numerics", "supports"]
 
 Array: TypeAlias = jax.Array
 Carry = TypeVar("Carry")
@@ -38,6 +39,12 @@ def supports(spec: GroupedMatmulSpec, device: Device) -> Supported | Unsupported
     if not spec.assume_finite:
         return Unsupported("assume_finite is off: an inf or NaN in one group's weights would not reach other groups")
     return Supported()
+
+
+def numerics(spec: GroupedMatmulSpec) -> Numerics:
+    """Returns "reordered" where nothing is rounded to 16 bits and nothing is done but products and sums."""
+    wide = all(dtype.itemsize >= 4 for dtype in (spec.first_dtype, spec.second_dtype, spec.result_dtype))
+    return "reordered" if wide and spec.epilogue is None else "tolerance"
 
 
 def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes, operands: Operands) -> Array:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from autopallas.kernels.grouped_matmul.operation import OPERATION as GROUPED_MAT
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.kernels.mixture_of_experts.spec import ExpertsSpec
 from autopallas.kernels.mixture_of_experts.steps import Gathered, Labels, Pointwise, Product, Step
+from autopallas.numerics.classes import Numerics
 from autopallas.sites.calls import replaced_at
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import Constant
@@ -47,6 +48,7 @@ class SortedRows:
     """
 
     product: str
+    NUMERICS: ClassVar[Numerics] = "tolerance"
 
     @property
     def _of_products(self) -> Implementation:

@@ -10,13 +10,17 @@ import jax
 from autopallas.kernels.recurrence.block_sizes import BlockSizes, Form
 from autopallas.kernels.recurrence.forms import in_chunks, without_products
 from autopallas.kernels.recurrence.spec import RecurrenceSpec
+from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
 
 if TYPE_CHECKING:
     from autopallas.kernels.recurrence.site import RecurrenceSite
 
-__all__ = ["backward", "forward", "supports"]
+__all__ = ["NUMERICS", "backward", "forward", "supports"]
+
+NUMERICS: Numerics = "tolerance"
+"""How its results relate to the original's."""
 
 
 def supports(spec: RecurrenceSpec, device: Device) -> Supported | Unsupported:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
 
 import jax
 import numpy as np
@@ -12,15 +11,9 @@ import numpy as np
 from autopallas.compat import ArrayFunction, JaxprEqn
 from autopallas.graph import Graph, Node
 from autopallas.kernels.respelling.spec import Parameters, Plain, RespellingSpec
+from autopallas.numerics.classes import Numerics
 
-__all__ = ["Found", "Kind", "Numerics", "Sample", "of_equation"]
-
-Numerics: TypeAlias = Literal["identical", "reordered", "tolerance"]
-"""How a respelling's results relate to the original's.
-
-"identical": bit for bit.  "reordered": the same operations, with sums (or products) in another order.  "tolerance":
-other roundings, within the tolerance of every operation.
-"""
+__all__ = ["Found", "Kind", "Sample", "of_equation"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +51,7 @@ class Kind:
     Attributes:
       name: its name in options, reports and tables, and of its module.
       primitives: names of the primitives whose equations are looked at.
-      numerics: how the results relate to the original's.
+      numerics: how the results relate to the original's: a class, or ``numerics(spec)`` that returns one.
       instead: what is written instead, in words.
       match: ``match(graph, node)`` returns the respelling of a node with one of the primitives, or None.
       original: ``original(spec, *operands)`` computes the original, as a list.
@@ -71,7 +64,7 @@ class Kind:
 
     name: str
     primitives: tuple[str, ...]
-    numerics: Numerics
+    numerics: Numerics | Callable[[RespellingSpec], Numerics]
     instead: str
     match: Callable[[Graph, Node], Found | None]
     original: Callable[..., list[jax.Array]]
@@ -82,6 +75,10 @@ class Kind:
     fill: Callable[[RespellingSpec, np.random.Generator, Sequence[np.ndarray]], list[np.ndarray]] | None = field(
         default=None
     )
+
+    def numerics_of(self, spec: RespellingSpec) -> Numerics:
+        """Returns how the results of one respelling relate to the original's."""
+        return self.numerics(spec) if callable(self.numerics) else self.numerics
 
 
 def of_equation(

@@ -8,11 +8,15 @@ import jax
 
 from autopallas.kernels.respelling.kinds import kind_named
 from autopallas.kernels.respelling.spec import RespellingSpec
+from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported
 from autopallas.sites.spec import BlockSizes
 
-__all__ = ["TILES", "forward", "supports"]
+__all__ = ["NUMERICS", "TILES", "forward", "supports"]
+
+NUMERICS: Numerics = "identical"
+"""How its results relate to the original's."""
 
 TILES = False
 

@@ -18,6 +18,7 @@ from jax import lax
 from autopallas.compat import Dtype, JaxprEqn
 from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
+from autopallas.numerics.classes import Numerics
 
 __all__ = ["KIND"]
 
@@ -77,6 +78,14 @@ def _respelt(spec: RespellingSpec, x: jax.Array) -> list[jax.Array]:
     return [jnp.moveaxis(found, 0, axis)]
 
 
+def _numerics(spec: RespellingSpec) -> Numerics:
+    """Returns "identical" for integers and extrema.  A logarithm of a sum of exponentials is rounded at every step."""
+    ((_, dtype),) = spec.operands
+    if spec["function"] in ("cummax", "cummin") or not jnp.issubdtype(dtype, jnp.floating):
+        return "identical"
+    return "tolerance" if spec["function"] == "cumlogsumexp" else "reordered"
+
+
 def _identity(name: str, dtype: Dtype) -> float | int:
     """Returns what leaves any number as it is: for sums of floats it is -0.0."""
     if name in ("cumsum", "cumprod"):
@@ -130,7 +139,7 @@ def _samples() -> Iterator[tuple[str, Sample]]:
 KIND = Kind(
     name="cumulative",
     primitives=tuple(_STEPS),
-    numerics="reordered",
+    numerics=_numerics,
     instead="a loop over the axis",
     match=of_equation(_parameters),
     original=_original,

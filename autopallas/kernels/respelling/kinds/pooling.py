@@ -15,6 +15,7 @@ from jax import lax
 from autopallas.compat import Dtype, JaxprEqn
 from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
+from autopallas.numerics.classes import Numerics
 
 __all__ = ["KIND"]
 
@@ -70,6 +71,12 @@ def _respelt(spec: RespellingSpec, x: jax.Array) -> list[jax.Array]:
     return [total.astype(dtype)]
 
 
+def _numerics(spec: RespellingSpec) -> Numerics:
+    """Returns "identical" for integers.  Of floats an extremum of slices keeps a NaN; XLA's windows on CPUs may not."""
+    ((_, dtype),) = spec.operands
+    return "reordered" if jnp.issubdtype(dtype, jnp.floating) else "identical"
+
+
 def _identity(name: str, dtype: Dtype) -> float | int:
     if name == "reduce_window_sum":
         return 0
@@ -118,7 +125,7 @@ def _samples() -> Iterator[tuple[str, Sample]]:
 KIND = Kind(
     name="pooling",
     primitives=tuple(_STEPS),
-    numerics="reordered",
+    numerics=_numerics,
     instead="a sum, or an extremum, of shifted slices",
     match=of_equation(_parameters),
     original=_original,

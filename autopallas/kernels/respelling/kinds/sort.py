@@ -18,6 +18,7 @@ from autopallas.compat import Dtype
 from autopallas.graph import Graph, Node
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.spec import RespellingSpec
+from autopallas.numerics.classes import Numerics
 
 __all__ = ["KIND"]
 
@@ -75,6 +76,12 @@ def _value(key: jax.Array, dtype: Dtype) -> jax.Array:
     return lax.bitcast_convert_type(_flipped(key), dtype)
 
 
+def _numerics(spec: RespellingSpec) -> Numerics:
+    """Returns "identical" where the floats are carried along, in their own order.  Floats that are sorted alone come
+    back from integers, -0.0 before 0.0; equal ones may change places where the sort is not stable."""
+    return "identical" if len(spec.operands) > 1 and spec["stable"] else "reordered"
+
+
 # ---------------------------------------------------------------------- evidence
 
 
@@ -111,7 +118,7 @@ def _samples() -> Iterator[tuple[str, Sample]]:
 KIND = Kind(
     name="sort",
     primitives=("sort",),
-    numerics="reordered",
+    numerics=_numerics,
     instead="a sort of integers that have the order of the floats",
     match=_match,
     original=_original,

@@ -1,0 +1,124 @@
+"""Finds the replaced sites that are to blame for a call that a canary found to be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+
+from autopallas import compat
+from autopallas.compat import Array, ArrayFunction, ClosedJaxpr, PyTree
+from autopallas.fallback.bisect import bisect_failures
+from autopallas.faults import one_line
+from autopallas.numerics.compare import Comparison
+from autopallas.numerics.promote import quiet
+from autopallas.options import Options
+from autopallas.pipeline import Place, rewritten
+from autopallas.report.late import LiveReport
+from autopallas.verification.sites import applied_sites, check_sites
+from autopallas.verification.verify import judged, programs
+
+__all__ = ["Judgement", "judge"]
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What the oracle says of a call.
+
+    Attributes:
+      outputs: the comparison of each output.
+      blamed: the sites to blame, each with the reason; empty if the outputs are as good as they have to be.
+    """
+
+    outputs: tuple[Comparison, ...]
+    blamed: Mapping[Place, str]
+
+
+def judge(
+    function: ArrayFunction,
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
+    own: Sequence[jax.Array],
+    ours: Sequence[jax.Array],
+    options: Options,
+    disabled: Mapping[Place, str],
+) -> Judgement:
+    """Judges the outputs of a call by the float64 oracle, and finds the sites to blame if they are in breach.
+
+    Args:
+      function: the optimized function.
+      args, kwargs: the arguments of the call.
+      own, ours: the outputs of the original and of the call.
+      options: the options in force.
+      disabled: the sites that were disabled before, with the reasons.
+    """
+    arrays, original, names = programs(function, args, kwargs)
+    program, report = rewritten(original, options, True, None, disabled)
+    outputs = tuple(judged(original, program, names, arrays, own, ours)[0])
+    bad = [c for c in outputs if not c.ok]
+    if not bad:
+        return Judgement(outputs, {})
+    told = _told(bad)
+    places = dict.fromkeys((site.op, site.location) for site in report().sites if site.verdict == "applied")
+    blamed = _by_themselves(program, report, arrays, told)
+    if not blamed:
+        found = _by_halving(original, names, arrays, own, options, disabled, list(places))
+        again = "" if found else ", which did not happen again"
+        blamed = dict.fromkeys(found or places, f"{told}{again}")
+    return Judgement(outputs, blamed)
+
+
+def _told(bad: Sequence[Comparison]) -> str:
+    """Returns by how much the worst output is wrong."""
+    worst = max(bad, key=lambda c: (c.non_finite, c.rewritten.max_relative / (c.allowed or 1)))
+    return f"output {worst.name or 'result'} {_by_how_much(worst)}"
+
+
+def _by_how_much(comparison: Comparison) -> str:
+    if comparison.non_finite:
+        return f"has {comparison.non_finite} elements that are not finite and should be"
+    return f"has a relative error of {comparison.rewritten.max_relative:.1e}, {comparison.allowed:.1e} is allowed"
+
+
+def _by_themselves(program: ClosedJaxpr, report: LiveReport, arrays: Sequence[Array], told: str) -> dict[Place, str]:
+    """Returns the sites that are wrong on the operands that they met, with the reasons."""
+    found: dict[Place, str] = {}
+    try:
+        checks, _ = check_sites(program, arrays)
+    except Exception:
+        return {}
+    for equation, check in zip(applied_sites(program), checks, strict=True):
+        site = report.site_of(equation.params["decision"].entry)
+        if not check.ok and site is not None:
+            worst = max((c for c in check.outputs if not c.ok), key=lambda c: c.rewritten.max_relative)
+            reason = f"its {check.direction} by {check.implementation} {_by_how_much(worst)}; {told}"
+            found.setdefault((site.op, site.location), reason)
+    return found
+
+
+def _by_halving(
+    original: ClosedJaxpr,
+    names: Sequence[str],
+    arrays: Sequence[Array],
+    own: Sequence[jax.Array],
+    options: Options,
+    disabled: Mapping[Place, str],
+    places: Sequence[Place],
+) -> list[Place]:
+    """Returns the sites with which alone the outputs are in breach; none if they are not in breach with all of them."""
+
+    def fails(some: Collection[Place]) -> bool:
+        left_out = {place: "left out to find what fails" for place in places if place not in some}
+        try:
+            program, _ = rewritten(original, options, True, None, {**disabled, **left_out})
+            with quiet():
+                ours = jax.block_until_ready(jax.jit(compat.jaxpr_as_fun(program))(*arrays))
+            return not all(c.ok for c in judged(original, program, names, arrays, own, ours)[0])
+        except Exception as error:
+            raise RuntimeError(f"the sites cannot be told apart: {one_line(error)}") from error
+
+    try:
+        return bisect_failures(places, fails) if fails(places) else []
+    except RuntimeError:
+        return []
