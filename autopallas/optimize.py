@@ -78,6 +78,8 @@ class Optimized(Generic[P, R]):
         try:  # the common call pays only for this frame
             if self._spread and not call_shardings.is_recording():
                 with call_shardings.recording_shardings(args, kwargs):
+                    if self._canary is not None:
+                        self._canary.left += 1  # the call was counted
                     return self(*args, **kwargs)
             return self._run(*args, **kwargs)
         except first_call.FirstCall:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 
 from autopallas import compat
-from autopallas.compat import Array, ArrayFunction, ClosedJaxpr, PyTree
+from autopallas.arguments import split
+from autopallas.compat import Array, ArrayFunction, ClosedJaxpr, Params, PyTree
 from autopallas.fallback.bisect import bisect_failures
-from autopallas.faults import one_line
 from autopallas.numerics.compare import Comparison
 from autopallas.numerics.promote import quiet
 from autopallas.options import Options
 from autopallas.pipeline import Place, rewritten
 from autopallas.report.late import LiveReport
+from autopallas.sharding import call_shardings
 from autopallas.verification.sites import applied_sites, check_sites
-from autopallas.verification.verify import judged, programs
+from autopallas.verification.verify import judged, original_program
 
 __all__ = ["Judgement", "judge"]
 
@@ -35,14 +37,21 @@ class Judgement:
     blamed: Mapping[Place, str]
 
 
+class Judged(Protocol):
+    """Interface of an optimized function whose call is judged."""
+
+    _inner: ArrayFunction
+    _settings: Params | None
+    _disabled: dict[Place, str]
+
+
 def judge(
-    function: ArrayFunction,
+    function: Judged,
     args: Sequence[PyTree],
     kwargs: Mapping[str, PyTree],
     own: Sequence[jax.Array],
     ours: Sequence[jax.Array],
     options: Options,
-    disabled: Mapping[Place, str],
 ) -> Judgement:
     """Judges the outputs of a call by the float64 oracle, and finds the sites to blame if they are in breach.
 
@@ -51,10 +60,15 @@ def judge(
       args, kwargs: the arguments of the call.
       own, ours: the outputs of the original and of the call.
       options: the options in force.
-      disabled: the sites that were disabled before, with the reasons.
     """
-    arrays, original, names = programs(function, args, kwargs)
-    program, report = rewritten(original, options, True, None, disabled)
+    arrays, static = split(args, kwargs)
+    original, shapes, names = original_program(function._inner, arrays, static)
+    shardings = call_shardings.known(original, args, kwargs, arrays, shapes, function._settings)
+
+    def with_sites(left_out: Mapping[Place, str]) -> tuple[ClosedJaxpr, LiveReport]:
+        return rewritten(original, options, True, shardings, {**function._disabled, **left_out})
+
+    program, report = with_sites({})
     outputs = tuple(judged(original, program, names, arrays, own, ours)[0])
     bad = [c for c in outputs if not c.ok]
     if not bad:
@@ -63,7 +77,13 @@ def judge(
     places = dict.fromkeys((site.op, site.location) for site in report().sites if site.verdict == "applied")
     blamed = _by_themselves(program, report, arrays, told)
     if not blamed:
-        found = _by_halving(original, names, arrays, own, options, disabled, list(places))
+
+        def is_wrong(program: ClosedJaxpr) -> bool:
+            with quiet():
+                ours = jax.block_until_ready(jax.jit(compat.jaxpr_as_fun(program))(*arrays))
+            return not all(c.ok for c in judged(original, program, names, arrays, own, ours)[0])
+
+        found = _by_halving(list(places), lambda left_out: is_wrong(with_sites(left_out)[0]))
         again = "" if found else ", which did not happen again"
         blamed = dict.fromkeys(found or places, f"{told}{again}")
     return Judgement(outputs, blamed)
@@ -97,28 +117,14 @@ def _by_themselves(program: ClosedJaxpr, report: LiveReport, arrays: Sequence[Ar
     return found
 
 
-def _by_halving(
-    original: ClosedJaxpr,
-    names: Sequence[str],
-    arrays: Sequence[Array],
-    own: Sequence[jax.Array],
-    options: Options,
-    disabled: Mapping[Place, str],
-    places: Sequence[Place],
-) -> list[Place]:
-    """Returns the sites with which alone the outputs are in breach; none if they are not in breach with all of them."""
+def _by_halving(places: Sequence[Place], is_wrong_without: Callable[[Mapping[Place, str]], bool]) -> list[Place]:
+    """Returns the sites with which alone the outputs are in breach; none if they are not in breach with all of them, or
+    if the sites cannot be told apart."""
 
     def fails(some: Collection[Place]) -> bool:
-        left_out = {place: "left out to find what fails" for place in places if place not in some}
-        try:
-            program, _ = rewritten(original, options, True, None, {**disabled, **left_out})
-            with quiet():
-                ours = jax.block_until_ready(jax.jit(compat.jaxpr_as_fun(program))(*arrays))
-            return not all(c.ok for c in judged(original, program, names, arrays, own, ours)[0])
-        except Exception as error:
-            raise RuntimeError(f"the sites cannot be told apart: {one_line(error)}") from error
+        return is_wrong_without({place: "left out to find what fails" for place in places if place not in some})
 
     try:
         return bisect_failures(places, fails) if fails(places) else []
-    except RuntimeError:
+    except Exception:
         return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, Protocol, TypeVar, cast
 
 import jax
@@ -15,6 +16,7 @@ from autopallas.faults import one_line
 from autopallas.options import Options, resolve
 from autopallas.report import at_exit
 from autopallas.report.late import LiveReport
+from autopallas.sharding import call_shardings
 from autopallas.tuning.cache import WARNED
 from autopallas.tuning.probe_cache import ProbeResult, ProbeResults
 from autopallas.verification import first_call
@@ -36,6 +38,7 @@ class Watched(Protocol[R]):
     _explicit: dict[str, object]
     _settings: Params | None
     _as_it_is: Exception | None
+    _spread: bool
     _disabled: dict[pipeline.Place, str]
     _report: LiveReport
 
@@ -71,8 +74,10 @@ def compared(function: Watched[T], canary: Canary, args: Args, kwargs: Kwargs) -
         canary.note("the function donates arguments, so they are copied for a call that is compared")
     kept_args, kept_kwargs = jax.tree.map(_copy, (args, kwargs)) if donates else (args, kwargs)
     result = function(*args, **kwargs)
+    recorded = call_shardings.recording_shardings(kept_args, kept_kwargs) if function._spread else nullcontext()
     try:
-        _compare(function, canary, kept_args, kept_kwargs, result, options)
+        with recorded:
+            _compare(function, canary, kept_args, kept_kwargs, result, options)
     except Exception as error:
         if options.strict:
             raise
@@ -115,7 +120,7 @@ def _compare(
         return
     from autopallas.verification.blame import judge
 
-    judgement = judge(function, args, kwargs, own, ours, options, function._disabled)
+    judgement = judge(function, args, kwargs, own, ours, options)
     if judgement.blamed:
         _disable(function, canary, call, judgement.blamed)
     else:

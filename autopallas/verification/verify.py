@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -160,39 +160,32 @@ def _programs(
     fn: ArrayFunction, arrays: Sequence[ArrayLike], static: Static
 ) -> tuple[ClosedJaxpr, ClosedJaxpr, list[str]]:
     """Returns (original, rewritten, names of the results): closed jaxprs of the arrays, everything else held fixed."""
-    optimized = isinstance(fn, OptimizedFunction)
-    program_of, original, names = _original(fn, arrays, static)
-    if not optimized:
-        as_called = compat.make_jaxpr(program_of, *arrays)
+    inner: ArrayFunction = fn._inner if isinstance(fn, OptimizedFunction) else fn
+    original, _, names = original_program(inner, arrays, static)
+    if not isinstance(fn, OptimizedFunction):
+        as_called = compat.make_jaxpr(_of_arrays(inner, static), *arrays)
         if applied_sites(as_called):
             return original, as_called, names
     return original, rewrite(original, resolve(fn._explicit if isinstance(fn, OptimizedFunction) else {}))[0], names
 
 
-def programs(
-    fn: ArrayFunction, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
-) -> tuple[list[Array], ClosedJaxpr, list[str]]:
-    """Returns the arrays among the arguments of a call, the original as a closed jaxpr of them, and the names of the
-    outputs."""
-    arrays, static = split(args, kwargs)
-    _, original, names = _original(fn, arrays, static)
-    return arrays, original, names
+def original_program(
+    inner: ArrayFunction, arrays: Sequence[ArrayLike], static: Static
+) -> tuple[ClosedJaxpr, PyTree, list[str]]:
+    """Returns a function as a closed jaxpr of its arrays, the types of its results, and their names."""
+    with inside(True):
+        original, shapes = compat.make_jaxpr_and_shapes(_of_arrays(inner, static), *arrays)
+    return original, shapes, [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
 
 
-def _original(
-    fn: ArrayFunction, arrays: Sequence[ArrayLike], static: Static
-) -> tuple[ArrayFunction, ClosedJaxpr, list[str]]:
-    """Returns a function of arrays, its original as a closed jaxpr, and the names of its results."""
-    inner: ArrayFunction = fn._inner if isinstance(fn, OptimizedFunction) else fn
+def _of_arrays(inner: ArrayFunction, static: Static) -> ArrayFunction:
+    """Returns a function of the arrays among its arguments, with everything else held fixed."""
 
     def program_of(*arrays: ArrayLike) -> PyTree:
         args, kwargs = join(static, arrays)
         return inner(*args, **kwargs)
 
-    with inside(True):
-        original, shapes = compat.make_jaxpr_and_shapes(program_of, *arrays)
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
-    return program_of, original, names
+    return program_of
 
 
 def _oracle(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -225,6 +228,49 @@ def test_static_and_keyword_arguments_and_methods_are_compared_too():
     function = watched(jax.jit(lambda x, power: attend(x) ** power, static_argnums=1))
     called(function, X, 2)
     assert function.report().canary.compared >= 6
+
+
+SHARDED = """
+import os, warnings
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+import jax, jax.numpy as jnp, numpy as np, autopallas
+from autopallas.kernels.attention import xla
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+sharding = NamedSharding(Mesh(np.array(jax.devices()), ("d",)), P("d"))
+x = jax.device_put(jax.random.normal(jax.random.key(0), (8, 40, 16)), sharding)
+
+def attend(x):
+    return jnp.einsum("bts,bsd->btd", jax.nn.softmax(jnp.einsum("btd,bsd->bts", x, x)), x)
+
+def called():
+    function = autopallas.optimize(attend, objective="always", implementation="xla", verify=0.9)
+    for _ in range(8):
+        assert function(x).sharding == sharding
+    return function.report()
+
+report = called()
+assert report.counts() == {"attention": 1}
+assert 4 <= report.canary.compared <= 8, report.canary
+assert report.canary.breaches == report.canary.notes == ()
+right = xla.forward
+xla.forward = lambda *a: jax.tree.map(lambda x: x * 1.35 if x.ndim > 3 else x, right(*a))
+jax.clear_caches()
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    report = called()
+assert any("disables the attention" in str(one.message) for one in caught), caught
+assert [site.verdict for site in report.sites] == ["kept"]
+print("as it should be")
+"""
+
+
+def test_calls_on_several_devices_are_compared_as_they_are_divided(tmp_path):
+    environment = os.environ | {"AUTOPALLAS_CACHE_DIR": str(tmp_path)}
+    child = subprocess.run(
+        [sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True, check=False
+    )
+    assert "as it should be" in child.stdout, child.stderr
 
 
 def test_calls_inside_of_another_program_are_not_compared():
