@@ -143,6 +143,7 @@ def test_elements_that_are_not_finite_any_more_are_a_breach(wrong):
     assert any("not finite" in counts for counts in function.report().canary.errors.values())
 
 
+@pytest.mark.nightly
 def test_sites_that_are_right_by_themselves_are_halved(wrong, monkeypatch):
     wrong()
     monkeypatch.setattr(blame, "_by_themselves", lambda *_: {})
@@ -153,6 +154,7 @@ def test_sites_that_are_right_by_themselves_are_halved(wrong, monkeypatch):
     assert kept == {"attention"}
 
 
+@pytest.mark.nightly
 def test_what_does_not_happen_again_disables_all_sites(monkeypatch):
     monkeypatch.setattr(compared_calls, "leaves_named", _spoiled(compared_calls.leaves_named))
     function = watched()
