@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,16 +24,23 @@ def environment() -> str:
     return "\n".join(rows)
 
 
+WORTH_IT = 1.1
+"""Gain in time from which on a respelling is used."""
+
+
 def respellings() -> str:
-    """The gains of respellings on CPUs, from the table's rows."""
+    """The gains of respellings on CPUs, from the table's rows: a line for each kind and form, all sizes together."""
     found: dict[tuple[str, str], list[float]] = {}
     for (*_, invariants), row in TABLE.files.read("cpu"):
-        kind, _, feature = invariants.partition(", ")
-        found.setdefault((kind, feature), []).append(row.speedup)
-    rows = ["| kind | form | gain in time |", "|---|---|---|"]
-    for (kind, feature), gains in sorted(found.items()):
-        least, most = (f"{gain:.3g}" for gain in (min(gains), max(gains)))
-        rows.append(f"| `{kind}` | {feature} | {least if least == most else f'{least} to {most}'} |")
+        kind, form, *_ = invariants.split(", ")
+        found.setdefault((kind, form), []).append(row.speedup)
+    rows = ["| kind | form | median gain | from, to | sizes measured | of these left alone |", "|---|---|---|---|---|---|"]
+    for (kind, form), gains in sorted(found.items()):
+        used = [gain for gain in gains if gain >= WORTH_IT]
+        middle = f"{statistics.median(used):.2g}" if used else "none"
+        ends = f"{min(used):.2g}, {max(used):.3g}" if used else ""
+        left = len(gains) - len(used)
+        rows.append(f"| `{kind}` | {form} | {middle} | {ends} | {len(gains)} | {left or ''} |")
     return "\n".join(rows)
 
 

@@ -105,6 +105,7 @@ class Graph:
       has_plain_bodies: whether every inner body is evaluated once, as part of the body around it: those of checkpoints
         and of custom rules are, those of loops, branches and shard_map are not.
       replaced: the values that sites found so far give, of operations that were looked for before.
+      read: the values that those sites read.
       notes: by name, what a pattern found out about each of the values, once asked for.
       outside: of a part of a program, per input: whom to ask what it is in the program, and its place there.
       steps: how many steps patterns have taken, and how many they may take.
@@ -140,6 +141,7 @@ class Graph:
         self.readers: Counter[int] | None = None
         self.has_plain_bodies = True
         self.replaced: frozenset[int] = frozenset()
+        self.read: frozenset[int] = frozenset()
         self.notes: dict[str, Sequence[Hashable]] = {}
         self._several_meshes = any(enters_mesh(equation) for body in root.walk() for equation in body.equations)
         self.outside: dict[int, tuple[Outside, int]] = {}

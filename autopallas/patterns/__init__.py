@@ -40,6 +40,7 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
                 misses += missed
                 if found:
                     graph.replaced = frozenset(number for match in matches for number in match.replaced)
+                    graph.read = frozenset(n for match in matches for read in match.reads.values() for n in read)
     if patterns := [pattern for pattern in declared() if looks_for(asked, pattern.name)]:
         with contained(op="own patterns", stage="recognition"):
             own = importlib.import_module("autopallas.patterns.spellings")

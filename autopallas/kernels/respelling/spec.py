@@ -12,11 +12,12 @@ from autopallas.kernels.respelling.kinds import kind_named
 from autopallas.sites.spec import Dtype, plain_fields
 
 if TYPE_CHECKING:
+    from autopallas.kernels.respelling.around import Around
     from autopallas.kernels.respelling.indexed import IndexedLoop
 
 __all__ = ["ArrayType", "Parameters", "Plain", "RespellingSpec"]
 
-Plain: TypeAlias = "bool | int | str | tuple[Plain, ...] | IndexedLoop | None"
+Plain: TypeAlias = "bool | int | str | tuple[Plain, ...] | Around | IndexedLoop | None"
 Parameters: TypeAlias = tuple[tuple[str, Plain], ...]
 """Parameters by name, sorted."""
 ArrayType: TypeAlias = tuple[tuple[int, ...], Dtype]

@@ -1,24 +1,30 @@
 """Recurrences ``h[t] = a[t] h[t-1] + b[t]`` that are written with ``lax.associative_scan``, and their gradients.
 
 On a device with many processors the scan's tree of log T levels is worth its work; a CPU computes each level slice by
-slice, and writes T steps some times over.  A loop over the steps reads and writes each step once.
+slice, and writes T steps some times over.  A loop over the steps reads and writes each step once.  Where the program
+expands what it scans, and reduces what comes of it, as state-space models do, the loop does that too, in each step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from autopallas import compat
 from autopallas.graph import Graph, Node
-from autopallas.kernels.respelling.doubling import Forward, scans_of
+from autopallas.kernels.respelling.around import Around, around
+from autopallas.kernels.respelling.doubling import Backward, Forward, scans_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
-from autopallas.kernels.respelling.spec import RespellingSpec
+from autopallas.kernels.respelling.spec import ArrayType, Parameters, RespellingSpec
+from autopallas.kernels.respelling.stepwise import SUMMED, run_step
 
 __all__ = ["KIND"]
+
+_Arrays: TypeAlias = list[jax.Array]
 
 
 def _match(graph: Graph, node: Node) -> Found | None:
@@ -26,12 +32,28 @@ def _match(graph: Graph, node: Node) -> Found | None:
     if scan is None:
         return None
     if isinstance(scan, Forward):
-        return Found((("axis", scan.axis), ("gradients", ())), (scan.decay, scan.given), (scan.result,))
+        return _with_around(graph, scan.axis, (), (scan.decay, scan.given), (scan.result,))
     forward = scan.scan
     wanted = tuple(name for name, n in (("given", scan.of_given), ("decay", scan.of_decay)) if n is not None)
     read = (forward.result,) if scan.reads_result else ()
     operands = (forward.decay, forward.given, scan.cotangent, *read)
-    return Found((("axis", forward.axis), ("gradients", wanted)), operands, scan.results)
+    return _with_around(graph, forward.axis, wanted, operands, scan.results)
+
+
+def _results(scan: Forward | Backward) -> tuple[int, ...]:
+    return (scan.result,) if isinstance(scan, Forward) else scan.results
+
+
+def _with_around(
+    graph: Graph, axis: int, wanted: tuple[str, ...], operands: tuple[int, ...], results: tuple[int, ...]
+) -> Found:
+    """Returns a scan, or its gradients, with what the loop can compute beside it."""
+    known = {n for scan in scans_of(graph).values() for n in _results(scan)}
+    found = around(graph, operands, results, axis, operands[3:], known)
+    own: Parameters = (("axis", axis), ("gradients", wanted))
+    if found is None:
+        return Found(own, operands, results)
+    return Found((("around", found[0]), *own), found[1], found[2])
 
 
 def _accumulated(x: jax.Array) -> jnp.dtype:
@@ -67,6 +89,9 @@ def _gradients(decay: jax.Array, cotangent: jax.Array) -> jax.Array:
 
 def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
     axis, wanted = cast(int, spec["axis"]), cast(tuple[str, ...], spec["gradients"])
+    beside = _around(spec)
+    if beside is not None:
+        return _looped(beside, axis, wanted, spec.results, operands)
     moved = [jnp.moveaxis(x, axis, 0) for x in operands]
     if not wanted:
         return [jnp.moveaxis(_states(*moved), 0, axis)]
@@ -79,6 +104,78 @@ def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
     return [jnp.moveaxis(found[name], 0, axis) for name in wanted]
 
 
+def _around(spec: RespellingSpec) -> Around | None:
+    return cast("Around | None", dict(spec.parameters).get("around"))
+
+
+def _looped(
+    beside: Around, axis: int, wanted: Sequence[str], types: Sequence[ArrayType], operands: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Computes a scan, or its gradients, with what lies around it, in a loop that writes slices of its results."""
+    whole = beside.before.out_avals
+    shape, dtype = list(whole[0].shape), whole[-1].dtype
+    count, wide = shape[axis], jnp.promote_types(dtype, jnp.float32)
+    shape[axis] = 1
+    numbers = jnp.arange(count, dtype=jnp.int32)
+
+    def slices(t: jax.Array) -> list[jax.Array]:
+        given = zip(operands, beside.axes, strict=True)
+        return [x if at is None else lax.dynamic_slice_in_dim(x, t, 1, at) for x, at in given]
+
+    def after(found: Sequence[jax.Array], own: Sequence[jax.Array], written: _Arrays, t: jax.Array) -> _Arrays:
+        results = run_step(beside.after, beside.steps_after, [*found, *own])
+        return [_with(x, one, t, at) for x, one, at in zip(written, results, beside.results, strict=True)]
+
+    def forward(state: jax.Array, own: Sequence[jax.Array], t: jax.Array) -> jax.Array:
+        decay, given, *_ = run_step(beside.before, beside.steps_before, own)
+        kept = jnp.where(t > 0, decay.astype(wide) * state, 0)  # the first decay is not read, and may be anything
+        return kept + given.astype(wide)
+
+    def step(carried: tuple[jax.Array, _Arrays], t: jax.Array) -> tuple[tuple[jax.Array, _Arrays], None]:
+        state, written = carried
+        own = slices(t)
+        state = forward(state, own, t)
+        return (state, after([state.astype(dtype)], own, written, t)), None
+
+    def states() -> jax.Array:
+        def step(carried: tuple[jax.Array, jax.Array], t: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+            state = forward(carried[0], slices(t), t)
+            return (state, _with(carried[1], state.astype(dtype), t, axis)), None
+
+        return lax.scan(step, (jnp.zeros(shape, wide), jnp.zeros(whole[0].shape, dtype)), numbers)[0][1]
+
+    first = [
+        jnp.zeros(own, jnp.promote_types(kind, jnp.float32) if at == SUMMED else kind)
+        for (own, kind), at in zip(types, beside.results, strict=True)
+    ]
+    if not wanted:
+        (_, written), _ = lax.scan(step, (jnp.zeros(shape, wide), first), numbers)
+        return [x.astype(kind) for x, (_, kind) in zip(written, types, strict=True)]
+    known = operands[0] if len(whole) == 4 else states() if "decay" in wanted else None
+
+    def back(carried: tuple[jax.Array, _Arrays], t: jax.Array) -> tuple[tuple[jax.Array, _Arrays], None]:
+        passed, written = carried
+        own = slices(t)
+        decay, _, cotangent, *_ = run_step(beside.before, beside.steps_before, own)
+        gradient = cotangent.astype(wide) + passed
+        narrow = gradient.astype(dtype)
+        found = [narrow] if "given" in wanted else []
+        if known is not None and "decay" in wanted:
+            before = lax.dynamic_slice_in_dim(known, jnp.maximum(t - 1, 0), 1, axis)
+            found.append(jnp.where(t > 0, narrow * before, 0))
+        return (jnp.where(t > 0, decay.astype(wide) * gradient, 0), after(found, own, written, t)), None
+
+    (_, written), _ = lax.scan(back, (jnp.zeros(shape, wide), first), numbers, reverse=True)
+    return [x.astype(kind) for x, (_, kind) in zip(written, types, strict=True)]
+
+
+def _with(whole: jax.Array, own: jax.Array, t: jax.Array, axis: int) -> jax.Array:
+    """Returns an array with what step t gives."""
+    if axis == SUMMED:
+        return whole + own.astype(whole.dtype)
+    return lax.dynamic_update_slice_in_dim(whole, own, t, axis)
+
+
 def _combined(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Composes two steps, the left one first."""
     return left[0] * right[0], right[0] * left[1] + right[1]
@@ -89,7 +186,15 @@ def _scan(axis: int, decay: jax.Array, given: jax.Array) -> jax.Array:
     return found
 
 
-def _original(spec: RespellingSpec, decay: jax.Array, given: jax.Array, *rest: jax.Array) -> list[jax.Array]:
+def _original(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
+    beside = _around(spec)
+    if beside is None:
+        return _plain(spec, *operands)
+    found = _plain(spec, *compat.jaxpr_as_fun(beside.before)(*operands))
+    return compat.jaxpr_as_fun(beside.after)(*found, *operands)
+
+
+def _plain(spec: RespellingSpec, decay: jax.Array, given: jax.Array, *rest: jax.Array) -> list[jax.Array]:
     axis, wanted = cast(int, spec["axis"]), cast(tuple[str, ...], spec["gradients"])
     if not wanted:
         return [_scan(axis, decay, given)]
@@ -104,13 +209,14 @@ def _original(spec: RespellingSpec, decay: jax.Array, given: jax.Array, *rest: j
 
 def _feature(spec: RespellingSpec) -> str:
     """Returns what is computed, and whether there are few steps or many."""
-    shape, dtype = spec.operands[0]
-    axis = cast(int, spec["axis"])
+    axis, beside = cast(int, spec["axis"]), _around(spec)
+    shape, dtype = spec.operands[0] if beside is None else (beside.before.out_avals[0].shape, spec.widest_dtype)
     steps = "few" if shape[axis] < 64 else "many"
     where = "first" if axis == 0 else "last" if axis == len(shape) - 1 else "middle"
+    where += " axis" if beside is None else " axis, expanded"
     of = "gradients" if spec["gradients"] else "states"
     kind = "complex numbers" if jnp.issubdtype(dtype, jnp.complexfloating) else "floats"
-    return f"{of} of {kind}, {steps} steps, {where} axis"
+    return f"{of} of {kind}, {steps} steps, {where}"
 
 
 def _samples() -> Iterator[tuple[str, Sample]]:
@@ -136,6 +242,29 @@ def _samples() -> Iterator[tuple[str, Sample]]:
 
             yield f"states-{name}", Sample(forward, (one, one))
             yield f"gradients-{name}", Sample(gradients, (one, one, one))
+    for batch, steps, width, state in ((1, 256, 64, 16), (2, 1024, 256, 16), (1, 2048, 1536, 16)):
+        several = [(batch, steps, width), (batch, steps, width), (width, state), *[(batch, steps, state)] * 2]
+        types = tuple(jax.ShapeDtypeStruct(own, jnp.float32) for own in several)
+        name = f"{batch}x{steps}x{width}x{state}-expanded"
+        yield f"states-{name}", Sample(lambda *x: _expanded(*x)[0], types)
+        if batch * steps * width <= 2**19:
+            yield f"states-read-{name}", Sample(_expanded, types)
+
+        def pulled(*given: jax.Array) -> tuple[jax.Array, ...]:
+            *own, cotangent = given
+            found: tuple[jax.Array, ...] = jax.vjp(lambda *x: _expanded(*x)[0], *own)[1](cotangent)
+            return found[:-1]
+
+        yield f"gradients-{name}", Sample(pulled, (*types, types[0]))
+
+
+def _expanded(
+    width: jax.Array, x: jax.Array, rate: jax.Array, write: jax.Array, read: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Computes a state-space model whose states have an axis more than what it is given (arXiv:2312.00752)."""
+    decay = jnp.exp(-jax.nn.softplus(width)[..., None] * jnp.exp(rate))
+    states = _scan(1, decay, x[..., None] * write[..., None, :])
+    return jnp.einsum("btdn,btn->btd", states, read), states
 
 
 KIND = Kind(

@@ -67,7 +67,10 @@ class _Convolution:
 
     @property
     def few_weights(self) -> bool:
-        """Whether the sum is over the window, not over the result."""
+        """Whether the sum is over the window, not over the result: that of a depthwise weight's gradient is over the
+        result even where the window is as small."""
+        if self.of_batch and self.per_group == 1 and self.examples == 1:
+            return math.prod(self.result) > _MOST_TAPS
         return math.prod(self.window) <= min(math.prod(self.result), _MOST_TAPS)
 
     @property
