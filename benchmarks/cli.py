@@ -1,5 +1,5 @@
 """The command line: ``python -m benchmarks`` measures, ``table`` regenerates a tuned table, ``gpu`` does both there,
-``programs`` measures programs of other libraries."""
+``programs`` measures programs of other libraries, ``respellings`` models of what has no kernel."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ examples:
   python -m benchmarks table attention                measure block sizes and regenerate the tuned table
   python -m benchmarks gpu --all --output DIR         correctness, stress and times of the GPU kernels, on Hopper
   python -m benchmarks programs                       unmodified programs of other libraries, by default options
+  python -m benchmarks respellings                    models of each kind of respelling, forward and in a train step
 """
 
 
@@ -49,6 +50,10 @@ def main(arguments: Sequence[str]) -> int:
         from benchmarks.programs import cli
 
         return cli.main(arguments[1:])
+    if arguments and arguments[0] == "respellings":
+        from benchmarks import respellings
+
+        return respellings.main(arguments[1:])
     parser = _parser()
     options = parser.parse_args(arguments)
     if unknown := [kernel for kernel in options.kernels if kernel not in KERNELS]:

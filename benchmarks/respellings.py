@@ -1,4 +1,4 @@
-"""``python -m benchmarks.respellings``: models as people write them, before and after respelling, by default options.
+"""``python -m benchmarks respellings``: models as people write them, before and after respelling, by default options.
 
 A ratio of 3 says that the original takes 3 times the processor time, by the median of ratios that are formed within
 rounds.  The first step is tracing, compiling and one run, in processor seconds.
@@ -147,7 +147,63 @@ def sampler() -> tuple[Model, Arrays, jax.Array]:
     return model, {"scale": jnp.ones(())}, jax.random.normal(_KEY, (16, 50257))
 
 
-MODELS = {f.__name__: f for f in (mobilenet, convnext, resnext, mamba, embedding, sampler)}
+def pooled() -> tuple[Model, Arrays, jax.Array]:
+    """Convolutions with averages over windows of 2 by 2 between them, channels first."""
+
+    def model(w: Arrays, x: jax.Array) -> jax.Array:
+        for name in ("first", "second"):
+            numbers = ("NCHW", "HWIO", "NCHW")
+            y = jax.nn.relu(lax.conv_general_dilated(x, w[name], (1, 1), "SAME", dimension_numbers=numbers))
+            x = lax.reduce_window(y, 0.0, lax.add, (1, 1, 2, 2), (1, 1, 2, 2), "VALID") / 4
+        return x
+
+    weights = _weights(first=(3, 3, 32, 64), second=(3, 3, 64, 64))
+    return model, weights, jax.random.normal(_KEY, (4, 32, 64, 64))
+
+
+def running() -> tuple[Model, Arrays, jax.Array]:
+    """A layer of running means over the steps, as in causal averages."""
+
+    def model(w: Arrays, x: jax.Array) -> jax.Array:
+        means = jnp.cumsum(x @ w["in"], 1) / jnp.arange(1, x.shape[1] + 1)[:, None]
+        return jnp.tanh(means) @ w["out"]
+
+    return model, _weights(**{"in": (64, 256), "out": (256, 64)}), jax.random.normal(_KEY, (4, 1024, 64))
+
+
+def quantile() -> tuple[Model, Arrays, jax.Array]:
+    """Features scaled by their medians over the batch, as in robust standardization."""
+
+    def model(w: Arrays, x: jax.Array) -> jax.Array:
+        y = x @ w["in"]
+        middle = jnp.median(lax.stop_gradient(y), 1, keepdims=True)
+        spread = jnp.median(jnp.abs(lax.stop_gradient(y) - middle), 1, keepdims=True)
+        return (y - middle) / (spread + 1e-3)
+
+    return model, _weights(**{"in": (64, 4096)}), jax.random.normal(_KEY, (64, 64))
+
+
+def recurrent() -> tuple[Model, Arrays, jax.Array]:
+    """A recurrent layer as a loop that reads x[i] and writes y[i]."""
+
+    def model(w: Arrays, x: jax.Array) -> jax.Array:
+        def step(i: jax.Array, carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            h, y = carried
+            h = jnp.tanh(x[i] @ w["in"] + h @ w["state"])
+            return h, y.at[i].set(h)
+
+        first = jnp.zeros((x.shape[1], 64)), jnp.zeros((*x.shape[:2], 64))
+        return lax.fori_loop(0, x.shape[0], step, first)[1]
+
+    return model, _weights(**{"in": (64, 64), "state": (64, 64)}), jax.random.normal(_KEY, (512, 8, 64))
+
+
+MODELS = {
+    f.__name__: f
+    for f in (mobilenet, convnext, resnext, mamba, embedding, sampler, pooled, running, quantile, recurrent)
+}
+"""``sampler`` has the kinds argmax and sort, ``embedding`` one_hot, ``mamba`` associative_scan, ``recurrent``
+indexed_loop, ``pooled`` pooling, ``running`` cumulative; the others have convolution."""
 _WITHOUT_GRADIENT = ("sampler",)
 
 
@@ -183,7 +239,7 @@ def row(name: str, direction: str, rounds: int) -> dict[str, Any]:
 
 def main(given: Sequence[str]) -> int:
     """Runs the command line; 1 where a model is slower than 0.97 times the original."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.respellings", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks respellings", description=__doc__)
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--output", type=Path, help=f"a file for the rows, as JSON, such as {RESULTS.name}")

@@ -34,7 +34,10 @@ def respellings() -> str:
     for (*_, invariants), row in TABLE.files.read("cpu"):
         kind, form, *_ = invariants.split(", ")
         found.setdefault((kind, form), []).append(row.speedup)
-    rows = ["| kind | form | median gain | from, to | sizes measured | of these left alone |", "|---|---|---|---|---|---|"]
+    rows = [
+        "| kind | form | median gain | from, to | sizes measured | of these left alone |",
+        "|---|---|---|---|---|---|",
+    ]
     for (kind, form), gains in sorted(found.items()):
         used = [gain for gain in gains if gain >= WORTH_IT]
         middle = f"{statistics.median(used):.2g}" if used else "none"
