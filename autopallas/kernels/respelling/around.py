@@ -23,6 +23,8 @@ __all__ = ["Around", "around"]
 
 _MOST = 64
 """Largest number of equations on each side of a loop that are computed in it."""
+_FARTHEST = 512
+"""How many values are looked at to learn that one does not depend on a loop; beyond that it counts as if it did."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -111,13 +113,15 @@ class _Search:
     Attributes:
       known: values that sites give.
       axes: the axis of the steps by value, or ``SUMMED``.
+      fixed: values that are read as what is the same for all steps.
+      following: what is computed of the loop's results in it.
     """
 
     def __init__(self, graph: Graph, body: Body, size: int, known: frozenset[int]):
         self.graph, self.body, self.size, self.known = graph, body, size, known
         self.axes: dict[int, int] = {}
         self.fixed: set[int] = set()
-        """Values that are read as what is the same for all steps."""
+        self.following: frozenset[int] = frozenset()
         self.alive = surviving(graph)
 
     def _is_large(self, number: int) -> bool:
@@ -157,6 +161,8 @@ class _Search:
             node = graph.definitions.get(number)
             if number in found or number in self.known or not self._is_large(number):
                 continue
+            if number in graph.returned or number in graph.read:
+                continue
             if node is None or not self._plain(node):
                 continue
             axes = axes_read(node.equation, self.axes[number]) if is_light(node.equation) else None
@@ -180,7 +186,7 @@ class _Search:
         self.axes.update(dict.fromkeys(given, axis))
         found: dict[int, Node] = {}
         beside: dict[int, Node] = {}
-        todo = [node.outputs[0] for n in given for node in graph.users.get(n, ())]
+        todo = [node.outputs[0] for n in given for node in graph.users.get(n, ()) if node.outputs]
         heapq.heapify(todo)
         while todo and len(found) + len(beside) < _MOST:
             number = heapq.heappop(todo)
@@ -205,7 +211,8 @@ class _Search:
             beside.update((one.outputs[0], one) for one in self.above(large))
             if self._is_large(number) and step != SUMMED:
                 for user in graph.users.get(number, ()):
-                    heapq.heappush(todo, user.outputs[0])
+                    if user.outputs:
+                        heapq.heappush(todo, user.outputs[0])
         while outside := self._outside(found):  # what does not end in a smaller value, and what reads that
             self.axes.pop(outside)
             del found[outside]
@@ -215,11 +222,13 @@ class _Search:
                     self.axes.pop(number)
                     del found[number]
                     following.add(number)
+        self.following = frozenset(found)
         needed = {n for node in found.values() for n in node.inputs}
         for number in sorted(beside, reverse=True):
             if number in needed:
                 found[number] = beside[number]
                 needed.update(beside[number].inputs)
+        graph.steps.spend(len(found) + len(follows))
         return [node for _, node in sorted(found.items())]
 
     def _outside(self, found: Mapping[int, Node]) -> int | None:
@@ -252,21 +261,22 @@ class _Search:
         graph = self.graph
         if number in graph.returned or number in graph.read:
             return True
-        alive = [u for u in graph.users.get(number, ()) if not self.alive.isdisjoint(u.outputs)]
-        return any(u.outputs[0] not in found or found[u.outputs[0]] is not u for u in alive)
+        users = graph.users.get(number, ())
+        alive = [u for u in users if not u.outputs or not self.alive.isdisjoint(u.outputs)]
+        return any(not u.outputs or found.get(u.outputs[0]) is not u for u in alive)
 
     def results(self, given: Sequence[int], after: Sequence[Node]) -> tuple[int, ...]:
         """Returns what the rest of the program reads of a loop."""
         found = {node.outputs[0]: node for node in after}
-        follows = dict.fromkeys(given, True)
-        own = [n for n in found if _computed_from(self.graph, n, follows, min(given))]
-        return tuple(n for n in (*given, *own) if self._leaves(n, found))
+        return tuple(n for n in (*given, *sorted(self.following)) if self._leaves(n, found))
 
 
 def _computed_from(graph: Graph, value: int, known: dict[int, bool], first: int) -> bool:
     """Returns whether a value is computed from those that ``known`` maps to True, none of them before ``first``."""
-    todo = [value]
+    todo, most = [value], len(known) + _FARTHEST
     while todo:
+        if len(known) > most:
+            return True
         number = todo[-1]
         if number < first or number in known:
             known.setdefault(number, False)

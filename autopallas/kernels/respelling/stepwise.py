@@ -67,7 +67,7 @@ def axes_read(equation: JaxprEqn, axis: int) -> tuple[int | None, ...] | None:
         ((left, _), (left_batch, right_batch)), rank = params["dimension_numbers"], len(shapes[0])
         if axis < len(left_batch):
             return int(left_batch[axis]), int(right_batch[axis])
-        if left or params.get("preferred_element_type") is None:
+        if left:
             return None
         free = [d for d in range(rank) if d not in left_batch]
         if axis < len(left_batch) + len(free):

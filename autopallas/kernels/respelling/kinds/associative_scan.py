@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas import compat
+from autopallas.compat import Dtype
 from autopallas.graph import Graph, Node
 from autopallas.kernels.respelling.around import Around, around
 from autopallas.kernels.respelling.doubling import Backward, Forward, scans_of
@@ -56,14 +57,14 @@ def _with_around(
     return Found((("around", found[0]), *own), found[1], found[2])
 
 
-def _accumulated(x: jax.Array) -> jnp.dtype:
+def _accumulated(dtype: Dtype) -> Dtype:
     """Returns the dtype in which a recurrence is computed: 32 bits where the program has 16."""
-    return jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.promote_types(dtype, jnp.float32)
 
 
 def _states(decay: jax.Array, given: jax.Array) -> jax.Array:
     """Computes the recurrence along the first axis."""
-    wide = _accumulated(given)
+    wide = _accumulated(given.dtype)
 
     def step(state: jax.Array, own: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         later, a, b = own
@@ -76,7 +77,7 @@ def _states(decay: jax.Array, given: jax.Array) -> jax.Array:
 
 def _gradients(decay: jax.Array, cotangent: jax.Array) -> jax.Array:
     """Computes the gradient of ``given`` along the first axis."""
-    wide = _accumulated(cotangent)
+    wide = _accumulated(cotangent.dtype)
 
     def step(passed: jax.Array, own: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         later, a, d = own
@@ -114,7 +115,7 @@ def _looped(
     """Computes a scan, or its gradients, with what lies around it, in a loop that writes slices of its results."""
     whole = beside.before.out_avals
     shape, dtype = list(whole[0].shape), whole[-1].dtype
-    count, wide = shape[axis], jnp.promote_types(dtype, jnp.float32)
+    count, wide = shape[axis], _accumulated(dtype)
     shape[axis] = 1
     numbers = jnp.arange(count, dtype=jnp.int32)
 
@@ -145,7 +146,7 @@ def _looped(
         return lax.scan(step, (jnp.zeros(shape, wide), jnp.zeros(whole[0].shape, dtype)), numbers)[0][1]
 
     first = [
-        jnp.zeros(own, jnp.promote_types(kind, jnp.float32) if at == SUMMED else kind)
+        jnp.zeros(own, _accumulated(kind) if at == SUMMED and jnp.issubdtype(kind, jnp.inexact) else kind)
         for (own, kind), at in zip(types, beside.results, strict=True)
     ]
     if not wanted:
