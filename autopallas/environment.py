@@ -16,7 +16,7 @@ from typing import Any
 from autopallas.errors import OptionError
 from autopallas.numerics.classes import CLASSES, Numerics
 from autopallas.place_selectors import FORMS, selector_of
-from autopallas.sites.operation import IMPLEMENTATIONS, operation_named, operation_names
+from autopallas.sites.operation import IMPLEMENTATIONS, implementation_names, operation_named, operation_names
 
 __all__ = ["OBJECTIVES", "OPERATIONS", "SELECTED", "VARIABLES", "Environment", "Variable", "one_of", "places", "read"]
 
@@ -138,7 +138,7 @@ def _places(name: str, text: str) -> tuple[str, ...]:
 
 def _backend(name: str, text: str) -> str | tuple[str, ...]:
     # One name is a demand and fails fast; a list says what to fall back to.
-    names = _names(IMPLEMENTATIONS)(name, text)
+    names = _names(implementation_names())(name, text)
     return names[0] if len(names) == 1 else names
 
 

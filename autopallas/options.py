@@ -22,7 +22,7 @@ from autopallas.environment import OBJECTIVES, OPERATIONS, SELECTED, one_of, pla
 from autopallas.errors import OptionError
 from autopallas.numerics.classes import CLASSES, Numerics
 from autopallas.place_selectors import FORMS
-from autopallas.sites.operation import IMPLEMENTATIONS, operation_named
+from autopallas.sites.operation import IMPLEMENTATIONS, implementation_names, operation_named
 
 __all__ = ["OptionArguments", "Options", "Setting", "active", "options", "resolve", "validated"]
 
@@ -131,8 +131,8 @@ def _implementation(name: str, value: object) -> str | tuple[str, ...] | None:
     if value is None:
         return None
     if isinstance(value, str):
-        return one_of(f"option {name}", value, IMPLEMENTATIONS)
-    return _choices(name, value, IMPLEMENTATIONS)
+        return value if value in IMPLEMENTATIONS else one_of(f"option {name}", value, implementation_names())
+    return _choices(name, value, implementation_names())
 
 
 def _ops(name: str, value: object) -> tuple[str, ...] | None:

@@ -158,7 +158,7 @@ def _operations(device: Device, problems: list[str]) -> dict[str, Asked]:
     from autopallas.environment import OPERATIONS
     from autopallas.graph import Graph, flatten
     from autopallas.patterns import find
-    from autopallas.sites.operation import IMPLEMENTATIONS, Supported, Unsupported, operation_named
+    from autopallas.sites.operation import Supported, Unsupported, implementation_names, operation_named
 
     found: dict[str, Asked] = {}
     for op in OPERATIONS:
@@ -173,7 +173,7 @@ def _operations(device: Device, problems: list[str]) -> dict[str, Asked]:
             continue
         operation, spec = matches[0].site.operation, matches[0].spec
         answers: dict[str, Answer] = {}
-        for name in IMPLEMENTATIONS:
+        for name in implementation_names():
             try:
                 answer = operation.supports(name, spec, device)
             except Exception as error:

@@ -15,7 +15,6 @@ from autopallas.cli import CommandError
 from autopallas.compat import ArrayFunction, PyTree
 from autopallas.environment import OBJECTIVES, REPORT_SUFFIXES, SELECTED
 from autopallas.options import OptionArguments
-from autopallas.sites.operation import IMPLEMENTATIONS
 
 __all__ = ["add", "optimize_every_jit"]
 
@@ -29,7 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report", metavar="FILE", help=f"write the report to a file, {', '.join(REPORT_SUFFIXES)}")
     parser.add_argument("--json", action="store_true", help="print the report as JSON, to standard error")
     parser.add_argument("--objective", choices=OBJECTIVES, help="what a replacement has to improve")
-    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="the one implementation to use")
+    parser.add_argument("--implementation", metavar="NAME", help="the one implementation to use")
     parser.add_argument("--ops", metavar="OP", choices=SELECTED, nargs=1, action="extend", help="look for this alone")
     parser.add_argument("--autotune", action=argparse.BooleanOptionalAction, help="search for block sizes")
     parser.add_argument("--fuel", type=int, metavar="N", help="replace at most so many sites of each function")

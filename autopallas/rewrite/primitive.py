@@ -260,8 +260,8 @@ def _primitive(
             if decision.mark is not None:
                 return with_marks(context, *operands, number=decision.mark, decision=decision, **params)
             decision = decided(decision, device, params)
-            if decision.implementation in NOT_EXPORTED and compat.exporting(context):
-                decision = replace(decision, implementation=NOT_EXPORTED[decision.implementation or ""])
+            if compat.exporting(context):
+                decision = _exported(decision, params["site"])
             runs = decision.verdict == "applied" and decision.platform == ours
             if runs and compat.is_partitioned(context) and not isinstance(params["site"], ShardedSite):
                 runs = False  # the compiler would gather everything on each device
@@ -299,6 +299,15 @@ def _primitive(
 mark_p = Primitive("autopallas_mark")
 mark_p.def_abstract_eval(lambda x, name: x)
 mlir.register_lowering(mark_p, compat.mark_lowering)
+
+
+def _exported(decision: Decision, site: SiteDescription) -> Decision:
+    """Returns a decision for an exported program, which has to run where no library of another package is."""
+    name = decision.implementation or ""
+    if name in NOT_EXPORTED:
+        return replace(decision, implementation=NOT_EXPORTED[name])
+    return replace(decision, implementation="xla") if site.operation.provided(name) is not None else decision
+
 
 _UNPLACED = (
     "autopallas runs a site as it is written: the program is divided among several devices, and how was not known "

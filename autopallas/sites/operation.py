@@ -27,6 +27,7 @@ from autopallas.compat import ArrayFunction
 from autopallas.errors import AutopallasWarning, UnsupportedError
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
+from autopallas.sites.providers import PROVIDERS, ProvidedImplementation
 from autopallas.sites.spec import BlockSizes, BlockSizesClass, SiteSpec
 
 if TYPE_CHECKING:
@@ -44,9 +45,11 @@ __all__ = [
     "Supported",
     "Unsupported",
     "folder_names",
+    "implementation_names",
     "operation_folders",
     "operation_named",
     "operation_names",
+    "provided",
     "register",
     "registered",
     "unregister",
@@ -177,7 +180,9 @@ class Operation:
         return ""
 
     def module(self, name: str) -> object | None:
-        """Returns a module of the operation's folder, or None where it has none of that name."""
+        """Returns a module of the operation's folder, or of a provider; None where there is none of that name."""
+        if (own := self.provided(name)) is not None:
+            return importlib.import_module(own.module)
         try:
             return importlib.import_module(f"{self.package}.{name}")
         except ModuleNotFoundError as error:
@@ -236,6 +241,12 @@ class Operation:
         found: Callable[..., object] | None = getattr(self.module(module), function, None)
         return found
 
+    def provided(self, name: str) -> ProvidedImplementation | None:
+        """Returns the implementation of that name that another package brings, or None."""
+        if name in _OWN:
+            return None
+        return provided().get((self.name, name))
+
     def program(self) -> tuple[ArrayFunction, tuple[jax.ShapeDtypeStruct, ...]]:
         """Returns a small typical program that computes the operation, and the types of its arguments: ``program`` of
         the module ``example``."""
@@ -270,18 +281,24 @@ class Operation:
 
     def has(self, name: str) -> bool:
         """Returns whether an implementation has a module, without importing it."""
+        if self.provided(name) is not None:
+            return True
         return importlib.util.find_spec(f"{self.package}.{name}") is not None
 
     def requested(self, implementation: str | Sequence[str] | None, device: Device) -> tuple[str, ...]:
         """Returns the names to try, in order."""
         if implementation is None:
-            return self.order.get(device.platform, ("xla",))
+            further = (own.name for (op, _), own in provided().items() if op == self.name)
+            further = (name for name in further if device.platform in provided()[self.name, name].platforms)
+            return (*self.order.get(device.platform, ("xla",)), *further)
         names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
         for name in names:
-            if name not in IMPLEMENTATIONS:
-                raise UnsupportedError(f"no implementation is called {name!r}; there are {', '.join(IMPLEMENTATIONS)}")
+            if name not in IMPLEMENTATIONS and name not in implementation_names():
+                known = ", ".join(implementation_names())
+                raise UnsupportedError(f"no implementation is called {name!r}; there are {known}")
         if not names:
-            raise UnsupportedError(f"an empty list names no implementation; there are {', '.join(IMPLEMENTATIONS)}")
+            known = ", ".join(implementation_names())
+            raise UnsupportedError(f"an empty list names no implementation; there are {known}")
         return names
 
     def candidates(
@@ -320,6 +337,20 @@ class Operation:
                 warnings.warn(f"{self.name}: {'; '.join(failures)}; using {name}", AutopallasWarning, stacklevel=3)
             return result
         raise UnsupportedError(f"{self.name} on {device.platform}: " + "; ".join(failures))
+
+
+_OWN = frozenset({*IMPLEMENTATIONS, "block_sizes", "tuned_block_sizes", "example", "cases", "api", "operation"})
+"""Names of modules of an operation's folder, which no provider has."""
+
+
+def provided() -> Mapping[tuple[str, str], ProvidedImplementation]:
+    """Returns the implementations that other packages bring, by (operation, name); loads them at the first call."""
+    return PROVIDERS.loaded(folder_names(), _OWN)
+
+
+def implementation_names() -> tuple[str, ...]:
+    """Returns the names of all implementations, also of those that other packages bring."""
+    return (*IMPLEMENTATIONS, *dict.fromkeys(name for _, name in provided()))
 
 
 @functools.cache

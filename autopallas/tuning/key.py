@@ -90,7 +90,7 @@ def key_of(match: Workload, implementation: str, device: Device) -> TuningKey:
         "direction": match.direction,
         "specs": [_bucketed(part.spec.to_dict()) for part in match.passes],
         "bucket": list(tables.table_key(match.spec, implementation, match.direction)[2:]),
-        "kernel_version": kernel_version(match.op),
+        "kernel_version": f"{kernel_version(match.op)} {version_of_provided(match.op, implementation)}".rstrip(),
         "platform": device.platform,
         "device_kind": device.kind,
         "runtime": _runtime(device.platform),
@@ -115,6 +115,12 @@ def kernel_version(operation: str) -> str:
     """Returns a hash of what an operation's kernels do, including those of its parts and those of a user's pattern."""
     own, outside = _version_of_modules(operation), operation_named(operation).version
     return hashlib.sha256(f"{own} {outside}".encode()).hexdigest()[:16] if outside else own
+
+
+def version_of_provided(operation: str, implementation: str) -> str:
+    """Returns the module and version of an implementation that another package brings; empty for any other."""
+    brought = operation_named(operation).provided(implementation)
+    return "" if brought is None else f"{brought.module} {brought.version}"
 
 
 @functools.lru_cache(maxsize=64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopallas.kernels.grouped_matmul.operation import OPERATION as GROUPED_MATMUL
-from autopallas.sites.operation import IMPLEMENTATIONS, Operation
+from autopallas.sites.operation import IMPLEMENTATIONS, Operation, provided
 
 __all__ = ["OPERATION"]
 
@@ -16,7 +16,7 @@ class _Mixtures(Operation):
 
     def module(self, name: str) -> object | None:
         """Returns a module of the folder; for an implementation, one that computes products by the grouped matmul's."""
-        if name not in IMPLEMENTATIONS:
+        if name not in IMPLEMENTATIONS and (GROUPED_MATMUL.name, name) not in provided():
             return Operation.module(self, name)
         if GROUPED_MATMUL.implementation(name) is None:
             return None
