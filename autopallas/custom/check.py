@@ -38,6 +38,8 @@ D = TypeVar("D", bound=Verdict)
 
 _MOST_BYTES = 2**28
 """Size above which a site's replacement is not compared as a whole, in bytes of its operands."""
+_RUNS = 2
+"""How often a replacement is run on the same operands, which has to give the same bits."""
 _FEW_ROWS = 4
 """Largest number of rows of the parts on which their independence is checked."""
 
@@ -224,8 +226,7 @@ def _fault(site: DeclaredSite, sample: _Sample, block_sizes: BlockSizes, active:
     if sample.site is None:
         return None
     from autopallas.compile.outside_trace import isolated
-    from autopallas.numerics.compare import compare, tolerance
-    from autopallas.numerics.oracle import Oracle
+    from autopallas.court.hearing import Reference, cotangent, differing_runs, hear
 
     own, program = sample.site, sample.original
     original = _with_gradients(own, active, lambda operands: compat.jaxpr_as_fun(program)(*operands)[0])
@@ -236,26 +237,26 @@ def _fault(site: DeclaredSite, sample: _Sample, block_sizes: BlockSizes, active:
         if not (active and own.has_backward):
             return list(results)
         pull = kernel_backward(own, name, block_sizes, active)
-        return [*results, *_summed(own, active, pull(operands, results, (), (_cotangent(results[0]),)))]
+        return [*results, *_summed(own, active, pull(operands, results, (), (cotangent(results[0]),)))]
 
     def work() -> str | None:
         operands = [jnp.asarray(x) for x in own.operation.part("example").operands(own, _types(own))]
-        plain, found = jax.jit(original)(*operands), jax.jit(replaced)(*operands)
-        oracle = Oracle(compat.make_jaxpr(original, *operands))(*operands)
-        for position, (x, y, exact) in enumerate(zip(plain, found, oracle, strict=True)):
-            what = "result" if position == 0 else f"gradient {position - 1}"
-            dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.float32
-            comparison = compare(what, x, y, exact, tolerance(dtype, position > 0))
-            if not comparison.ok:
-                error = comparison.rewritten.max_relative
-                return f"the replacement's {what} differs from the reference's by {error:.2g} of the largest value"
+        count = len(jax.eval_shape(original, *operands))
+        names = ["result", *(f"gradient {number}" for number in range(count - 1))]
+        reference = Reference.of(original, operands, names, [position > 0 for position in range(count)])
+        run = jax.jit(replaced)
+        for finding in (*hear(reference, run, operands).findings, *differing_runs(run, names, [operands], _RUNS)):
+            match finding.kind:
+                case "maximum":
+                    said = f"differs from the reference's by {finding.error:.2g} of the largest value"
+                case "row":
+                    said = f"differs from the reference's by {finding.error:.2g} in row {list(finding.row or ())}"
+                case _:
+                    said = f"differs from the reference's: it {finding.said}"
+            return f"the replacement's {finding.what} {said}"
         return None
 
     return isolated(work)
-
-
-def _cotangent(value: jax.Array) -> jax.Array:
-    return jnp.cos(jnp.arange(value.size, dtype=jnp.float32)).reshape(value.shape).astype(value.dtype)
 
 
 def _summed(site: DeclaredSite, active: Sequence[int], gradients: Sequence[jax.Array]) -> list[jax.Array]:
@@ -271,6 +272,7 @@ def _with_gradients(
     site: DeclaredSite, active: Sequence[int], function: Callable[[Sequence[jax.Array]], jax.Array]
 ) -> Callable[..., list[jax.Array]]:
     """Returns a function that gives what ``function`` does, and gradients of each value if the replacement has them."""
+    from autopallas.court.hearing import cotangent
 
     def run(*operands: jax.Array) -> list[jax.Array]:
         if not (active and site.has_backward):
@@ -280,7 +282,7 @@ def _with_gradients(
             return function(replaced_at(operands, active, chosen))
 
         value, pull = jax.vjp(varied, *(operands[i] for i in active))
-        return [value, *_summed(site, active, pull(_cotangent(value)))]
+        return [value, *_summed(site, active, pull(cotangent(value)))]
 
     return run
 

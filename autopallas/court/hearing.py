@@ -1,0 +1,218 @@
+"""Compares what a kernel gives for one case with what the reference gives, result by result and row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopallas import compat
+from autopallas.compat import Array, ArrayFunction, ClosedJaxpr
+from autopallas.numerics.compare import compare, tolerance
+from autopallas.numerics.oracle import Oracle
+from autopallas.numerics.promote import quiet
+from autopallas.numerics.rows import row_errors
+
+__all__ = ["Finding", "Heard", "Reference", "cotangent", "differing_runs", "hear", "with_gradients"]
+
+Gives = Callable[..., list[jax.Array]]
+
+_SAMPLES = 4
+"""How often the reference runs on arguments a rounding away, where a result would be in breach otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is wrong with one result of a kernel.
+
+    Attributes:
+      what: the result, such as "result 0" or "gradient of argument 1".
+      kind: in what respect: its type, NaN or infinite where the reference is not, the largest error of the array, the
+        error of a row, or runs that differ.
+      error, allowed: the error and its limit; for runs, the share of elements that differ.
+      row: the row in question, if one is.
+    """
+
+    what: str
+    kind: Literal["type", "non-finite", "maximum", "row", "runs"]
+    error: float
+    allowed: float
+    said: str
+    row: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.said}"
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What came of one comparison: the findings, the largest errors, and how many NaNs of the reference are missing."""
+
+    findings: tuple[Finding, ...]
+    maximum: float = 0.0
+    row: float = 0.0
+    hidden: int = 0
+
+
+class Reference:
+    """The reference for arguments of certain types: compiled in its own precision, and as float64 oracle.
+
+    Args:
+      gives: returns a list of results.
+      gradients: for each result, whether it is a gradient.
+    """
+
+    def __init__(self, gives: Gives, program: ClosedJaxpr, names: Sequence[str], gradients: Sequence[bool]):
+        self.names, self.gradients = tuple(names), tuple(gradients)
+        self._run = jax.jit(gives)
+        self._oracle = Oracle(program)
+
+    @staticmethod
+    def of(gives: Gives, arguments: Sequence[Array], names: Sequence[str], gradients: Sequence[bool]) -> Reference:
+        """Traces a reference for arguments."""
+        return Reference(gives, compat.make_jaxpr(gives, *arguments), names, gradients)
+
+    def __call__(self, *arguments: Array) -> list[jax.Array]:
+        with quiet():
+            return list(self._run(*arguments))
+
+    def exactly(self, *arguments: Array) -> list[Array]:
+        """Returns the results of the float64 oracle."""
+        return list(self._oracle(*arguments))
+
+
+def hear(reference: Reference, kernel: Gives, arguments: Sequence[Array]) -> Heard:
+    """Compares a kernel with its reference on one set of arguments.
+
+    Args:
+      reference: the reference.
+      kernel: returns as many results; compiled or not.
+      arguments: the arguments of both.
+
+    Raises:
+      Exception: what the kernel raises.
+    """
+    plain, exact = reference(*arguments), reference.exactly(*arguments)
+    found = list(kernel(*arguments))
+    findings: list[Finding] = []
+    samples: list[list[jax.Array]] | None = None
+    maximum = row = 0.0
+    hidden = 0
+    if len(found) != len(plain):
+        said = f"are {len(found)} where the reference gives {len(plain)}"
+        return Heard((Finding("the results", "type", float("inf"), 0.0, said),))
+    for i, (what, gradient) in enumerate(zip(reference.names, reference.gradients, strict=True)):
+        mine, theirs = _type(found[i]), _type(plain[i])
+        if mine != theirs:
+            findings.append(Finding(what, "type", float("inf"), 0.0, f"is {mine} where the reference's is {theirs}"))
+            continue
+        verdict = _judged(what, gradient, plain[i], found[i], exact[i], ())
+        if any(f.kind in ("maximum", "row") for f in verdict.findings) and jnp.issubdtype(plain[i].dtype, jnp.inexact):
+            if samples is None:
+                samples = [reference(*_perturbed(arguments, seed)) for seed in range(_SAMPLES)]
+            verdict = _judged(what, gradient, plain[i], found[i], exact[i], [sample[i] for sample in samples])
+        findings += verdict.findings
+        maximum, row = max(maximum, verdict.maximum), max(row, verdict.row)
+        hidden += verdict.hidden
+    return Heard(tuple(findings), maximum, row, hidden)
+
+
+def _type(x: Array) -> str:
+    return f"{x.dtype}[{','.join(map(str, np.shape(x)))}]"
+
+
+def _judged(what: str, gradient: bool, plain: Array, found: Array, exact: Array, perturbed: Sequence[Array]) -> Heard:
+    floating = jnp.issubdtype(plain.dtype, jnp.inexact)
+    allowed = tolerance(plain.dtype, gradient) if floating else 0.0
+    whole = compare(what, plain, found, exact, allowed, perturbed)
+    findings: list[Finding] = []
+    error = whole.rewritten.max_relative
+    if whole.non_finite:
+        said = f"has {whole.non_finite} NaN or infinite elements where the reference has none"
+        findings.append(Finding(what, "non-finite", float(whole.non_finite), 0.0, said))
+    if error > whole.allowed or error != error:
+        said = f"is off by {error:.2g} of its largest value; {whole.allowed:.2g} is allowed"
+        if not floating:
+            said = f"differs in {error:.2%} of its elements"
+        findings.append(Finding(what, "maximum", error, whole.allowed, said))
+    rows = row_errors(found, plain, exact, allowed, perturbed) if floating else None
+    if rows is not None and not rows.ok:
+        said = f"is off by {rows.error:.2g} of its norm in row {list(rows.row)}; {rows.allowed:.2g} is allowed"
+        findings.append(Finding(what, "row", rows.error, rows.allowed, said, rows.row))
+    hidden = int(np.sum(np.isnan(_wide(plain)) & ~np.isnan(_wide(found)))) if floating else 0
+    return Heard(tuple(findings), error, 0.0 if rows is None else rows.error, hidden)
+
+
+def _wide(x: Array) -> np.ndarray:
+    return np.asarray(x).astype(np.complex128 if np.iscomplexobj(np.asarray(x)) else np.float64)
+
+
+def _perturbed(arguments: Sequence[Array], seed: int) -> list[Array]:
+    """Moves every float by at most one unit in its last place."""
+    random = np.random.default_rng(seed)
+    moved: list[Array] = []
+    for x in arguments:
+        given = np.asarray(x)
+        if jnp.issubdtype(given.dtype, np.floating):
+            step = float(jnp.finfo(given.dtype).eps) * random.choice([-1.0, 1.0], given.shape)
+            with np.errstate(over="ignore", invalid="ignore"):
+                given = (given.astype(np.float64) * (1 + step)).astype(given.dtype)
+        moved.append(given)
+    return moved
+
+
+def differing_runs(run: Gives, names: Sequence[str], several: Sequence[Sequence[Array]], runs: int) -> list[Finding]:
+    """Runs a kernel again and again on several sets of arguments in turn, and compares all runs bit by bit.
+
+    Args:
+      run: the compiled kernel.
+      names: names of its results.
+      several: sets of arguments of the same types; taking turns shows what is left over from the run before.
+      runs: how often each set is run.
+    """
+    first = [[np.asarray(x) for x in run(*arguments)] for arguments in several]
+    for _ in range(runs - 1):
+        for arguments, wanted in zip(several, first, strict=True):
+            for what, x, y in zip(names, run(*arguments), wanted, strict=True):
+                again = np.asarray(x)
+                if again.tobytes() != y.tobytes():
+                    share = float(np.mean(_bits(again) != _bits(y)))
+                    said = f"differs between runs of the same arguments, in {share:.2%} of its bytes"
+                    return [Finding(what, "runs", share, 0.0, said)]
+    return []
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    return np.frombuffer(x.tobytes(), np.uint8)
+
+
+def with_gradients(function: ArrayFunction, active: Sequence[int]) -> Gives:
+    """Returns a function that gives the results of another one as a list, and then the gradients of the arguments at
+    the positions ``active``, for fixed cotangents; without active arguments, only the results."""
+
+    def results(*arguments: jax.Array) -> list[jax.Array]:
+        return [jnp.asarray(x) for x in jax.tree.leaves(function(*arguments))]
+
+    def run(*arguments: jax.Array) -> list[jax.Array]:
+        found = results(*arguments)
+        if not active:
+            return found
+
+        def varied(*chosen: jax.Array) -> list[jax.Array]:
+            given = dict(zip(active, chosen, strict=True))
+            own = results(*(given.get(i, x) for i, x in enumerate(arguments)))
+            return [x for x in own if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        values, pull = jax.vjp(varied, *(arguments[i] for i in active))
+        return [*found, *pull([cotangent(x) for x in values])]
+
+    return run
+
+
+def cotangent(value: jax.Array) -> jax.Array:
+    """Returns numbers between -1 and 1 of a value's type, none of which is its neighbour."""
+    return jnp.cos(jnp.arange(value.size, dtype=jnp.float32)).reshape(value.shape).astype(value.dtype)

@@ -1,0 +1,114 @@
+"""The court's questions, verdicts, and what it does not hold against a kernel."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopallas.court.case import Case, Numbers, in_words, size_variants
+from autopallas.court.trial import QUESTIONS, judge
+from autopallas.numerics.rows import row_errors
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def softmax(x):
+    e = jnp.exp(x - jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf))
+    return e / jnp.sum(e, axis=-1, keepdims=True)
+
+
+def test_a_right_kernel_is_right_in_every_question():
+    verdict = judge(softmax, jax.nn.softmax, [f32(6, 10)], dtypes=[jnp.dtype(jnp.bfloat16)])
+    assert verdict.ok, str(verdict)
+    asked = {name for name, tally in verdict.tallies.items() if tally.heard}
+    assert asked >= {*QUESTIONS} - {"devices"}
+    assert "agrees with" in str(verdict)
+    assert verdict.to_dict()["ok"] is True
+
+
+def test_axes_of_equal_size_stay_equal_and_there_are_empty_odd_and_large_cases():
+    types = (f32(4, 8), f32(8, 6))
+    found = [tuple(t.shape for t in variant) for _, variant in size_variants(types)]
+    assert all(x[1] == y[0] for x, y in found)
+    assert {min(n for shape in shapes for n in shape) for shapes in found} >= {0, 1}
+    assert max(n for shapes in found for shape in shapes for n in shape) >= 4 * 8
+    assert any(all(n % 2 for shape in shapes for n in shape) for shapes in found)
+
+
+def test_relations_that_only_the_reference_knows_leave_cases_out_instead_of_failing():
+    def grouped(q, k):  # six heads share three
+        return q.reshape(k.shape[0], -1, q.shape[1]) * k[:, None]
+
+    verdict = judge(grouped, grouped, [f32(6, 4), f32(3, 4)], questions=["sizes"], dtypes=())
+    assert verdict.ok
+    assert verdict.tallies["sizes"].dropped > 0
+
+
+def test_a_kernel_may_refuse_other_sizes_but_not_the_given_ones():
+    def whole_tiles(x):
+        if x.shape[-1] % 8 or not x.size:
+            raise ValueError("needs whole tiles")
+        return softmax(x)
+
+    verdict = judge(whole_tiles, jax.nn.softmax, [f32(4, 8)], questions=["sizes"], dtypes=())
+    assert verdict.ok
+    assert verdict.tallies["sizes"].refused > 0
+    assert "needs whole tiles" in verdict.refused[0]
+    assert not judge(whole_tiles, jax.nn.softmax, [f32(4, 9)], questions=["sizes"], dtypes=()).ok
+
+
+def test_another_type_is_a_fault_and_a_missing_gradient_a_note():
+    verdict = judge(lambda x: softmax(x).astype(jnp.bfloat16), softmax, [f32(4, 8)], questions=["runs", "sizes"])
+    assert "is bfloat16[4,8] where the reference's is float32[4,8]" in verdict.failures[0].findings[0]
+    host = lambda x: jax.pure_callback(lambda v: np.tanh(v), f32(*x.shape), x)  # noqa: E731
+    verdict = judge(host, jnp.tanh, [f32(4, 8)], questions=["runs"])
+    assert verdict.ok
+    assert "the kernel has none" in verdict.notes[0]
+
+
+def test_a_wrong_gradient_is_found_where_the_value_is_right():
+    @jax.custom_vjp
+    def square(x):
+        return x * x
+
+    square.defvjp(lambda x: (x * x, x), lambda x, g: (2.02 * g * x,))
+    verdict = judge(square, lambda x: x * x, [f32(4, 6)], questions=["sizes"])
+    assert {f.split(" is off")[0] for failure in verdict.failures for f in failure.findings} == {
+        "gradient of argument 0"
+    }
+
+
+def test_time_that_is_over_is_told():
+    verdict = judge(softmax, softmax, [f32(4, 6)], questions=["sizes"], seconds=1e-9)
+    assert not verdict.ok
+    assert "were not heard" in verdict.notes[0]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_row_is_judged_by_its_own_norm_and_by_the_originals_error_in_it(dtype):
+    exact = np.array([[1e4, 1e4], [1.0, -1.0], [0.0, 0.0]])
+    plain = exact.astype(dtype)
+    wrong = plain.copy()
+    wrong[1] *= dtype(1.35)
+    found = row_errors(wrong, plain, exact, 1e-3)
+    assert (found.ok, found.row) == (False, (1,))
+    assert found.error == pytest.approx(0.35, rel=1e-2)
+    assert row_errors(wrong, wrong, exact, 1e-3).ok, "the original is as wrong itself"
+    noise = plain + np.array([[0], [0], [1e-4]], dtype)  # a rounding of the largest row, where the original is zero
+    assert row_errors(noise.astype(dtype), plain, exact, 1e-3).ok
+    zero = exact + np.array([[0], [0], [1e-17]])  # what float64 leaves of a zero
+    assert row_errors(noise.astype(dtype), plain, zero, 1e-3).ok
+
+
+def test_numbers_of_a_case():
+    case = Case((f32(2, 3),), Numbers(special=np.nan, place=1.0))
+    (array,) = case.arguments(None)
+    assert np.isnan(array[1, 2])
+    assert np.isfinite(array).sum() == 5
+    (zeros,) = Case((f32(2, 3),), Numbers(scale=-0.0)).arguments(None)
+    assert np.signbit(zeros).any()
+    assert in_words(case.types) == "f32[2,3]"
