@@ -477,6 +477,12 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": jaxlib.version.__version__}
 
 
+def scoped(source: SourceInfo, name: str) -> SourceInfo:
+    """Returns where an equation comes from, with a further name around it, as by ``jax.named_scope``."""
+    found: SourceInfo = source.replace(name_stack=source.name_stack.extend(name))
+    return found
+
+
 def array_type(
     shape: Sequence[int], dtype: DTypeLike, operands: Sequence[Shaped], like: Shaped | None = None
 ) -> ShapedArray:

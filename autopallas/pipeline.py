@@ -27,6 +27,7 @@ from autopallas.patterns import Match, NearMiss, find
 from autopallas.plan.allowed_places import deny_places
 from autopallas.plan.choose_implementation import plan
 from autopallas.plan.decision import Decision
+from autopallas.plan.left_out import without_left_out
 from autopallas.report import Failure, Report, Site
 from autopallas.report import NearMiss as NearMissRecord
 from autopallas.report.describe import Describer
@@ -34,6 +35,8 @@ from autopallas.report.late import LiveReport
 from autopallas.sharding.call_shardings import Shardings
 from autopallas.sharding.shard_sites import shard_sites
 from autopallas.sites.device import Device
+from autopallas.sites.operation import provided
+from autopallas.sites.providers import PROVIDERS
 from autopallas.tuning import certificate, processor
 from autopallas.tuning import lock as lockfile
 from autopallas.tuning.cache import WARNED
@@ -93,6 +96,7 @@ def rewritten(
 
     ``disabled`` has the sites that were found to be wrong, and the reasons.
     """
+    provided()  # operations of other packages are looked for too
     device = Device.current()
     options = lockfile.pinned(options)
     tuner = Tuner(device, options, probes)
@@ -110,6 +114,7 @@ def rewritten(
                 matches, decisions = run("plan", "drop nested sites", without_nested, graph, matches, decisions)
                 decisions = run("plan", "leave out suspects", only_allowed, matches, decisions, device)
                 decisions = run("plan", "leave out disabled", _without_disabled, matches, decisions, disabled)
+                decisions = run("plan", "leave out sites", without_left_out, matches, decisions)
             describer = Describer()
             decisions = run("report", "describe sites", describer.accountable, matches, decisions)
             with paused():
@@ -133,7 +138,7 @@ def rewritten(
     report = Report(
         sites=sites,
         near_misses=tuple(NearMissRecord(miss.op, miss.location, miss.reason, miss.advice) for miss in misses),
-        failures=tuple(failures),
+        failures=(*failures, *(Failure("providers", f"{f.provider}: {f.error}") for f in PROVIDERS.faults)),
         tuning={"searches": tuner.searches, "cache_hits": tuner.cache_hits},
         platform=device.platform,
         device_kind=device.kind,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["in_package", "users_place"]
+__all__ = ["in_package", "scope", "users_place"]
 
 _IN = "), in "
 
@@ -21,3 +21,14 @@ def users_place(location: str) -> str:
     """
     own, found, _ = location.partition(_IN)
     return own + ")" if found else location
+
+
+def scope(operation: str, location: str) -> str:
+    """Returns the name that a site has in profiles and in XLA's metadata: no folder, which differs between machines.
+
+    Example:
+      >>> scope("attention", "/home/me/model.py:94 (attend)")
+      'autopallas/attention/model.py:94'
+    """
+    place = users_place(location).partition(" (")[0].replace("\\", "/").rpartition("/")[2]
+    return "/".join(("autopallas", operation, place)) if place else f"autopallas/{operation}"

@@ -20,8 +20,10 @@ __all__ = ["COMMANDS", "CommandError", "main", "parser"]
 COMMANDS = {
     "cache": "tuning results kept on disk: list, show, clear, export, import",
     "check": "fail where a program has lost a site of its lockfile",
+    "court": "try a kernel: compare it with its reference in whatever kernels get wrong",
     "doctor": "say what this machine has, which implementations it can use, and why not the others",
     "lock": "write down what becomes of each site of a program",
+    "profile": "run a function with each replaced site left out in turn, and say what each is worth",
     "report": "say what becomes of each site of a program, and why",
     "run": "run a script with every jax.jit in it optimized",
     "tune": "search for the block sizes of a program, a saved report or an operation, also for TPUs that are not there",

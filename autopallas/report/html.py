@@ -29,11 +29,12 @@ _OPEN_AT_FIRST = 3
 _KINDS = {"applied": "Replaced", "kept": "Kept", "miss": "Near misses", "failure": "Failures"}
 
 
-def page(reports: Iterable[tuple[str, Report]]) -> str:
+def page(reports: Iterable[tuple[str, Report]], before: str = "") -> str:
     """Returns an HTML document with one or several reports.
 
     Args:
       reports: (title, report) pairs; the title may be empty.
+      before: a section, as HTML, that comes before the reports.
 
     Returns:
       The document.
@@ -43,7 +44,7 @@ def page(reports: Iterable[tuple[str, Report]]) -> str:
       True
     """
     entries = list(reports)
-    body = "\n".join([*_top(entries), *(part for title, report in entries for part in _report(title, report))])
+    body = "\n".join([*_top(entries), before, *(part for title, report in entries for part in _report(title, report))])
     script, style = _resource("page.js"), _resource("page.css")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
@@ -185,7 +186,7 @@ def _passes(report: Report) -> Iterator[str]:
     for one in report.trace:
         numbers = f"<td>{one.seconds * 1e3:.1f}</td><td>{one.equations}</td><td>{one.sites}</td>"
         yield f"<tr><td>{escape(one.name)}</td>{numbers}</tr>"
-    yield "</table></details>"
+    yield f'</table><p class="soft">{escape(text.second_start(report))}</p></details>'
 
 
 def _item(kind: str, op: str, opened: bool, head: Iterable[str], body: Iterable[str]) -> str:

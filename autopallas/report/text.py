@@ -19,6 +19,7 @@ __all__ = [
     "passes",
     "ranges",
     "render",
+    "second_start",
     "site_rows",
     "tuning",
     "where",
@@ -94,7 +95,21 @@ def passes(report: Report) -> str:
     lines = ["Passes (equations and sites after each):"]
     for one in report.trace:
         lines.append(f"  {one.name:30} {one.seconds * 1e3:10.1f} ms {one.equations:8} {one.sites:6}")
+    if report.trace:
+        lines += textwrap.wrap(second_start(report), 80)
     return "\n".join(lines)
+
+
+def second_start(report: Report) -> str:
+    """Returns what a further start of the program pays again, and what is kept on disk."""
+    total = sum(one.seconds for one in report.trace)
+    choosing = sum(one.seconds for one in report.trace if one.stage == "plan")
+    return (
+        f"A second start traces the program again and repeats these passes: {(total - choosing) * 1e3:.0f} ms, and to "
+        f"choose implementations at most the {choosing * 1e3:.0f} ms of this start, in which a search or a probe of a "
+        "kernel counts once: their results are kept. Compiling is saved where JAX keeps what it compiled "
+        "(JAX_COMPILATION_CACHE_DIR)."
+    )
 
 
 def nothing_found(report: Report) -> str:

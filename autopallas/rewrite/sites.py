@@ -14,6 +14,7 @@ from autopallas.graph.body_links import linked
 from autopallas.graph.edit import Edit, check, rebuild, without_results
 from autopallas.patterns.carry import is_available
 from autopallas.patterns.match import BackwardMatch, Match
+from autopallas.places import scope
 from autopallas.plan.decision import Decision
 from autopallas.rewrite.primitive import backward_p, site_p
 
@@ -92,7 +93,8 @@ class _Splicer:
         if residuals:
             variables += [Var(compat.array_type(t.shape, t.dtype, avals, t)) for t in match.site.residual_types()]
         full = params | {"residuals": residuals}
-        return compat.new_jaxpr_eqn(operands, variables, site_p, full, set(), like.source_info, like.ctx), variables
+        source = compat.scoped(like.source_info, scope(match.op, match.location))
+        return compat.new_jaxpr_eqn(operands, variables, site_p, full, set(), source, like.ctx), variables
 
     def _replace_backward(
         self, match: Match, params: Params, backward: BackwardMatch, outputs: dict[Body, list[Var]]
@@ -110,12 +112,11 @@ class _Splicer:
         gradients = [Var(self.graph.avals[number]) for _, number in backward.gradients]
         given = [*operands, *variables, known[backward.cotangent][1]]
         full = params | {"active": tuple(position for position, _ in backward.gradients)}
+        source = compat.scoped(like.source_info, scope(match.op, match.location))
         if backward.mapped is None:
-            edit.added.append(
-                compat.new_jaxpr_eqn(given, gradients, backward_p, full, set(), like.source_info, like.ctx)
-            )
+            edit.added.append(compat.new_jaxpr_eqn(given, gradients, backward_p, full, set(), source, like.ctx))
         else:
-            edit.added += _mapped(given, gradients, full)
+            edit.added += [e.replace(source_info=source) for e in _mapped(given, gradients, full)]
         for (_, number), gradient in zip(backward.gradients, gradients, strict=True):
             self._give(body, number, gradient)
 

@@ -22,7 +22,7 @@ _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _LANGUAGES = {"python", "sh", "text"}
 _LEFT_OUT = ("pip install ", "make ", "python3 -m venv ", ".venv/bin/python -m pip ")
 """Commands of other tools, whose effect a test does not want."""
-_PARSED_ALONE = ("tune", "run", "cache show", "cache import", "check")
+_PARSED_ALONE = ("tune", "run", "cache show", "cache import", "check", "court", "profile")
 """Commands that take long, start a script, or need a file: only their arguments are checked here."""
 
 
