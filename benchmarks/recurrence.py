@@ -44,9 +44,9 @@ def candidates(case: Case) -> dict[str, Candidate]:
 
 
 def arguments(case: Case) -> tuple[jax.Array, ...]:
-    """Query, key, value and decay; and last the cotangent where there is a backward pass."""
+    """Query, key, value and decay, a delta rule's rate; and last the cotangent where there is a backward pass."""
     random = np.random.default_rng(0)
-    scales = (0.1, 0.1, 1.0, 1.0, 1.0)
+    scales = (0.1, 0.1, 1.0, 1.0, 1.0, 1.0)
     return tuple(
         jnp.asarray(random.standard_normal(t.shape, np.float32) * scale, t.dtype)
         for t, scale in zip(types(case), scales, strict=False)
@@ -82,12 +82,17 @@ def oracle(case: Case, arguments: tuple[Any, ...]) -> Any:
     steps, batch, heads, rows, columns = (case.size(letter) for letter in "TBHNP")
     if case.direction != "forward" or steps * batch * heads * rows * columns > ORACLE_LIMIT:
         return None
-    query, key, value, given = (np.asarray(x, np.float64) for x in arguments)
+    query, key, value, given, *rate = (np.asarray(x, np.float64) for x in arguments)
     decay = 1 / (1 + np.exp(-(given + 4)))
     state = np.zeros((batch, heads, rows, columns))
     found = np.zeros((steps, batch, heads, columns))
     for t in range(steps):
-        factor = decay[t][..., None, None] if case.mask == "scalar" else decay[t][..., None]
-        state = factor * state + key[t][..., :, None] * value[t][..., None, :]
+        factor = decay[t][..., None] if case.mask == "channel" else decay[t][..., None, None]
+        state = factor * state
+        k, change = key[t], value[t]
+        if rate:
+            k = k / np.sqrt(np.sum(k * k, -1, keepdims=True) + 1e-6)
+            change = (change - np.einsum("bhn,bhnp->bhp", k, state)) / (1 + np.exp(-rate[0][t]))[..., None]
+        state = state + k[..., :, None] * change[..., None, :]
         found[t] = np.einsum("bhn,bhnp->bhp", query[t], state)
     return found

@@ -259,6 +259,84 @@ def constant_channels(q: Array, k: Array, v: Array, w: Array) -> Array:
     return lax.scan(step, zeros(B, H, N, P), (q, k, v))[1]
 
 
+# ---------------------------------------------------------------------- delta rules
+
+unit = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+
+
+@found(q, unit, v, normal(T, B, H), decay="scalar")
+def delta_rule(q: Array, k: Array, v: Array, beta: Array) -> Array:
+    """DeltaNet: the value that a key had is replaced in part."""
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, v, beta = own
+        error = v - jnp.einsum("bhn,bhnp->bhp", k, state)
+        state = state + (nn.sigmoid(beta)[..., None] * k)[..., None] * error[..., None, :]
+        return state, jnp.einsum("bhn,bhnp->bhp", q, state)
+
+    return lax.scan(step, zeros(B, H, N, P), (q, k, v, beta))[1]
+
+
+@found(q, unit, v, normal(T, B, H), decay="scalar")
+def fast_weights(q: Array, k: Array, v: Array, beta: Array) -> Array:
+    """The same in four terms: the old value is removed, a mean of the old and the new one is written."""
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, v, beta = own
+        beta = nn.sigmoid(beta)[..., None]
+        old = jnp.einsum("bhn,bhnp->bhp", k, state)
+        new = beta * v + (1 - beta) * old
+        state = state - k[..., None] * old[..., None, :] + k[..., None] * new[..., None, :]
+        return state, jnp.einsum("bhn,bhnp->bhp", q, state)
+
+    return lax.scan(step, zeros(B, H, N, P), (q, k, v, beta))[1]
+
+
+@found(q, unit, v, normal(T, B, H), normal(T, B, H), normal(B, H, N, P), decay="scalar")
+def gated_delta_rule(q: Array, k: Array, v: Array, beta: Array, gate: Array, state: Array) -> Array:
+    """Gated delta net, as libraries write it step by step: the state decays before it is read."""
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, v, beta, gate = own
+        state = state * jnp.exp(-nn.softplus(gate))[..., None, None]
+        read = (state * k[..., None]).sum(-2)
+        change = (v - read) * nn.sigmoid(beta)[..., None]
+        state = state + k[..., None] * change[..., None, :]
+        return state, (state * q[..., None]).sum(-2)
+
+    return lax.scan(step, state, (q, k, v, beta, gate))[1]
+
+
+@found(q, unit, v, normal(T, B, H), normal(T, B, H, N), decay="channel")
+def gated_delta_rule_by_channel(q: Array, k: Array, v: Array, beta: Array, gate: Array) -> Array:
+    """Kimi's delta attention: each row has a decay of its own."""
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, v, beta, gate = own
+        state = state * nn.sigmoid(gate)[..., None]
+        change = nn.sigmoid(beta)[..., None] * (v - jnp.einsum("bhn,bhnp->bhp", k, state))
+        state = state + jnp.einsum("bhn,bhp->bhnp", k, change)
+        return state, jnp.einsum("bhn,bhnp->bhp", q, state)
+
+    return lax.scan(step, zeros(B, H, N, P), (q, k, v, beta, gate))[1]
+
+
+@found(q, normal(T, B, H, N), k, v, unit, normal(T, B, H, N), decay="channel")
+def generalised_delta_rule(r: Array, w: Array, k: Array, v: Array, removed: Array, rate: Array) -> Array:
+    """RWKV-7: read and written along rows of their own; the state is the transpose."""
+
+    def step(state: Array, own: Any) -> Any:
+        r, w, k, v, removed, rate = own
+        read = jnp.einsum("bhpn,bhn->bhp", state, -removed)
+        state = (
+            state * jnp.exp(-jnp.exp(w))[..., None, :] + read[..., None] * (removed * nn.sigmoid(rate))[..., None, :]
+        )
+        state = state + v[..., None] * k[..., None, :]
+        return state, jnp.einsum("bhpn,bhn->bhp", state, r)
+
+    return lax.scan(step, zeros(B, H, P, N), (r, w, k, v, removed, rate))[1]
+
+
 # ---------------------------------------------------------------------- vectors, with products to take out
 
 
@@ -458,14 +536,55 @@ def rolled(x: Array) -> Array:
     return lax.scan(step, zeros(B, D), x)[1]
 
 
-@refused(q, k, v, normal(T, B, H))
-def delta_rule(q: Array, k: Array, v: Array, beta: Array) -> Array:
-    """Affine, with a matrix of rank one: no form is better yet."""
+@refused(q, k, v)
+def two_corrections(q: Array, k: Array, v: Array) -> Array:
+    """The state is read and written along two rows in a step, one after the other."""
 
     def step(state: Array, own: Any) -> Any:
-        q, k, v, beta = own
-        error = v - jnp.einsum("bhn,bhnp->bhp", k, state)
-        state = state + (nn.sigmoid(beta)[..., None] * k)[..., None] * error[..., None, :]
+        q, k, v = own
+        for row in (k, q):
+            error = v - jnp.einsum("bhn,bhnp->bhp", row, state)
+            state = state + 0.1 * row[..., None] * error[..., None, :]
         return state, jnp.einsum("bhn,bhnp->bhp", q, state)
 
-    return lax.scan(step, zeros(B, H, N, P), (q, k, v, beta))[1]
+    return lax.scan(step, zeros(B, H, N, P), (q, k, v))[1]
+
+
+@refused(q, k, v, reason="matrix from step to step")
+def corrected_along_columns(q: Array, k: Array, v: Array) -> Array:
+    """What is read back runs along the columns, and readouts sum over rows."""
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, v = own
+        read = jnp.einsum("bhp,bhnp->bhn", v, state)
+        state = state - 0.01 * read[..., None] * v[..., None, :] + k[..., None] * v[..., None, :]
+        return state, jnp.einsum("bhn,bhnp->bhp", q, state)
+
+    return lax.scan(step, zeros(B, H, N, P), (q, k, v))[1]
+
+
+@refused(q, unit, v, normal(B, H, N, N))
+def corrected_by_a_matrix(q: Array, k: Array, v: Array, w: Array) -> Array:
+    """What is read of the state goes through a matrix before it is written."""
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, v = own
+        state = (
+            0.9 * state - 0.1 * jnp.einsum("bhnm,bhmp->bhnp", w * k[..., None], state) + k[..., None] * v[..., None, :]
+        )
+        return state, jnp.einsum("bhn,bhnp->bhp", q, state)
+
+    return lax.scan(step, zeros(B, H, N, P), (q, k, v))[1]
+
+
+@refused(q, unit, v)
+def correction_through_a_function(q: Array, k: Array, v: Array) -> Array:
+    """What is read of the state is bent before it is written."""
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, v = own
+        error = v - jnp.tanh(jnp.einsum("bhn,bhnp->bhp", k, state))
+        state = 0.9 * state + k[..., None] * error[..., None, :]
+        return state, jnp.einsum("bhn,bhnp->bhp", q, state)
+
+    return lax.scan(step, zeros(B, H, N, P), (q, k, v))[1]

@@ -59,7 +59,7 @@ class BlockSizes:
         """Returns what a search should try, best guess first."""
         if not spec.is_matrix:
             return (cls("hoisted", "hoisted", 1),)
-        sizes = (64, 32, 128) if spec.decay == "scalar" else (32, 16, 64)
+        sizes = (64, 32, 128) if spec.decay == "scalar" and not spec.delta else (32, 16, 64)
         forwards: tuple[Form, ...] = ("hoisted" if spec.products else "scan", "chunked")
         found = [cls(form, "chunked", size) for size in sizes for form in forwards]
         return tuple(dict.fromkeys(sizes.fitted(spec) for sizes in found))

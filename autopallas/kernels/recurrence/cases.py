@@ -14,7 +14,7 @@ from autopallas.compat import ArrayFunction, PyTree, Shaped
 from autopallas.kernels.recurrence.operation import OPERATION
 from autopallas.workbench.cases import DIRECTIONS, Case, Direction
 
-__all__ = ["ORIGINALS", "case_of", "direct", "gated", "in_direction", "retention", "table_grid", "types"]
+__all__ = ["ORIGINALS", "case_of", "delta", "direct", "gated", "in_direction", "retention", "table_grid", "types"]
 
 
 def retention(query: jax.Array, key: jax.Array, value: jax.Array, decay: jax.Array) -> jax.Array:
@@ -40,14 +40,29 @@ def gated(query: jax.Array, key: jax.Array, value: jax.Array, decay: jax.Array) 
     return _scanned(step, query, key, value, decay)
 
 
+def delta(query: jax.Array, key: jax.Array, value: jax.Array, decay: jax.Array, rate: jax.Array) -> jax.Array:
+    """Computes the gated delta rule: the state decays, and each key's value is replaced at the sigmoid of a rate
+    [T, B, H]; the decay is as in retention, and keys are normalised."""
+
+    def step(state: jax.Array, own: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        q, k, v, a, b = own
+        state = jax.nn.sigmoid(a + 4)[..., None, None] * state
+        change = jax.nn.sigmoid(b)[..., None] * (v - jnp.einsum("bhn,bhnp->bhp", k, state))
+        state = state + k[..., :, None] * change[..., None, :]
+        return state, jnp.einsum("bhn,bhnp->bhp", q, state)
+
+    unit = key * jax.lax.rsqrt(jnp.sum(key * key, -1, keepdims=True) + 1e-6)
+    return _scanned(step, query, unit, value, decay, rate)
+
+
 def _scanned(step: ArrayFunction, *given: jax.Array) -> jax.Array:
     key, value = given[1:3]
     found: jax.Array = jax.lax.scan(step, jnp.zeros((*key.shape[1:], value.shape[-1]), key.dtype), given)[1]
     return found
 
 
-ORIGINALS: dict[str, Callable[..., jax.Array]] = {"scalar": retention, "channel": gated}
-"""By kind of decay."""
+ORIGINALS: dict[str, Callable[..., jax.Array]] = {"scalar": retention, "channel": gated, "delta": delta}
+"""By kind of decay; and the delta rule, with one decay for each head."""
 
 
 def in_direction(case: Case, function: Callable[..., jax.Array]) -> ArrayFunction:
@@ -64,29 +79,30 @@ def in_direction(case: Case, function: Callable[..., jax.Array]) -> ArrayFunctio
 
 
 def types(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns the types of query, key, value and decay; and last of the cotangent if there is a backward pass."""
+    """Returns the types of query, key, value and decay, of a delta rule's rate; and last of the cotangent if there is a backward pass."""
     steps, batch, heads, rows, columns = (case.size(letter) for letter in "TBHNP")
     lead = (steps, batch, heads)
-    decay = lead if case.mask == "scalar" else (*lead, rows)
-    shapes = [(*lead, rows), (*lead, rows), (*lead, columns), decay]
+    decays = {"scalar": [lead], "channel": [(*lead, rows)], "delta": [lead, lead]}[case.mask]
+    shapes = [(*lead, rows), (*lead, rows), (*lead, columns), *decays]
     if case.direction == "forward+backward":
         shapes.append((*lead, columns))
     return tuple(jax.ShapeDtypeStruct(shape, case.dtype) for shape in shapes)
 
 
 def case_of(given: Sequence[Shaped], variant: str, direction: Direction) -> Case:
-    """Returns the case of query, key, value and decay.
+    """Returns the case of query, key, value and decay, and of a delta rule's rate.
 
     Raises:
       ValueError: they are of no case.
     """
     shapes = [tuple(getattr(t, "shape", ())) for t in given]
-    if len(shapes) != 4 or [len(shape) for shape in shapes[:3]] != [4, 4, 4]:
+    if len(shapes) < 4 or [len(shape) for shape in shapes[:3]] != [4, 4, 4]:
         raise ValueError("a recurrence takes query and key [T, B, H, N], value [T, B, H, P], and decays")
     (steps, batch, heads, rows), columns = shapes[0], shapes[2][3]
     sizes = (("T", steps), ("B", batch), ("H", heads), ("N", rows), ("P", columns))
     case = Case(OPERATION.name, direction, given[0].dtype.name, variant, sizes)
-    if [(t.shape, t.dtype) for t in given] != [(t.shape, t.dtype) for t in types(case)][:4]:
+    wanted = types(case) if direction == "forward" else types(case)[:-1]
+    if [(t.shape, t.dtype) for t in given] != [(t.shape, t.dtype) for t in wanted]:
         raise ValueError("the arguments of a recurrence must agree in their sizes and dtypes")
     return case
 

@@ -2,6 +2,10 @@
 
     S[t] = a[t] * S[t-1] + k[t] (x) v[t],    y[t] = q[t] . S[t]  or  q[t] . S[t-1]
 
+and, where a step corrects the state along one row, by the delta rule (``corrected.py``):
+
+    S[t] = a[t] * S[t-1] + u[t] (x) (w[t] . S[t-1]) + k[t] (x) v[t]
+
 Letters: T steps, C steps of a chunk, G groups, H heads of a group, J heads that keys and queries have (H, or 1 where
 heads share them), N rows of a state (summed over in y), P columns.
 
@@ -17,12 +21,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopallas.kernels.recurrence.products import halved_products, segment_products
+from autopallas.kernels.recurrence.chunk_kinds import Channels, Decays, Form, Heads, Kind, Operands
+from autopallas.kernels.recurrence.corrected import Corrected
 
 __all__ = ["Recurrence", "chunked"]
 
 Array: TypeAlias = jax.Array
-_einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 class Recurrence(NamedTuple):
@@ -35,6 +39,8 @@ class Recurrence(NamedTuple):
       initial: [G, H, N, P].
       excess: the decay minus one, where that is known more exactly than from the rounded decay. It has no derivative of
         its own: that of the decay stands for both.
+      probe: w, [T, G, H, N], of the delta rule; None without it.
+      write: u, [T, G, J, N]; None where it is the key.
     """
 
     decay: Array
@@ -43,6 +49,8 @@ class Recurrence(NamedTuple):
     query: Array
     initial: Array
     excess: Array | None = None
+    probe: Array | None = None
+    write: Array | None = None
 
 
 def chunked(given: Recurrence, chunk: int, before: bool) -> tuple[Array, Array]:
@@ -57,24 +65,24 @@ def chunked(given: Recurrence, chunk: int, before: bool) -> tuple[Array, Array]:
     chunk = min(chunk, 1 << (steps - 1).bit_length())
     missing = -steps % chunk
     if missing:  # steps that change nothing
-        given = given._replace(
-            decay=_lengthened(given.decay, missing, 1),
-            key=_lengthened(given.key, missing, 0),
-            value=_lengthened(given.value, missing, 0),
-            query=_lengthened(given.query, missing, 0),
-            excess=None if given.excess is None else _lengthened(given.excess, missing, 0),
-        )
-    if given.decay.ndim == 4:
-        heads = given.value.shape[2]
-        shape = (*given.key.shape[:2], heads, given.key.shape[3])
-        given = given._replace(key=jnp.broadcast_to(given.key, shape), query=jnp.broadcast_to(given.query, shape))
+        longer = {
+            name: _lengthened(x, missing, float(name == "decay"))
+            for name in _OF_STEPS
+            if (x := getattr(given, name)) is not None
+        }
+        given = given._replace(**longer)
+    if given.decay.ndim == 4 or given.probe is not None:
+        shape = (*given.value.shape[:3], given.key.shape[3])
+        rows = {n: jnp.broadcast_to(x, shape) for n in _OF_ROWS if (x := getattr(given, n)) is not None}
+        given = given._replace(**rows)
     split = {n: _split(x, chunk) for n in _OF_STEPS if (x := getattr(given, n)) is not None}
     y, last = _chunked(before, given._replace(**split))
     y = jnp.moveaxis(y, 3, 1)
     return y.reshape(-1, *y.shape[2:])[:steps], last
 
 
-_OF_STEPS = ("decay", "key", "value", "query", "excess")
+_OF_STEPS = ("decay", "key", "value", "query", "excess", "probe", "write")
+_OF_ROWS = ("key", "query", "probe", "write")
 
 
 def _lengthened(x: Array, count: int, value: float) -> Array:
@@ -89,13 +97,22 @@ def _split(x: Array, chunk: int) -> Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked(before: bool, given: Recurrence) -> tuple[Array, Array]:
     """Computes the same with arrays whose steps are split into chunks: [T / C, G, H, C, ...]."""
-    kind = _Channels if given.decay.ndim == 5 else _Heads
+    form = _form(given)
     last, y = lax.scan(
-        lambda state, own: kind.step(before, state, own),
+        lambda state, own: form.step(before, state, own),
         given.initial,
-        (kind.prepared(given.decay, given.excess), *given[1:4]),
+        (form.prepared(given.decay, given.excess), _operands(given)),
     )
     return y, last
+
+
+def _form(given: Recurrence) -> Form:
+    kind: Kind = Channels() if given.decay.ndim == 5 else Heads()
+    return kind if given.probe is None else Corrected(kind)
+
+
+def _operands(given: Recurrence) -> Operands:
+    return Operands(given.key, given.value, given.query, given.probe, given.write)
 
 
 def _forward(before: bool, given: Recurrence) -> tuple[tuple[Array, Array], Recurrence]:
@@ -104,189 +121,23 @@ def _forward(before: bool, given: Recurrence) -> tuple[tuple[Array, Array], Recu
 
 def _backward(before: bool, given: Recurrence, cotangents: tuple[Array, Array]) -> tuple[Recurrence]:
     dy, dlast = cotangents
-    kind = _Channels if given.decay.ndim == 5 else _Heads
-    decays = kind.prepared(given.decay, given.excess)
+    form = _form(given)
+    decays = form.prepared(given.decay, given.excess)
+    operands = _operands(given)
 
-    def enter(state: Array, own: tuple[_Decays, Array, Array]) -> tuple[Array, Array]:
-        return kind.advance(state, *own), state
+    def enter(state: Array, own: tuple[Decays, Operands]) -> tuple[Array, Array]:
+        return form.advance(state, *own), state
 
-    _, states = lax.scan(enter, given.initial, (decays, given.key, given.value))
-    dinitial, found = lax.scan(
-        lambda dstate, own: kind.step_transposed(before, dstate, *own),
+    _, states = lax.scan(enter, given.initial, (decays, operands))
+    dinitial, (ddecay, found) = lax.scan(
+        lambda dstate, own: form.step_transposed(before, dstate, *own),
         dlast,
-        (decays, *given[1:4], states, dy),
+        (decays, operands, states, dy),
         reverse=True,
     )
-    return (Recurrence(*found, dinitial, None if given.excess is None else jnp.zeros_like(given.excess)),)
+    excess = None if given.excess is None else jnp.zeros_like(given.excess)
+    gradients = Recurrence(ddecay, found.key, found.value, found.query, dinitial, excess, found.probe, found.write)
+    return (gradients,)
 
 
 _chunked.defvjp(_forward, _backward)
-
-_Decays: TypeAlias = tuple[Array, Array | None]
-"""What the products of a chunk's decays are computed from: the decays and what they exceed one by, or the products."""
-_Gradients: TypeAlias = tuple[Array, Array, Array, Array]
-"""Cotangents of decay, key, value and query of one chunk."""
-
-
-class _Heads:
-    """One chunk where all rows of a state have one decay.  Arrays are [G, H|J, C, ...], states [G, H, N, P].
-
-    The products of decays over all segments, [G, H, C, C + 1], come from :meth:`prepared`, for all chunks at once.
-    """
-
-    @staticmethod
-    def prepared(decay: Array, excess: Array | None) -> _Decays:
-        """Returns the segment products [T / C, G, H, C, C + 1] of [T / C, G, H, C]."""
-        further = None if excess is None else jnp.moveaxis(excess, 3, 0)
-        return jnp.moveaxis(segment_products(jnp.moveaxis(decay, 3, 0), further), (0, 1), (3, 4)), None
-
-    @staticmethod
-    def advance(state: Array, decays: _Decays, key: Array, value: Array) -> Array:
-        """Returns the state after the chunk."""
-        products, _ = decays
-        weighted = value * products[..., -1, 1:, None]
-        added = _einsum("gjsn,ghsp->ghnp" if key.shape[1] == 1 else "ghsn,ghsp->ghnp", key, weighted)
-        return products[..., -1, :1, None] * state + added
-
-    @classmethod
-    def step(cls, before: bool, state: Array, own: tuple[_Decays, Array, Array, Array]) -> tuple[Array, Array]:
-        """Returns (the state after the chunk, y)."""
-        (products, _), key, value, query = own
-        seen = cls._seen(before, products)
-        scores = _einsum("gjtn,gjsn->gjts", query, key)
-        y = _einsum("ghts,ghsp->ghtp", scores * seen[..., 1:], value)
-        y += seen[..., :1] * cls._of_rows(query, state)
-        return cls.advance(state, own[0], key, value), y
-
-    @staticmethod
-    def _seen(before: bool, products: Array) -> Array:
-        """Returns the factors from each step, and from before the chunk, to the state that y reads."""
-        if not before:
-            return products
-        first = jnp.zeros_like(products[..., :1, :]).at[..., 0].set(1)
-        return jnp.concatenate([first, products[..., :-1, :]], -2)
-
-    @staticmethod
-    def _of_rows(query: Array, state: Array) -> Array:
-        return _einsum("gjtn,ghnp->ghtp" if query.shape[1] == 1 else "ghtn,ghnp->ghtp", query, state)
-
-    @classmethod
-    def step_transposed(
-        cls, before: bool, dstate: Array, decays: _Decays, key: Array, value: Array, query: Array, state: Array,
-        dy: Array,
-    ) -> tuple[Array, _Gradients]:  # fmt: skip
-        """Returns (the cotangent of the state before the chunk, those of the arrays)."""
-        products, _ = decays
-        shared = key.shape[1] == 1
-        seen = cls._seen(before, products)
-        scores = _einsum("gjtn,gjsn->gjts", query, key)
-        dweights = _einsum("ghtp,ghsp->ghts", dy, value)
-        dscores = dweights * seen[..., 1:]
-        into = dy * seen[..., :1]
-        last = products[..., -1, 1:, None]
-        dvalue = _einsum("ghts,ghtp->ghsp", scores * seen[..., 1:], dy)
-        dadded = _einsum("gjsn,ghnp->ghsp" if shared else "ghsn,ghnp->ghsp", key, dstate)
-        dvalue += last * dadded
-        if shared:
-            dquery = _einsum("ghts,gjsn->gjtn", dscores, key) + _einsum("ghtp,ghnp->gtn", into, state)[:, None]
-            dkey = _einsum("ghts,gjtn->gjsn", dscores, query) + _einsum("ghsp,ghnp->gsn", value * last, dstate)[:, None]
-            dbefore = _einsum("gjtn,ghtp->ghnp", query, into)
-        else:
-            dquery = _einsum("ghts,ghsn->ghtn", dscores, key) + _einsum("ghtp,ghnp->ghtn", into, state)
-            dkey = _einsum("ghts,ghtn->ghsn", dscores, query) + _einsum("ghsp,ghnp->ghsn", value * last, dstate)
-            dbefore = _einsum("ghtn,ghtp->ghnp", query, into)
-        dbefore += products[..., -1, :1, None] * dstate
-        dseen = jnp.concatenate([jnp.sum(dy * cls._of_rows(query, state), -1, keepdims=True), dweights * scores], -1)
-        dproducts = jnp.concatenate([dseen[..., 1:, :], jnp.zeros_like(dseen[..., :1, :])], -2) if before else dseen
-        dends = jnp.concatenate([jnp.sum(state * dstate, (-2, -1))[..., None], jnp.sum(value * dadded, -1)], -1)
-        dproducts = dproducts.at[..., -1, :].add(dends)
-        return dbefore, (cls._of_decays(products, dproducts), dkey, dvalue, dquery)
-
-    @staticmethod
-    def _of_decays(products: Array, cotangent: Array) -> Array:
-        """Returns the cotangent of the decays [G, H, C] from that of their segment products, in one matrix product.
-
-        A segment from before step s to after step t that holds step r is the segment up to r, times the decay of r,
-        times the segment after r.
-        """
-        first = jnp.zeros_like(products[..., :1, :]).at[..., 0].set(1)
-        until = jnp.concatenate([first, products[..., :-1, :]], -2)
-        count = products.shape[-2]
-        held = jnp.tril(jnp.ones((count, count), products.dtype))  # a segment to t holds step r for r <= t
-        beside = _einsum("ghts,ghrs->ghtr", jnp.tril(cotangent), until)
-        return jnp.sum(products[..., 1:] * held * beside, -2)
-
-
-class _Channels:
-    """One chunk where each row of a state has its own decay.  Arrays are [G, H, C, ...], states [G, H, N, P].
-
-    The segments from one half of a block of steps to the other are those to the middle times those from it, so their
-    scores are one matrix product of scaled queries and keys; within the halves, the same again.
-    """
-
-    @staticmethod
-    def prepared(decay: Array, excess: Array | None) -> _Decays:
-        """Returns the decays and what they exceed one by: a chunk's products are computed where they are needed."""
-        return decay, excess
-
-    @classmethod
-    def advance(cls, state: Array, decays: _Decays, key: Array, value: Array) -> Array:
-        """Returns the state after the chunk."""
-        decay, excess = decays
-        _, ends, total = halved_products(decay, False, excess)
-        return total[..., None] * state + _einsum("ghsn,ghsp->ghnp", key * ends.to_middle, value)
-
-    @classmethod
-    def step(cls, before: bool, state: Array, own: tuple[_Decays, Array, Array, Array]) -> tuple[Array, Array]:
-        """Returns (the state after the chunk, y)."""
-        (decay, excess), key, value, query = own
-        levels, ends, total = halved_products(decay, before, excess)
-        own_steps = jnp.zeros_like(query[..., :1]) if before else jnp.sum(query * key, -1, keepdims=True)
-        scores = own_steps[..., None]  # [G, H, C, 1, 1], of blocks of one step
-        for level in levels:
-            half = level.to_middle.shape[-2]
-            early, late = _parted(key, half)[0], _parted(query, half)[1]
-            across = _products(late * level.from_middle, early * level.to_middle)
-            pairs = scores.reshape(*scores.shape[:2], -1, 2 * half, half)
-            first, second = lax.split(pairs, (half, half), axis=3)
-            upper = jnp.concatenate([first, jnp.zeros_like(first)], -1)
-            scores = jnp.concatenate([upper, jnp.concatenate([across, second], -1)], -2)
-        y = _einsum("ghts,ghsp->ghtp", scores[:, :, 0], value)
-        y += _einsum("ghtn,ghnp->ghtp", query * ends.from_middle, state)
-        added = _einsum("ghsn,ghsp->ghnp", key * ends.to_middle, value)
-        return total[..., None] * state + added, y
-
-    @classmethod
-    def step_transposed(
-        cls, before: bool, dstate: Array, decays: _Decays, key: Array, value: Array, query: Array, state: Array,
-        dy: Array,
-    ) -> tuple[Array, _Gradients]:  # fmt: skip
-        """Returns (the cotangent of the state before the chunk, those of the arrays)."""
-        decay, excess = decays
-
-        def step(state: Array, decay: Array, *own: Array) -> tuple[Array, Array]:
-            key, value, query = own
-            return cls.step(before, state, ((decay, excess), key, value, query))
-
-        _, pull = jax.vjp(step, state, decay, key, value, query)
-        dbefore, *found = pull((dstate, dy))
-        ddecay, dkey, dvalue, dquery = found
-        return dbefore, (ddecay, dkey, dvalue, dquery)
-
-
-def _parted(x: Array, half: int) -> tuple[Array, Array]:
-    """Returns the first and the second halves of blocks of [G, H, C, N]."""
-    blocks = x.reshape(*x.shape[:2], -1, 2 * half, x.shape[-1])
-    first, second = lax.split(blocks, (half, half), axis=3)
-    return first, second
-
-
-_FEW = 4
-"""Largest number of steps for which a sum of products is faster than a matrix product."""
-
-
-def _products(query: Array, key: Array) -> Array:
-    """Returns scores [..., T, S] of [..., T, N] and [..., S, N]."""
-    if query.shape[-2] <= _FEW:
-        return jnp.sum(query[..., :, None, :] * key[..., None, :, :], -1)
-    return jnp.einsum("...tn,...sn->...ts", query, key, precision=lax.Precision.HIGHEST)

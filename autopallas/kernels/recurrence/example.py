@@ -22,13 +22,14 @@ def operands(site: RecurrenceSite, types: Sequence[Shaped], key: int = 0) -> lis
     """Returns an array for each operand of a site.
 
     Floats are normally distributed, but those that a decay is computed from are also tried as numbers just below one:
-    they may be the decay.
+    they may be the decay. Keys of a delta rule are short: a state grows where they are longer than the square root of 2.
     """
     random = np.random.default_rng(key)
     filled = harmless(random, types)
+    scale = 0.7 * site.spec.rows**-0.5 if site.spec.delta else 0.3
     for i, array in enumerate(filled):
         if is_float(array.dtype):
-            filled[i] = normal(random, array.shape, array.dtype, 0.3)
+            filled[i] = normal(random, array.shape, array.dtype, scale)
     return filled
 
 

@@ -179,6 +179,7 @@ class _State:
         """Makes the readouts known; returns the last state."""
         state, variables = self.state, self.steps.loop.variables
         terms = [*state.decay, state.key, state.value, *_terms_of(state.readouts)]
+        terms += [] if state.correction is None else state.correction.terms()
         self.steps.compute(variables[factor.variable] for term in terms for factor in term.factors)
         rows, heads, columns = state.rows, (*state.groups, *state.heads), state.columns
         inner = rows if state.by_channel else ()
@@ -189,6 +190,7 @@ class _State:
             excess = self._grouped(excess, state.groups, state.heads, *([rows] if inner else []))
         key = self._grouped(self._array(state.key, (*state.groups, *rows)), state.groups, (), rows)
         value = self._grouped(self._array(state.value, (*heads, *columns)), state.groups, state.heads, columns)
+        probe, write = self._correction()
         axes = (*heads, *rows, *columns)
         first = self.steps.first[state.carry].astype(self.dtype)
         own = tuple(label for label in state.axes if label is not None)
@@ -199,7 +201,7 @@ class _State:
             found = self._free(readout)
             for before, query, further in readout.queries:
                 q = self._grouped(self._array(query, (*state.groups, *rows)), state.groups, (), rows)
-                y, last = chunked(Recurrence(decay, key, value, q, first, excess), chunk, before)
+                y, last = chunked(Recurrence(decay, key, value, q, first, excess, probe, write), chunk, before)
                 y = y.reshape(y.shape[0], *(self.sizes[a] for a in (*heads, *columns)))
                 found = found + self._in_axes(y, (*heads, *columns), readout.axes) * self._spread(further, readout)
             aval = variables[readout.variable].aval
@@ -207,6 +209,19 @@ class _State:
             self.steps.varying[variables[readout.variable]] = jnp.broadcast_to(found, shape).astype(aval.dtype)
         last = last.reshape([self.sizes[a] for a in axes]).transpose([axes.index(a) for a in own])
         return last.reshape(self.steps.first[state.carry].shape).astype(self.steps.first[state.carry].dtype)
+
+    def _correction(self) -> tuple[Array | None, Array | None]:
+        """Returns what the delta rule reads by, with its factors, and what it writes by, if not the key."""
+        state, own = self.state, self.state.correction
+        if own is None:
+            return None, None
+        groups, heads, rows = state.groups, state.heads, state.rows
+        factor = sum(self._array(term, (*groups, *heads)) for term in own.factors)
+        probe = self._grouped(self._array(own.probe, (*groups, *rows)), groups, (), rows)
+        probe = probe * self._grouped(jnp.asarray(factor), groups, heads)[..., None]
+        if own.write is None:
+            return probe, None
+        return probe, self._grouped(self._array(own.write, (*groups, *rows)), groups, (), rows)
 
     def _excess(self, labels: Labels) -> Array | None:
         """Returns the decay minus one as exactly as its terms have it; None where the decay itself is as exact.

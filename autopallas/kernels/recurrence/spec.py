@@ -24,6 +24,8 @@ class RecurrenceSpec(Spec):
     Attributes:
       steps, groups, heads, rows, columns: T, G, H, N, P of the largest state. The heads of a group share q and k.
       decay: whether a head has one decay ("scalar"), each row of it ("channel"), or each element ("elementwise").
+      delta: whether a step also corrects a state along one row, by what it reads of it (the delta rule):
+        ``S[t] = a[t] * S[t-1] + u[t] (x) (w[t] . S[t-1]) + k[t] (x) v[t]``.
       products: how many matrix products of a step do not lead to the state, and can be taken out of the loop.
       states: how many carried values are such states.
       readouts: how many times a step reads them.
@@ -44,6 +46,7 @@ class RecurrenceSpec(Spec):
     loops: int
     state_dtype: Dtype
     result_dtype: Dtype
+    delta: bool = False
 
     @property
     def is_single(self) -> bool:
@@ -64,5 +67,8 @@ class RecurrenceSpec(Spec):
         sizes = f"T={self.steps} H={self.groups * self.heads}"
         if self.is_matrix:
             sizes += f" N={self.rows} P={self.columns}"
+        rule = ", delta rule" if self.delta else ""
         states = f", {self.states} states" if self.states > 1 else ""
-        return f"recurrence {sizes} {self.state_dtype}, {self.decay} decay{states}, {self.products} products apart"
+        return (
+            f"recurrence {sizes} {self.state_dtype}, {self.decay} decay{rule}{states}, {self.products} products apart"
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-__all__ = ["Axes", "Factor", "Known", "Labels", "MatrixState", "Readout", "Term"]
+__all__ = ["Axes", "Correction", "Factor", "Known", "Labels", "MatrixState", "Readout", "Term"]
 
 Labels: TypeAlias = tuple[int, ...]
 Axes: TypeAlias = tuple[int | None, ...]
@@ -68,6 +68,24 @@ class Readout:
 
 
 @dataclass(frozen=True, slots=True)
+class Correction:
+    """What a step adds to a state of what it reads of it, by the delta rule: ``write (x) (probe . S)`` times a sum.
+
+    Attributes:
+      probe, write: products of factors with the labels of the state's rows; ``write`` is None where it is the key.
+      factors: terms, which add up to what this is multiplied by.
+    """
+
+    probe: Term
+    write: Term | None
+    factors: tuple[Term, ...]
+
+    def terms(self) -> list[Term]:
+        """Returns all of its terms."""
+        return [self.probe, *([] if self.write is None else [self.write]), *self.factors]
+
+
+@dataclass(frozen=True, slots=True)
 class MatrixState:
     """A carried matrix: decay times itself plus keys times values.
 
@@ -78,6 +96,7 @@ class MatrixState:
       decay: terms, which add up to the decay.
       key, value: what is added; nothing where both are missing.
       readouts: what the step reads of it.
+      correction: what is added of the state itself, along one row; None where nothing is.
     """
 
     carry: int
@@ -90,6 +109,7 @@ class MatrixState:
     key: Term
     value: Term
     readouts: tuple[Readout, ...]
+    correction: Correction | None = None
 
     @property
     def by_channel(self) -> bool:

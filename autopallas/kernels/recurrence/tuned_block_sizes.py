@@ -25,7 +25,8 @@ BUCKETS: tuple[Bucket, ...] = (
 
 
 def _filed(spec: RecurrenceSpec, implementation: str, direction: str) -> tuple[str, dict[str, int], str]:
-    return direction, {"T": spec.steps, "S": spec.rows * spec.columns}, spec.decay
+    kind = f"{spec.decay}, delta" if spec.delta else spec.decay
+    return direction, {"T": spec.steps, "S": spec.rows * spec.columns}, kind
 
 
 _HOLDS_FROM = 2.5

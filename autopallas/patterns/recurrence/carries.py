@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
 
 from autopallas.compat import JaxprAtom, Var
-from autopallas.kernels.recurrence.structure import Factor, Known, Labels, MatrixState, Readout, Term
+from autopallas.kernels.recurrence.structure import Correction, Factor, Known, Labels, MatrixState, Readout, Term
 from autopallas.patterns.advice import READOUT, STATE
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.recurrence.interpret import Interpretation, Opaque
 from autopallas.patterns.recurrence.step import Step
 from autopallas.patterns.recurrence.sums import Part, Sum, Value
 
-__all__ = ["Carries", "carries_of", "matrix_states"]
+__all__ = ["Carries", "carries_of", "check_delta_rules", "matrix_states"]
 
 _LEAST = 8
 """Smallest number of rows and columns of a state that matrix products are for."""
@@ -74,7 +75,7 @@ def carries_of(step: Step) -> Carries:
     if waiting:
         raise Mismatch("a carried value is computed from another one that depends on itself", advice=STATE)
     for place in states:
-        _check_diagonal(found, place)
+        _check_update(found, place)
     return Carries(states, known, last, found, reasons)
 
 
@@ -103,8 +104,8 @@ def _is_floating(variable: Var) -> bool:
     return bool(jnp.issubdtype(variable.aval.dtype, jnp.inexact))
 
 
-def _check_diagonal(found: Interpretation, place: int) -> None:
-    """Checks that each element of a state is multiplied by a factor of its own.
+def _check_update(found: Interpretation, place: int) -> None:
+    """Checks that each element of a state is multiplied by a factor of its own, beside what a delta rule adds.
 
     Raises:
       Mismatch: it is not.
@@ -114,15 +115,42 @@ def _check_diagonal(found: Interpretation, place: int) -> None:
     for part in value.parts:
         if part.carried is None:
             continue
-        own = {label for label in part.carried.axes if label is not None}
         if part.carried.after or part.carried.place != place:
             raise Mismatch("a carried value is added to another one", advice=STATE)
         if part.carried.rounded:
             raise Mismatch("the state is rounded to a narrower type from step to step", advice=STATE)
-        if own & part.summed:
-            raise Mismatch("the state is multiplied by a matrix from step to step", advice=STATE)
+        if part.summed and _is_correction(value, part):
+            continue
+        if {label for label in part.carried.axes if label is not None} & part.summed:
+            raise Mismatch(_BY_A_MATRIX, advice=STATE)
         if part.carried.axes != value.axes:
             raise Mismatch("the axes of the state change places from step to step", advice=STATE)
+
+
+_BY_A_MATRIX = "the state is multiplied by a matrix from step to step"
+
+
+def _is_correction(value: Sum, part: Part) -> bool:
+    """Returns whether a term of an update is an outer product of what it reads of the state along some axes, with
+    factors along the same axes."""
+    assert part.carried is not None
+    changed = [(a, b) for a, b in zip(part.carried.axes, value.axes, strict=True) if a != b]
+    read, written = {a for a, _ in changed}, {b for _, b in changed}
+    if not changed or None in read | written or read != part.summed or read & set(value.axes):
+        return False
+    return all(read.isdisjoint(factor.axes) or written.isdisjoint(factor.axes) for factor in part.factors)
+
+
+def check_delta_rules(carries: Carries, places: Sequence[int]) -> None:
+    """Checks that states without a form for it are not corrected along rows.
+
+    Raises:
+      Mismatch: one is.
+    """
+    for place in places:
+        value = carries.interpretation.updates[place]
+        if isinstance(value, Sum) and any(part.summed for part in value.parts if part.carried is not None):
+            raise Mismatch(_BY_A_MATRIX, advice=STATE)
 
 
 # ---------------------------------------------------------------------- states that are matrices
@@ -163,6 +191,27 @@ def _readouts(step: Step, carries: Carries) -> list[Var]:
     return list(found)
 
 
+@dataclass(slots=True)
+class _Corrections:
+    """What an update adds of the state itself, in terms of the state's labels.
+
+    Attributes:
+      probe, write: the factors by which the state is read and written; of each term the same.
+      terms: coefficient and further factors of each term.
+    """
+
+    probe: tuple[Value, ...] = ()
+    write: tuple[Value, ...] = ()
+    terms: list[tuple[float, tuple[Value, ...]]] = field(default_factory=list)
+
+    def by_rows(self) -> list[tuple[Value, ...]]:
+        return [self.probe, self.write]
+
+    def of_heads(self) -> set[int]:
+        """Returns the labels of the further factors."""
+        return {a for _, factors in self.terms for factor in factors for a in factor.axes if a is not None}
+
+
 class _Matrix:
     """One state, as a matrix whose rows are summed over where it is read."""
 
@@ -192,16 +241,18 @@ class _Matrix:
                     raise Mismatch("a sum reads two states", advice=READOUT)
                 reads.append((variable, self._in_own_labels(value)))
         rows = self._rows([value for _, value in reads])
-        decay = [part for part in self.value.parts if part.carried is not None]
+        decay = [part for part in self.value.parts if part.carried is not None and not part.summed]
         added = [part for part in self.value.parts if part.carried is None]
         split = [self._query(part, rows) for _, value in reads for part in value.parts if part.carried is not None]
         of_decay = {label for part in decay for label in part.labels() for f in part.factors if label in f.axes}
         key, other = self._outer(added, rows)
-        with_rows = {a for factors in (key, *(q for q, _ in split)) for f in factors for a in f.axes if a is not None}
-        columns = self.own - rows - with_rows - of_decay
+        correction = self._correction(rows)
+        by_rows = [key, *(q for q, _ in split), *correction.by_rows()]
+        with_rows = {a for factors in by_rows for f in factors for a in f.axes if a is not None}
+        columns = self.own - rows - with_rows - of_decay - correction.of_heads()
         groups = (self.own & with_rows) - rows
         heads = self.own - rows - groups - columns
-        self._check(reads, split, rows, columns)
+        self._check(reads, [*(q for q, _ in split), *correction.by_rows()], rows, columns)
         order = [label for label in self.value.axes if label is not None]
 
         def sorted_labels(labels: set[int]) -> Labels:
@@ -218,7 +269,38 @@ class _Matrix:
             key=self._term(1.0, key),
             value=self._term(added[0].coefficient if added else 0.0, other),
             readouts=tuple(self._readout(variable, value, rows) for variable, value in reads),
+            correction=self._described(correction, key),
         )
+
+    def _correction(self, rows: set[int]) -> _Corrections:
+        """Returns what the update adds of the state itself.
+
+        Raises:
+          Mismatch: its terms read or write the state by different rows, or other axes than readouts.
+        """
+        found = _Corrections()
+        for part in self.value.parts:
+            if part.carried is None or not part.summed:
+                continue
+            names = {a: b for a, b in zip(part.carried.axes, self.value.axes, strict=True) if a != b and a is not None}
+            if set(names.values()) != rows:
+                raise Mismatch("the state is corrected along other axes than it is read along", advice=STATE)
+            write, others = _divided(part.factors, rows)
+            probe, others = _divided(others, set(names))
+            probe = tuple(
+                replace(f, axes=tuple(names.get(a, a) if a is not None else a for a in f.axes)) for f in probe
+            )
+            if found.terms and (probe, write) != (found.probe, found.write):
+                raise Mismatch("the state is corrected along more than one row", advice=STATE)
+            found.probe, found.write = probe, write
+            found.terms.append((part.coefficient, others))
+        return found
+
+    def _described(self, found: _Corrections, key: Sequence[Value]) -> Correction | None:
+        if not found.terms:
+            return None
+        write = None if Counter(found.write) == Counter(key) else self._term(1.0, found.write)
+        return Correction(self._term(1.0, found.probe), write, tuple(self._term(c, own) for c, own in found.terms))
 
     def _in_own_labels(self, value: Sum) -> Sum:
         """Returns a readout in which the state has the labels that it has in its update."""
@@ -254,9 +336,8 @@ class _Matrix:
         return _divided(part.factors, rows)
 
     def _check(
-        self, reads: Sequence[tuple[Var, Sum]], split: Sequence[tuple[tuple[Value, ...], tuple[Value, ...]]],
-        rows: set[int], columns: set[int],
-    ) -> None:  # fmt: skip
+        self, reads: Sequence[tuple[Var, Sum]], by_rows: Sequence[Sequence[Value]], rows: set[int], columns: set[int]
+    ) -> None:
         sizes = self.found.labels.sizes
         for labels in (rows, columns):
             extent = 1
@@ -265,7 +346,7 @@ class _Matrix:
             if labels is rows and extent < _LEAST:
                 raise Mismatch("the state has few rows", advice=STATE)
         allowed = self.own - columns
-        if any(set(factor.axes) - {None} - allowed for query, _ in split for factor in query):
+        if any(set(factor.axes) - {None} - allowed for factors in by_rows for factor in factors):
             raise Mismatch("a query has an axis that the state lacks", advice=READOUT)
         left = self.own - rows
         for _, value in reads:

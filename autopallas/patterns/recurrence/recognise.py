@@ -28,7 +28,7 @@ from autopallas.patterns.advice import AT_HAND, LOOP_GRADIENT
 from autopallas.patterns.carry import is_available
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss, bounded
 from autopallas.patterns.recurrence.all_steps import check_all_steps
-from autopallas.patterns.recurrence.carries import carries_of, matrix_states
+from autopallas.patterns.recurrence.carries import carries_of, check_delta_rules, matrix_states
 from autopallas.patterns.recurrence.interpret import RULES
 from autopallas.patterns.recurrence.rules import restored
 from autopallas.patterns.recurrence.step import Scan, Step, scans
@@ -352,6 +352,7 @@ class _Analyses:
             check_all_steps(step.equations)
             carries = carries_of(step)
             states, others = matrix_states(step, carries) if self.assume_finite else ([], carries.states)
+            check_delta_rules(carries, others)
             known = [*carries.known, *(Known(place, "scanned") for place in others)]
             known += [Known(place, "last") for place in carries.last]
             before, after = products_apart(loop, known)
@@ -513,6 +514,7 @@ class _Assembly:
             loops=loops,
             state_dtype=self.step.carries[state.carry].aval.dtype,
             result_dtype=first,
+            delta=any(s.correction is not None for s in states),
         )
 
     # ------------------------------------------------------------------ the backward
@@ -554,6 +556,7 @@ _LEAST_COLUMNS = 8
 
 def _labels_of(state: MatrixState) -> set[int]:
     terms = [*state.decay, state.key, state.value]
+    terms += [] if state.correction is None else state.correction.terms()
     terms += [term for readout in state.readouts for _, *own in readout.queries for term in own]
     terms += [term for readout in state.readouts for term in readout.others]
     found = {label for term in terms for label in term.labels} | {a for a in state.axes if a is not None}

@@ -26,12 +26,16 @@ def loop(given: Recurrence, before: bool) -> tuple[jax.Array, jax.Array]:
     """The loop, step by step."""
 
     def step(state, own):
-        a, k, v, q = own
+        a, k, v, q, probe, write = own
         k, q = (jnp.broadcast_to(x, (x.shape[0], v.shape[1], x.shape[2])) for x in (k, q))
         after = (a[..., None, None] if a.ndim == 2 else a[..., None]) * state + k[..., None] * v[..., None, :]
+        if probe is not None:
+            read = jnp.einsum("ghn,ghnp->ghp", probe, state)
+            after += (k if write is None else write)[..., None] * read[..., None, :]
         return after, jnp.einsum("ghn,ghnp->ghp", q, state if before else after)
 
-    last, y = jax.lax.scan(step, given.initial, (given.decay, given.key, given.value, given.query))
+    slices = (given.decay, given.key, given.value, given.query, given.probe, given.write)
+    last, y = jax.lax.scan(step, given.initial, slices)
     return y, last
 
 
@@ -115,6 +119,50 @@ def test_any_decay_is_as_exact_as_in_the_loop(channels, kind):
     check(arrays(DECAYS[kind](np.random.default_rng(3), shape)), 64 if not channels else 32, False)
 
 
+def corrected(given: Recurrence, rate: float, apart: bool = False, seed: int = 4) -> Recurrence:
+    """Adds a delta rule: each key's old value is removed, times ``rate``; or along rows of its own."""
+    random = np.random.default_rng(seed)
+    key = given.key / jnp.linalg.norm(given.key, axis=-1, keepdims=True)
+    decay = given.decay if given.decay.ndim == 4 else given.decay[..., None]
+    write = None
+    if apart:
+        write = jnp.asarray(random.standard_normal(key.shape) / 4, jnp.float32)
+    return given._replace(key=key, probe=-rate * decay * key, write=write)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize("apart", [False, True], ids=["key", "apart"])
+@pytest.mark.parametrize("steps, chunk", [(37, 8), (70, 32), (5, 16), (1, 4)])
+@pytest.mark.parametrize("channels", [False, True], ids=["scalar", "channel"])
+def test_delta_rules_in_chunks_compute_what_the_loop_does(channels, steps, chunk, apart, before):
+    shape = (steps, 2, 3, 4) if channels else (steps, 2, 3)
+    given = arrays(np.random.default_rng(2).uniform(0.5, 1, shape))
+    check(corrected(given, 0.7, apart), chunk, before)
+
+
+@pytest.mark.parametrize("kind", [name for name in DECAYS if name not in ("above one", "growing")])
+@pytest.mark.parametrize("channels", [False, True], ids=["scalar", "channel"])
+def test_delta_rules_are_as_exact_as_in_the_loop_with_any_decay(channels, kind):
+    shape = (300, 1, 2, 4) if channels else (300, 1, 2)
+    check(corrected(arrays(DECAYS[kind](np.random.default_rng(3), shape)), 0.9), 32, False)
+
+
+@pytest.mark.parametrize("rate", [1.0, 1.9])
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_equal_keys_are_as_exact_as_in_the_loop(rate, chunk):
+    """The powers of the scores grow like binomials, and cancel: the sum of them has no digit left."""
+    given = arrays(np.ones((200, 1, 2)))
+    given = given._replace(key=jnp.broadcast_to(given.key[:1], given.key.shape))
+    check(corrected(given, rate), chunk, False)
+
+
+@pytest.mark.parametrize("norm", [1.5, 3.0])
+def test_corrections_that_grow_are_as_exact_as_in_the_loop(norm):
+    """Keys that are too long: the loop itself grows, and so do its gradients."""
+    given = corrected(arrays(np.full((40, 1, 2), 0.9)), 1.0)
+    check(given._replace(key=norm * given.key, probe=norm * given.probe), 32, False)
+
+
 @pytest.mark.parametrize("channels", [False, True], ids=["scalar", "channel"])
 def test_a_decay_may_be_known_more_exactly_than_it_rounds(channels):
     """2000 steps with ``1 - a`` for a small ``a``: the rounded decay alone is wrong by 3e-5 at the end."""
@@ -172,7 +220,13 @@ def test_forms_fit_the_state():
     assert BlockSizes("scan", "chunked", 100).fitted(spec()).chunk == 128
     assert BlockSizes("scan", "chunked", 64).fitted(spec(steps=20)).chunk == 32
     assert BlockSizes.get_default().fitted(spec(decay="elementwise", products=1)).forward == "hoisted"
-    for changes in ({}, {"decay": "channel"}, {"decay": "elementwise", "products": 2}, {"products": 1}):
+    for changes in (
+        {},
+        {"decay": "channel"},
+        {"delta": True},
+        {"decay": "elementwise", "products": 2},
+        {"products": 1},
+    ):
         own = spec(**changes)
         candidates = BlockSizes.candidates(own)
         assert candidates == tuple(dict.fromkeys(c.fitted(own) for c in candidates))
