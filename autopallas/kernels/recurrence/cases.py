@@ -79,11 +79,14 @@ def in_direction(case: Case, function: Callable[..., jax.Array]) -> ArrayFunctio
 
 
 def types(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns the types of query, key, value and decay, of a delta rule's rate; and last of the cotangent if there is a backward pass."""
+    """Returns the types of query, key, value and decay, and of a delta rule's rate; and last of the cotangent if there
+    is a backward pass."""
     steps, batch, heads, rows, columns = (case.size(letter) for letter in "TBHNP")
     lead = (steps, batch, heads)
-    decays = {"scalar": [lead], "channel": [(*lead, rows)], "delta": [lead, lead]}[case.mask]
-    shapes = [(*lead, rows), (*lead, rows), (*lead, columns), *decays]
+    decay = (*lead, rows) if case.mask == "channel" else lead
+    shapes = [(*lead, rows), (*lead, rows), (*lead, columns), decay]
+    if case.mask == "delta":
+        shapes.append(lead)
     if case.direction == "forward+backward":
         shapes.append((*lead, columns))
     return tuple(jax.ShapeDtypeStruct(shape, case.dtype) for shape in shapes)

@@ -22,7 +22,7 @@ def operands(site: RecurrenceSite, types: Sequence[Shaped], key: int = 0) -> lis
     """Returns an array for each operand of a site.
 
     Floats are normally distributed, but those that a decay is computed from are also tried as numbers just below one:
-    they may be the decay. Keys of a delta rule are short: a state grows where they are longer than the square root of 2.
+    they may be the decay. Keys of a delta rule are short: a state grows where they are longer than the root of 2.
     """
     random = np.random.default_rng(key)
     filled = harmless(random, types)
