@@ -337,6 +337,87 @@ def generalised_delta_rule(r: Array, w: Array, k: Array, v: Array, removed: Arra
     return lax.scan(step, zeros(B, H, P, N), (r, w, k, v, removed, rate))[1]
 
 
+@found(q, unit, v, normal(T, B, H), normal(T, B, H) > -0.5, decay="scalar")
+def delta_rule_of_valid_steps(q: Array, k: Array, v: Array, beta: Array, valid: Array) -> Array:
+    """Padded steps leave the state as it is."""
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, v, beta, valid = own
+        after = 0.95 * state
+        change = nn.sigmoid(beta)[..., None] * (v - jnp.einsum("bhn,bhnp->bhp", k, after))
+        state = jnp.where(valid[..., None, None], after + k[..., None] * change[..., None, :], state)
+        return state, jnp.einsum("bhn,bhnp->bhp", q, state)
+
+    return lax.scan(step, zeros(B, H, N, P), (q, k, v, beta, valid))[1]
+
+
+@found(q, unit, v, normal(T, B, H) > 1, decay="scalar")
+def delta_rule_with_resets(q: Array, k: Array, v: Array, begins: Array) -> Array:
+    """Documents in one sequence, from the last step to the first; the error itself is stacked."""
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, v, begins = own
+        state = jnp.where(begins[..., None, None], 0.0, state)
+        error = v - jnp.einsum("bhn,bhnp->bhp", k, state)
+        return state + 0.5 * k[..., None] * error[..., None, :], error * jnp.sum(q, -1, keepdims=True)
+
+    return lax.scan(step, zeros(B, H, N, P), (q, k, v, begins), reverse=True)[1]
+
+
+@found(q[:, :, 0], unit[:, :, 0], v, normal(T, B, H), decay="scalar")
+def delta_rule_of_shared_keys(q: Array, k: Array, v: Array, beta: Array) -> Array:
+    """All heads of a sequence have one key and one query."""
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, v, beta = own
+        change = nn.sigmoid(beta)[..., None] * (v - jnp.einsum("bn,bhnp->bhp", k, state))
+        state = state + k[:, None, :, None] * change[..., None, :]
+        return state, jnp.einsum("bn,bhnp->bhp", q, state)
+
+    return lax.scan(step, zeros(B, H, N, P), (q, k, v, beta))[1]
+
+
+@found(q, unit, v, normal(T, B, H), decay="scalar")
+def delta_rule_normalised(q: Array, k: Array, v: Array, beta: Array) -> Array:
+    """A second state normalises, which has no delta rule."""
+
+    def step(states: Any, own: Any) -> Any:
+        state, total = states
+        q, k, v, beta = own
+        state, total = 0.9 * state, 0.9 * total + k
+        change = nn.sigmoid(beta)[..., None] * (v - jnp.einsum("bhn,bhnp->bhp", k, state))
+        state = state + k[..., None] * change[..., None, :]
+        y = jnp.einsum("bhn,bhnp->bhp", q, state) / (1 + jnp.abs(jnp.einsum("bhn,bhn->bh", q, total)))[..., None]
+        return (state, total), y
+
+    return lax.scan(step, (zeros(B, H, N, P), zeros(B, H, N)), (q, k, v, beta))[1]
+
+
+@found(q, k, v, decay="scalar")
+def centred_rows(q: Array, k: Array, v: Array) -> Array:
+    """The mean over the rows is taken off in each step: a delta rule whose rows are all ones."""
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, v = own
+        state = 0.9 * (state - state.mean(-2, keepdims=True)) + k[..., None] * v[..., None, :]
+        return state, jnp.einsum("bhn,bhnp->bhp", q, state)
+
+    return lax.scan(step, zeros(B, H, N, P), (q, k, v))[1]
+
+
+@found(q, unit, normal(B, H, N, P), normal(T, B, H), decay="scalar")
+def forgotten_by_key(q: Array, k: Array, state: Array, beta: Array) -> Array:
+    """Nothing is added: each step forgets in part what its key reads."""
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, beta = own
+        read = jnp.einsum("bhn,bhnp->bhp", k, state)
+        state = 0.99 * state - nn.sigmoid(beta)[..., None, None] * k[..., None] * read[..., None, :]
+        return state, jnp.einsum("bhn,bhnp->bhp", q, state)
+
+    return lax.scan(step, state, (q, k, beta))[1]
+
+
 # ---------------------------------------------------------------------- vectors, with products to take out
 
 
@@ -585,6 +666,47 @@ def correction_through_a_function(q: Array, k: Array, v: Array) -> Array:
         q, k, v = own
         error = v - jnp.tanh(jnp.einsum("bhn,bhnp->bhp", k, state))
         state = 0.9 * state + k[..., None] * error[..., None, :]
+        return state, jnp.einsum("bhn,bhnp->bhp", q, state)
+
+    return lax.scan(step, zeros(B, H, N, P), (q, k, v))[1]
+
+
+@refused(x)
+def magnitude(x: Array) -> Array:
+    def step(h: Array, x: Array) -> Any:
+        h = jnp.abs(0.9 * h) + x
+        return h, h
+
+    return lax.scan(step, zeros(B, D), x)[1]
+
+
+@refused(x, reason="div of")
+def divided_by_the_state(x: Array) -> Array:
+    def step(h: Array, x: Array) -> Any:
+        h = 0.9 * h + x / (2.0 + h)
+        return h, h
+
+    return lax.scan(step, zeros(B, D), x)[1]
+
+
+@refused(x)
+def quantised(x: Array) -> Array:
+    def step(h: Array, x: Array) -> Any:
+        h = jnp.round(8 * (0.9 * h + x)) / 8
+        return h, h
+
+    return lax.scan(step, zeros(B, D), x)[1]
+
+
+@refused(q, unit, v)
+def correction_by_the_norm(q: Array, k: Array, v: Array) -> Array:
+    """What is read of the state is normalised by itself."""
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, v = own
+        read = jnp.einsum("bhn,bhnp->bhp", k, state)
+        read = read * lax.rsqrt(jnp.sum(read * read, -1, keepdims=True) + 1)
+        state = 0.9 * state + k[..., None] * (v - read)[..., None, :]
         return state, jnp.einsum("bhn,bhnp->bhp", q, state)
 
     return lax.scan(step, zeros(B, H, N, P), (q, k, v))[1]
