@@ -363,7 +363,14 @@ def is_high(equation: JaxprEqn) -> bool:
     if not equation.params:
         return False
     primitive: Any = equation.primitive
+    if getattr(primitive.is_high, "__func__", None) is _ASKS_BODIES:
+        return any(value.is_high for value in equation.params.values() if isinstance(value, _JAXPRS))
     return bool(primitive.is_high(*(a.aval for a in equation.invars), **equation.params))
+
+
+_ASKS_BODIES = getattr(Primitive, "is_high", None)
+"""JAX's rule for primitives without one of their own: whether a jaxpr among the parameters is high."""
+_JAXPRS: Any = (Jaxpr, ClosedJaxpr)
 
 
 def lowered_call(equation: JaxprEqn) -> ClosedJaxpr | None:

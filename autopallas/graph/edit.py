@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -11,7 +10,7 @@ from jax.sharding import PartitionSpec
 from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn, JaxprLike, Literal, Var
 from autopallas.graph.flatten import Body
-from autopallas.graph.numbering import Graph, Node, computes
+from autopallas.graph.numbering import CUSTOM_RULES, Graph, Node, computes
 
 __all__ = ["Edit", "check", "rebuild", "surviving", "without_results"]
 
@@ -56,10 +55,10 @@ def rebuild(body: Body, edits: dict[Body, Edit]) -> JaxprLike:
     equations += edit.added
     if edit.renamed:
         equations = [_with_names(e, edit.renamed) for e in equations]
-    if edit.added:
-        equations = _in_order(equations)
     results = [*body.outvars, *(inner for inner, _ in edit.stacked)]
     outvars = [_renamed(a, edit.renamed) for a in results]
+    if edit.added:
+        equations = _in_order(_read(equations, outvars))
     invars = [*(inner for inner, _ in edit.given), *body.invars, *(inner for inner, _ in edit.read)]
     return jaxprs.rebuild(body.source, body.constvars, body.consts, invars, outvars, equations)
 
@@ -118,6 +117,22 @@ def _alike(branches: Sequence[Body], edits: dict[Body, Edit]) -> dict[Body, Edit
     return found
 
 
+def _read(equations: list[JaxprEqn], results: Sequence[Var | Literal]) -> list[JaxprEqn]:
+    """Returns the equations that results are computed from, in whatever order they stand, and those with effects."""
+    producers = {v: i for i, e in enumerate(equations) for v in e.outvars}
+    found = bytearray(len(equations))
+    todo = [i for i, equation in enumerate(equations) if equation.effects]
+    todo += [producers[a] for a in results if isinstance(a, Var) and a in producers]
+    while todo:
+        place = todo.pop()
+        if not found[place]:
+            found[place] = True
+            for atom in equations[place].invars:
+                if isinstance(atom, Var) and atom in producers and not found[producers[atom]]:
+                    todo.append(producers[atom])
+    return [equation for equation, needed in zip(equations, found, strict=True) if needed]
+
+
 def _in_order(equations: list[JaxprEqn]) -> list[JaxprEqn]:
     """Orders the equations so that each finds its operands, otherwise unchanged; effects keep their order."""
     producers = {v: i for i, e in enumerate(equations) for v in e.outvars}
@@ -172,8 +187,9 @@ def check(program: JaxprLike) -> None:
         if not known.issuperset([atom for atom in equation.invars if not isinstance(atom, Literal)]):
             raise ValueError(f"an operand of {equation.primitive.name} is not defined in the rewritten program")
         known.update(equation.outvars)
-        for _, _, inner in jaxprs.bodies(equation):
-            check(inner)
+        if not jaxprs.is_leaf(equation):
+            for _, _, inner in jaxprs.bodies(equation):
+                check(inner)
     if not all(isinstance(atom, Literal) or atom in known for atom in jaxpr.outvars):
         raise ValueError("a result of the rewritten program is not defined")
 
@@ -199,7 +215,10 @@ def surviving(
 
 def _survivors(graph: Graph, given: frozenset[int], reads: Mapping[int, Iterable[int]]) -> frozenset[int]:
     if graph.has_plain_bodies:
-        return _remaining(graph, given) if given and not reads else _walked(graph, given, reads)
+        if not given:
+            alive, graph.readers = _needed(graph)
+            return alive
+        return _walked(graph, given, reads) if reads else _remaining(graph, given)
     edits = {body: Edit() for body in graph.numbers}  # all bodies, since an unedited one would keep its inner calls
     for body, numbers in graph.numbers.items():
         for position, equation in enumerate(body.equations):
@@ -239,6 +258,10 @@ def _walked(graph: Graph, given: frozenset[int], reads: Mapping[int, Iterable[in
             read.update(number for n in own if n in given and n in read for number in reads.get(n, ()))
             own = [n for n in own if n not in given]
         if not read.isdisjoint(own) or compat.has_side_effects(node.equation):
+            if node.name not in CUSTOM_RULES:
+                alive.update(own)
+                read.update(node.inputs)
+                continue
             alive.update(graph.kept(node, own, read))
             read.update([*graph.needs(node), *graph.results_needed(node, read.intersection(own))])
     return frozenset(alive)
@@ -251,8 +274,8 @@ def _remaining(graph: Graph, given: frozenset[int], least: int = 0) -> frozenset
     ``least`` tell nothing of the others.
     """
     everything = surviving(graph)
-    readers = _readers(graph, everything)
-    lost: Counter[int] = Counter()
+    readers = graph.readers
+    lost: dict[int, int] = {}
     unread: set[int] = set()
     gone: set[int] = set()
     idle: set[Node] = set()
@@ -264,27 +287,42 @@ def _remaining(graph: Graph, given: frozenset[int], least: int = 0) -> frozenset
         graph.steps.spend()
         node = graph.definitions[number]
         freed: list[int] = []
-        if number not in unread and readers[number]:
-            freed += graph.results_needed(node, [number])
-        if number not in graph.kept(node, [number]):
-            gone.add(number)
+        if node.name in CUSTOM_RULES:
+            if number not in unread and readers.get(number):
+                freed += graph.results_needed(node, [number])
+            if number not in graph.kept(node, [number]):
+                gone.add(number)
         unread.add(number)
-        read = any(readers[n] > lost[n] for n in node.outputs if n not in given)
-        if not (read or node in idle or compat.has_side_effects(node.equation)):
-            idle.add(node)
-            freed += graph.needs(node)
-        lost.update(freed)
-        todo += [n for n in freed if readers[n] == lost[n] and n in everything]
-    return everything.difference(given, gone, *(node.outputs for node in idle))
+        for n in node.outputs:
+            if n not in given and readers.get(n, 0) > lost.get(n, 0):
+                break
+        else:
+            if node not in idle and not compat.has_side_effects(node.equation):
+                idle.add(node)
+                freed += graph.needs(node)
+        for n in freed:
+            lost[n] = lost.get(n, 0) + 1
+        todo += [n for n in freed if readers.get(n, 0) == lost[n] and n in everything]
+    return everything.difference(given, gone, [number for node in idle for number in node.outputs])
 
 
-def _readers(graph: Graph, everything: frozenset[int]) -> Counter[int]:
-    """Per number, how many computations that the program needs read it, and one more for a result of the program."""
-    if graph.readers is None:
-        numbers = graph.numbers[graph.root]
-        graph.readers = Counter({numbers[atom] for atom in graph.root.outvars if isinstance(atom, Var)})
-        for node in reversed(graph.nodes):
-            if not everything.isdisjoint(node.outputs) or compat.has_side_effects(node.equation):
-                read = [n for n in node.outputs if graph.readers[n]]
-                graph.readers.update([*graph.needs(node), *graph.results_needed(node, read)])
-    return graph.readers
+def _needed(graph: Graph) -> tuple[frozenset[int], dict[int, int]]:
+    """Returns, of a program with plain bodies alone, the values that it computes; and per number, how many computations
+    that it needs read it, and one more for a result of the program."""
+    numbers = graph.numbers[graph.root]
+    readers = dict.fromkeys([numbers[atom] for atom in graph.root.outvars if isinstance(atom, Var)], 1)
+    alive: list[int] = []
+    for node in reversed(graph.nodes):
+        own = node.outputs
+        read = [n for n in own if n in readers]
+        if not read and not compat.has_side_effects(node.equation):
+            continue
+        if node.name in CUSTOM_RULES:
+            alive += graph.kept(node, own, read)
+            needed = [*graph.needs(node), *graph.results_needed(node, read)]
+        else:
+            alive += own
+            needed = list(node.inputs) if len(node.inputs) < 2 else list({*node.inputs})
+        for number in needed:
+            readers[number] = readers.get(number, 0) + 1
+    return frozenset(alive), readers

@@ -56,9 +56,12 @@ def spec_key(spec: PartitionSpec | tuple[()]) -> tuple[tuple[tuple[str, ...], ..
 
 
 def literal_key(literal: Literal) -> Hashable:
-    with np.errstate(all="ignore"):  # a literal holds the number as written, which its dtype may not be able to hold
-        value = np.asarray(literal.val).astype(literal.aval.dtype)
-    return "literal", literal.aval.dtype, value.tobytes(), tuple(literal.aval.shape)
+    """Returns a key that is equal for literals with the same bits of the same type."""
+    aval, value = literal.aval, np.asarray(literal.val)
+    if value.dtype != aval.dtype:
+        with np.errstate(all="ignore"):  # a literal holds the number as written, which its dtype may be unable to hold
+            value = value.astype(aval.dtype)
+    return "literal", aval.dtype, value.tobytes(), tuple(aval.shape)
 
 
 def enters_mesh(equation: JaxprEqn) -> bool:

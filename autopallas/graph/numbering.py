@@ -10,7 +10,7 @@ Numbers grow from operands to results, so a smaller number never depends on a la
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Container, Hashable, Iterable, Sequence
 from typing import Protocol
 
@@ -44,7 +44,7 @@ _UPDATES = frozenset({"scatter-add", "scatter-sub", "scatter-mul", "scatter-min"
 """Scatters whose names tell how they update; their update jaxprs are traced anew in each context, and add nothing."""
 _UPDATE = frozenset({"update_jaxpr", "update_consts"})
 _COMMUTATIVE = frozenset({"add", "mul", "add_any", "max", "min", "and", "or", "xor", "eq", "ne"})
-_CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 _TRANSPARENT = frozenset({"remat", "remat2", "checkpoint", "jit", "pjit"})
 """Equations whose results are their body's results (an inner jit only if it has shardings of its own)."""
 _IDENTITY = frozenset({"copy", "copy_p", "name", "optimization_barrier", "pvary", "pcast"})
@@ -52,6 +52,8 @@ _MAY_BE_KNOWN = _IDENTITY | {
     "convert_element_type", "reduce_precision", "squeeze", "reshape", "lt", "select_n", "gather",
 }  # fmt: skip
 """Primitives that may give one of their operands, a literal, or a slice that a loop reads."""
+_MERGED = frozenset({"broadcast_in_dim", "transpose", "unstack"})
+"""Primitives that are merged with others of their kind that give their operand."""
 _PLACES = frozenset({"dynamic_update_slice", "scatter", "scatter-add"})
 """Primitives that may put a value at the number of a loop's step."""
 
@@ -101,7 +103,7 @@ class Graph:
       holders: per body, the body and the position of the equation that holds it.
       survivors: per set of values that are not to be computed, those that still are, once asked for.
       readers: per number, how many equations that the program needs read it, and one more for a result of the program;
-        of a program with plain bodies alone, once asked for.
+        of a program with plain bodies alone, once it was asked what the program computes.
       has_plain_bodies: whether every inner body is evaluated once, as part of the body around it: those of checkpoints
         and of custom rules are, those of loops, branches and shard_map are not.
       replaced: the values that sites found so far give, of operations that were looked for before.
@@ -138,7 +140,7 @@ class Graph:
         """Array of each slice, by the slice and the number of loops around it."""
         self.holders: dict[Body, tuple[Body, int]] = {}
         self.survivors: dict[frozenset[int], frozenset[int]] = {}
-        self.readers: Counter[int] | None = None
+        self.readers: dict[int, int] = {}
         self.has_plain_bodies = True
         self.replaced: frozenset[int] = frozenset()
         self.read: frozenset[int] = frozenset()
@@ -404,13 +406,13 @@ class Graph:
 
     def kept(self, node: Node, results: Sequence[int], read: Container[int] = ()) -> Sequence[int]:
         """Those of a computation's results that it computes even if only the others are read; and those ``read``."""
-        if node.name not in _CUSTOM_RULES or node.name == "custom_jvp_call":
+        if node.name not in CUSTOM_RULES or node.name == "custom_jvp_call":
             return results
         return [n for n in results if n in read]
 
     def results_needed(self, node: Node, read: Iterable[int]) -> list[int]:
         """The results of a custom_vjp function's body that a call needs if those of its results are read."""
-        if node.name not in _CUSTOM_RULES or node.name == "custom_jvp_call":
+        if node.name not in CUSTOM_RULES or node.name == "custom_jvp_call":
             return []
         return [self.inner[n] for n in read if n in self.inner]
 
@@ -423,18 +425,23 @@ class Graph:
         params = self._parameters(equation)
         if params is None:
             return None
-        if name == "broadcast_in_dim" and operands:
-            operands, shape, dimensions = self._broadcast(equation, operands)
-            params = shape, dimensions
-        elif name == "transpose" and operands:
-            repeated = self.as_broadcast(equation, operands)
-            if repeated is not None:
-                return self.key(repeated[0], [repeated[1]], frame)
-            operands, params = self._transpose(equation, operands[0])
-        elif name == "unstack" and operands:
-            operands, params = self._unstack(equation, operands[0])
+        if name in _MERGED and operands:
+            if name == "broadcast_in_dim":
+                operands, shape, dimensions = self._broadcast(equation, operands)
+                params = shape, dimensions
+            elif name == "transpose":
+                repeated = self.as_broadcast(equation, operands)
+                if repeated is not None:
+                    return self.key(repeated[0], [repeated[1]], frame)
+                operands, params = self._transpose(equation, operands[0])
+            else:
+                operands, params = self._unstack(equation, operands[0])
         ordered = sorted(operands) if name in _COMMUTATIVE else operands
-        types = tuple([(v.aval.shape, v.aval.dtype) for v in equation.outvars if hasattr(v.aval, "shape")])
+        results = equation.outvars
+        if len(results) == 1 and type(aval := results[0].aval) is ShapedArray:
+            types: tuple[Hashable, ...] = ((aval.shape, aval.dtype),)
+        else:
+            types = tuple([(v.aval.shape, v.aval.dtype) for v in results if hasattr(v.aval, "shape")])
         mesh: Hashable = ()
         if self._several_meshes and all(number in self.literals for number in operands):  # otherwise the operands tell
             mesh = tuple(compat.axis_types(v.aval) for v in equation.outvars)
@@ -521,7 +528,7 @@ class Graph:
         name = equation.primitive.name
         if len(children) == 1 and _is_transparent(equation):
             return self._add(children[0].body, operands, frame)
-        self.has_plain_bodies &= name in _CUSTOM_RULES and len(children) == 1
+        self.has_plain_bodies &= name in CUSTOM_RULES and len(children) == 1
         inside = self._inside(equation, frame)
         shared: set[int] = set()  # positions of operands that the bodies read under their own number
         entering: list[list[int]] = []
@@ -536,7 +543,7 @@ class Graph:
             outputs = self._after_steps(equation, operands, children[0].body, entering[0], leaving[0], inside)
         else:
             outputs = self._leaving(equation, operands, children, leaving, inside)
-        if name in _CUSTOM_RULES and len(children) == 1:
+        if name in CUSTOM_RULES and len(children) == 1:
             self.inner.update(zip(outputs, leaving[0], strict=True))
             for output, result in zip(outputs, leaving[0], strict=True):
                 self.outer.setdefault(result, []).append(output)
@@ -546,7 +553,7 @@ class Graph:
     def _inside(self, equation: JaxprEqn, frame: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the frame of the bodies that an equation holds."""
         name = equation.primitive.name
-        if name in _CUSTOM_RULES:
+        if name in CUSTOM_RULES:
             return (*frame, id(equation))
         if name == "shard_map":
             mesh = equation.params["mesh"], frozenset(equation.params["newly_manual_axes"])
@@ -586,7 +593,7 @@ class Graph:
         elif name == "shard_map":
             for i, (number, spec) in enumerate(zip(operands, equation.params["in_specs"], strict=True)):
                 given[i] = self._part(number, spec, inner.invars[i].aval, inside)
-        elif name in _CUSTOM_RULES and len(inner.invars) == len(operands):
+        elif name in CUSTOM_RULES and len(inner.invars) == len(operands):
             return list(operands)  # the call reads them too: its rule does
         if name != "while":
             shared.update(start + i for i, number in enumerate(given) if number == operands[start + i])
@@ -715,7 +722,7 @@ def _is_transparent(equation: JaxprEqn) -> bool:
 
 def computes(body: Body, position: int) -> bool:
     """Returns whether an equation's results are its own, and not those of a body that it holds."""
-    return position not in body.children or body.equations[position].primitive.name in _CUSTOM_RULES
+    return position not in body.children or body.equations[position].primitive.name in CUSTOM_RULES
 
 
 def is_identity(equation: JaxprEqn) -> bool:

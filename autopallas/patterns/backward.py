@@ -25,6 +25,7 @@ from autopallas.graph.custom_rules import is_elementwise_call, rule_of
 from autopallas.graph.edit import surviving
 from autopallas.graph.extract import closed
 from autopallas.graph.flatten import Child
+from autopallas.graph.keys import literal_key
 from autopallas.graph.numbering import is_identity
 from autopallas.graph.steps import OutOfSteps
 
@@ -100,6 +101,7 @@ class Forward:
 
     dissolved = False
     """Whether functions with a derivative of their own are looked up by what they compute, as in a loop."""
+    _shape: Hashable | None = None
 
     def __init__(
         self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool], calls: frozenset[str] = frozenset()
@@ -189,11 +191,16 @@ class Forward:
     def shape(self) -> Hashable:
         """Returns a key that is equal for forwards that do the same to other values, and so have the same
         derivative."""
+        if self._shape is None:
+            self._shape = self._lines()
+        return self._shape
+
+    def _lines(self) -> Hashable:
         places: dict[Var, int] = {}
         lines: list[Hashable] = []
         for equation in self.equations:
             atoms: tuple[Hashable, ...] = tuple(
-                (a.aval, repr(a.val)) if isinstance(a, Literal) else places.get(a, a.aval) for a in equation.invars
+                (a.aval, literal_key(a)) if isinstance(a, Literal) else places.get(a, a.aval) for a in equation.invars
             )
             rule = rule_of(equation) if is_elementwise_call(equation) else None
             key = self.graph.key(equation, (), ())
@@ -242,9 +249,9 @@ class Merged(Forward):
                 firsts.setdefault(use.number, use)
             self.uses = list(firsts.values())
 
-    def shape(self) -> Hashable:
+    def _lines(self) -> Hashable:
         order = {use.number: i for i, use in enumerate(self.uses)}
-        return super().shape(), tuple((u.equation, u.position, order[u.number]) for u in self._places)
+        return super()._lines(), tuple((u.equation, u.position, order[u.number]) for u in self._places)
 
     def over(self, inputs: Sequence[JaxprAtom]) -> list[JaxprEqn]:
         numbered = {u.number: x for u, x in zip(self.uses, inputs, strict=True)}
@@ -349,6 +356,8 @@ class Lookup:
         self._children: dict[int, list[Child]] = {}
         """Bodies that equations of derivatives hold, by the identity of the equation."""
         self._transposes: dict[Hashable, Body] = {}
+        self._known_readers: dict[Hashable, tuple[JaxprEqn, dict[int, list[Node]]]] = {}
+        """By the identity of an equation, and the frame."""
         self._named: dict[str, list[Node]] = {}
         for node in graph.nodes:
             self._named.setdefault(node.equation.primitive.name, []).append(node)
@@ -370,7 +379,11 @@ class Lookup:
             readers = self._index.setdefault(key, {})
             for number in {*node.inputs, _ANY}:
                 readers.setdefault(number, []).append(node)
-        return self._index.get(self.graph.key(equation, (), frame), {})
+        known = self._known_readers.get((id(equation), frame))
+        if known is None or known[0] is not equation:
+            readers = self._index.get(self.graph.key(equation, (), frame), {})
+            known = self._known_readers[id(equation), frame] = equation, readers
+        return known[1]
 
     def backwards(self, forward: Forward, wanted: Sequence[int]) -> list[Backward]:
         """Finds every backward of ``forward`` in the program, with the cotangents of those uses in ``wanted`` that it
@@ -422,7 +435,8 @@ class Lookup:
         """Returns the equations of ``jax.vjp``, from (cotangent, uses) to the cotangents of the uses in ``wanted``;
         mapped over that many cotangents unless ``mapped`` is None."""
         key = (forward.shape(), tuple(wanted), mapped, compat.axis_types(forward.root.aval), forward.dissolved)
-        if key not in self._derivatives:
+        known = self._derivatives.get(key)  # looked up once: the key is long
+        if known is None:
             program = forward.jaxpr()
             if any(position in forward.body.children for position in forward.positions):
                 program = jaxprs.without_dead_code(program)  # drops what loops stack for their own derivative
@@ -448,8 +462,8 @@ class Lookup:
                     derivative = compat.make_jaxpr(_without_rules(derivative), *shapes)
                 pattern = flatten(derivative, forward.body.path)
                 self._children.update((id(pattern.equations[i]), own) for i, own in pattern.children.items())
-                self._derivatives[key] = _Derivative(pattern, wanted)
-        return self._derivatives[key]
+                known = self._derivatives[key] = _Derivative(pattern, wanted)
+        return known
 
     def _extend(
         self, forward: Forward, use: Use, levels: list[Level], frame: tuple[int, ...], mapped: int | None

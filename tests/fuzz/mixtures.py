@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .writing import Writer
 
-__all__ = ["body", "operands"]
+__all__ = ["body", "chosen_of", "expert", "nonlinear_of", "operands"]
 
 
 def operands(
@@ -30,7 +30,7 @@ def body(w: Writer, at: str, size: dict[str, int], x: str, up: str, down: str) -
     c = w.choices
     router = w.normal("router", (size["d"], size["e"]))
     p = w.set("probabilities", f"jax.nn.softmax(({x} @ {router}).astype(jnp.float32), -1)")
-    weights, chosen = _chosen(w, at, size, p)
+    weights, chosen = chosen_of(w, at, size, p)
     ways = ["dense", "ragged", "scan over experts", "loop over experts", "dense again"]
     way = c.pick(f"{at}.way", ways, 0.5)
     if size["e"] > 8 and way == "loop over experts":
@@ -42,15 +42,15 @@ def body(w: Writer, at: str, size: dict[str, int], x: str, up: str, down: str) -
     if way == "loop over experts":
         out = w.set("out", f"jnp.zeros_like({x})")
         for e in range(size["e"]):
-            out = w.set("out", f"{out} + {gates}[:, {e}, None] * {_expert(w, at, x, f'{up}[{e}]', f'{down}[{e}]')}")
+            out = w.set("out", f"{out} + {gates}[:, {e}, None] * {expert(w, at, x, f'{up}[{e}]', f'{down}[{e}]')}")
         return out
     if way == "scan over experts":
         with w.block("def step(total, expert):"):
             w.line("up_e, down_e, gate = expert")
-            w.line(f"return total + (gate[:, None] * {_expert(w, at, x, 'up_e', 'down_e')}).astype(total.dtype), None")
+            w.line(f"return total + (gate[:, None] * {expert(w, at, x, 'up_e', 'down_e')}).astype(total.dtype), None")
         start = f"jnp.zeros(({size['t']}, {size['d']}), jnp.float32)"
         return w.set("out", f"lax.scan(step, {start}, ({up}, {down}, {gates}.T))[0]")
-    nonlinear = _nonlinear(w, at)
+    nonlinear = nonlinear_of(w, at)
     h = w.set("h", f'{nonlinear}(jnp.einsum("td,edf->tef", {x}, {up}))')
     h = w.set("h", cast) if (cast := w.cast(f"{at}.hidden cast", h, 0.2)) != h else h
     forms = {
@@ -62,15 +62,15 @@ def body(w: Writer, at: str, size: dict[str, int], x: str, up: str, down: str) -
     return w.set("out", w.cast(f"{at}.result cast", c.pick(f"{at}.combine", forms, 0.6), 0.15))
 
 
-def _nonlinear(w: Writer, at: str) -> str:
+def nonlinear_of(w: Writer, at: str) -> str:
     return w.choices.pick(f"{at}.nonlinear", ["jax.nn.relu", "jax.nn.silu", "jnp.tanh", "jax.nn.gelu"], 0.5)
 
 
-def _expert(w: Writer, at: str, x: str, up: str, down: str) -> str:
-    return f"({_nonlinear(w, at)}({x} @ {up}) @ {down})"
+def expert(w: Writer, at: str, x: str, up: str, down: str) -> str:
+    return f"({nonlinear_of(w, at)}({x} @ {up}) @ {down})"
 
 
-def _chosen(w: Writer, at: str, size: dict[str, int], p: str) -> tuple[str, str]:
+def chosen_of(w: Writer, at: str, size: dict[str, int], p: str) -> tuple[str, str]:
     """(weights, experts), both [t, k].  Experts of an argument may be none at all."""
     c, (t, e, k) = w.choices, (size["t"], size["e"], size["k"])
     kind = c.pick(f"{at}.choice", ["top_k", "argument", "argmax"], 0.5)
@@ -144,7 +144,7 @@ def _ragged(w: Writer, at: str, size: dict[str, int], x: str, up: str, down: str
     rows = w.set("rows", f"jnp.repeat({x}, {chosen}.shape[1], 0)[{order}]")
     h = w.cast(
         f"{at}.hidden cast",
-        f"{_nonlinear(w, at)}(lax.ragged_dot({rows}, {up}.astype({rows}.dtype), {sizes}{result}))",
+        f"{nonlinear_of(w, at)}(lax.ragged_dot({rows}, {up}.astype({rows}.dtype), {sizes}{result}))",
         0.2,
     )
     y = w.set("y", f"lax.ragged_dot(({h}).astype({down}.dtype), {down}, {sizes}{result})")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import arrays, attention, losses, mixtures, pairs, respellings, stacks
+from . import arrays, attention, dispatched, losses, mixtures, pairs, respellings, stacks
 from .choices import Choices
 from .writing import Argument, Writer
 
@@ -27,6 +27,8 @@ _FIRST_WINDOW = 28_000
 """From here on a third fifth are losses of rows in windows, in reverse, or selected twice."""
 _FIRST_RESPELLING = 30_000
 """From here on a fourth fifth are of what respellings replace."""
+_FIRST_DISPATCH = 32_000
+"""From here on the last fifth are mixtures by scatters and gathers, intervals, gathered matrices and loops."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,8 @@ def random_program(
         family, w.windows = "loss", True
     if seed >= _FIRST_RESPELLING and seed % 5 == 2:
         family = "respelling"
+    if seed >= _FIRST_DISPATCH and seed % 5 == 0:
+        family = "dispatch"
     w.features.add(f"family: {family}")
     w.features |= {"x64"} if w.x64 else set()
     core: list[str]
@@ -115,6 +119,9 @@ def random_program(
     elif family == "respelling":
         size, core = respellings.operands(w, "r")
         head, write = "respelt", lambda: respellings.body(w, "r", size, *core)
+    elif family == "dispatch":
+        size, core = dispatched.operands(w, "d")
+        head, write = "mix", lambda: dispatched.body(w, "d", size, *core)
     elif family == "mixture":
         size, core = mixtures.operands(w, "m")
         head, write = "mix", lambda: mixtures.body(w, "m", size, *core)

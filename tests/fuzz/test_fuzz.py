@@ -64,6 +64,12 @@ def test_programs_have_what_they_are_said_to_have():
     assert [name for name in wanted if name not in features] == []
 
 
+def test_mixtures_are_dispatched_in_each_way():
+    features = {feature for seed in range(32_000, 32_400, 5) for feature in random_program(seed).features}
+    ways = ("slots", "gathered", "picked", "intervals", "loop", "scan", "experts choose")
+    assert [way for way in ways if f"mixture: {way}" not in features] == []
+
+
 def _written(text: str, *arguments: Argument) -> RandomProgram:
     return RandomProgram(0, text, arguments, False, {}, frozenset(), 0)
 

@@ -14,6 +14,7 @@ from support.compare import compare
 from autopallas.graph import Graph, flatten
 from autopallas.graph.proof_cache import ProofCache
 from autopallas.patterns import find
+from autopallas.patterns.attention.draft import AttentionDraft
 
 LAYERS = 5
 
@@ -21,7 +22,12 @@ LAYERS = 5
 def summary(program, arguments):
     """All that recognition says of a program."""
     matches, misses = find(Graph(flatten(jax.make_jaxpr(program)(arguments))), None, True)
-    return [(m.op, m.site, m.operands, m.results, m.location, m.direction, str(m.original)) for m in matches], misses
+    sites = [
+        (m.op, m.site, m.operands, m.results, m.location, m.direction, str(m.original), m.assumptions)
+        + tuple((b.cotangent, b.gradients, b.mapped) for b in m.backwards)
+        for m in matches
+    ]
+    return sites, misses
 
 
 @pytest.fixture
@@ -69,7 +75,7 @@ def test_equal_layers_are_what_each_of_them_is(name, proofs):
     proofs.alone()
     assert carried == summary(program, arguments)
     assert few < proofs.count
-    assert len(carried[0]) == LAYERS * spelling.sites(ODD)
+    assert sum(site[0] == "attention" for site in carried[0]) == LAYERS * spelling.sites(ODD)
 
 
 def attention(q, k, v, scale=0.3, fill=-jnp.inf, ahead=0, axis=-1, dtype=jnp.float32):
@@ -130,6 +136,69 @@ def test_layers_that_differ_are_told_apart(seed, proofs):
     random.setstate(state)
     proofs.alone()
     assert carried == summary(program, arguments)
+
+
+def train_step(program, *of):
+    """The gradients of a program of layers by all arguments, or by those at some positions of each layer."""
+
+    def step(arguments):
+        def loss(chosen):
+            given = [[c.get(str(i), x) for i, x in enumerate(own)] for c, own in zip(chosen, arguments, strict=True)]
+            return sum(jnp.vdot(x, jnp.sin(x)).astype(jnp.float32) for x in jax.tree.leaves(program(given)))
+
+        return jax.grad(loss)([{str(i): x for i, x in enumerate(own) if not of or i in of} for own in arguments])
+
+    return step
+
+
+@pytest.mark.parametrize("name", sorted(SPELLINGS))
+def test_equal_layers_of_train_steps_are_what_each_of_them_is(name, proofs):
+    spelling = SPELLINGS[name]
+    program = train_step(stacked([spelling.program(ODD)] * 3), 0, 1, 2)
+    arguments = [spelling.arguments(ODD, jnp.float32)] * 3
+    carried = summary(program, arguments)
+    proofs.alone()
+    assert carried == summary(program, arguments)
+
+
+TRAINED = [
+    *VARIANTS[:11],
+    lambda q, k, v: attention(q, jax.lax.stop_gradient(k), v),
+    lambda q, k, v: attention(q, k, k),
+    lambda q, k, v: attention(q, k, v) + attention(q, k, v + 1.0),
+    lambda q, k, v: attention(jnp.tanh(q), k, v),
+    lambda q, k, v: jax.checkpoint(attention)(q, k, v),
+    lambda q, k, v: jax.nn.softmax(q @ k.mT * 0.3 + jnp.sum(v, -1)[..., None, :]) @ v,
+]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_layers_of_train_steps_that_differ_are_told_apart(seed, proofs):
+    chosen = random.Random(seed)
+    kinds = [chosen.choice(TRAINED) for _ in range(3)] + [attention]
+    program = stacked([chosen.choice(kinds) for _ in range(7)])
+    program = train_step(program, *chosen.choice([(), (0,), (1, 2), (0, 2)]))
+    arguments = [bhtd(EQUAL, jnp.float32)] * 7
+    carried = summary(program, arguments)
+    proofs.alone()
+    assert carried == summary(program, arguments)
+
+
+def test_backwards_of_equal_layers_are_taken_over(monkeypatch):
+    made = []
+    match_with = AttentionDraft.match_with
+    monkeypatch.setattr(AttentionDraft, "match_with", lambda self, search: made.append(1) or match_with(self, search))
+    arguments = [bhtd(ODD, jnp.float32)] * 12
+    sites, _ = summary(train_step(stacked([attention] * 12)), arguments)
+    assert [site[5] for site in sites] == ["forward+backward"] * 12
+    assert len(made) <= 3
+
+
+def test_a_train_step_of_equal_layers_computes_what_it_did():
+    layers = [attention, attention, attention, lambda q, k, v: attention(q, k, v, scale=0.4), attention]
+    compared = compare(train_step(stacked(layers)), [[bhtd(ODD, jnp.float32)] * 5])
+    assert compared.complaints == []
+    assert compared.counts() == 5
 
 
 def test_of_many_equal_layers_few_are_proved(proofs):

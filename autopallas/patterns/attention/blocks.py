@@ -395,7 +395,7 @@ class BlockDraft(AttentionDraft):
         forward = Forward(self.graph, self.body, self.root, within)
         if not forward.complete or self._uses(forward) is None:
             return None
-        roles = self._role_uses(forward)
+        roles = self.role_uses(forward)
         wanted = [i for uses in roles for i in uses if differentiable(forward.uses[i])]
         every = {i for uses in roles for i in uses}
         others = [i for i, use in enumerate(forward.uses) if i not in every and differentiable(use)]
@@ -410,7 +410,7 @@ class BlockDraft(AttentionDraft):
         found = [AttentionDraft._uses(part, forward) for part in self.parts]
         return None if None in found else tuple(use for uses in found if uses is not None for use in uses)
 
-    def _role_uses(self, forward: Forward) -> list[list[int]]:
+    def role_uses(self, forward: Forward) -> list[list[int]]:
         uses = self._uses(forward)
         assert uses is not None
         query = list(dict.fromkeys(uses[::3]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -18,11 +18,11 @@ from autopallas.patterns.advice import AT_HAND, IN_THE_BODY, QUERIES_ONCE, SIDE_
 from autopallas.patterns.attention.score_terms import Product
 from autopallas.patterns.attention.site import ProvedAttention
 from autopallas.patterns.backward import LAYOUT, Backward, Forward, Level, Search, differentiable
-from autopallas.patterns.carry import Carrier, fewest_side_elements, is_available
+from autopallas.patterns.carry import fewest_side_elements, is_available
 from autopallas.patterns.expressions import computed_from
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch
 
-__all__ = ["AttentionDraft", "Escape", "Proved", "match_of"]
+__all__ = ["AttentionDraft", "Escape", "Proved", "homes_of", "match_of", "original_of"]
 
 
 _PROBABILITIES = (
@@ -131,7 +131,15 @@ def _refuse_escapes(graph: Graph, proved: Proved, nodes: Sequence[Node], alive: 
 
 
 class AttentionDraft(ProvedAttention):
-    """A proved attention whose surroundings are still to be examined."""
+    """A proved attention whose surroundings are still to be examined.
+
+    Attributes:
+      searched: what was looked for as its backward, then what instead of that, without what is found.
+      matched: the forward and the backwards that were found, and the match that was made of them.
+    """
+
+    searched: tuple[Search, ...] = ()
+    matched: tuple[Forward, tuple[Backward, ...], Match] | None = None
 
     @property
     def proved(self) -> Proved:
@@ -154,6 +162,10 @@ class AttentionDraft(ProvedAttention):
         search = self._search(())
         if self.terms and search is not None:
             search = self._search(self.terms, search) or search
+        chain = [search]
+        while (last := chain[-1]) is not None:
+            chain.append(last.instead)
+        self.searched = tuple(replace(one) for one in chain if one is not None)
         return search
 
     def _search(self, terms: tuple[Product, ...], instead: Search | None = None) -> Search | None:
@@ -265,14 +277,16 @@ class AttentionDraft(ProvedAttention):
           Mismatch: values that the site reads are not available where its backward stands.
         """
         tile = math.prod(self.graph.shape(self.score.value)[-2:])
-        return fewest_side_elements(self.graph, lambda across: self._joined(search, across), tile)
+        match = fewest_side_elements(self.graph, lambda across: self._joined(search, across), tile)
+        self.matched = search.forward, tuple(search.found), match
+        return match
 
     def _joined(self, search: Search, across: bool) -> Match:
         """Builds that match; with ``across``, operands may be brought from the forward's loop into the backward's."""
         graph, forward = self.graph, search.forward
-        roles = self._role_uses(forward)
+        roles = self.role_uses(forward)
         every = [use for uses in roles for use in uses]
-        pairs = [(backward, body) for backward in search.found for body in _homes(graph, backward)]
+        pairs = [(backward, body) for backward in search.found for body in homes_of(graph, backward)]
         levels: dict[int, int] = {}  # per use, how far back its operand lies
         for use in dict.fromkeys(use for backward in search.found for use in backward.levels):
             known = [(b.levels[use], body) for b, body in pairs if use in b.levels]
@@ -317,7 +331,10 @@ class AttentionDraft(ProvedAttention):
                 raise Mismatch(reason, number, advice=SIDE_INPUT_ONCE)
         positions = {use: carried[pins[use]] for use in pins if use not in every}
         positions |= {use: self.place(role) for role, uses in enumerate(roles) for use in uses if use in pins}
-        original = self._original(forward, roles, carrier)
+        places = [self.place(role) for role in range(len(roles))]
+        original = original_of(
+            graph, self.body, forward, roles, places, carrier.operands, carrier.roles, carrier.further
+        )
         operands = tuple(carrier.operands)
         return Match(
             op="attention",
@@ -351,46 +368,67 @@ class AttentionDraft(ProvedAttention):
         read = level.operand in self.graph.positions[self.body]
         return computed and read and is_available(self.graph, level.operand, self.homes, body, across)
 
-    def _role_uses(self, forward: Forward) -> list[list[int]]:
+    def role_uses(self, forward: Forward) -> list[list[int]]:
         """Returns, per role, the positions among the uses of the forward that read its operand."""
         roles = self._uses(forward)
         assert roles is not None
         return [[use] for use in roles]
 
-    def _original(self, forward: Forward, roles: Sequence[Sequence[int]], carrier: Carrier) -> ClosedJaxpr:
-        """Builds the forward's program from the site's operands, each of which is one input, to the result."""
-        graph, numbers = self.graph, self.graph.numbers[self.body]
-        every = [use for uses in roles for use in uses]
-        others = [use for i, use in enumerate(forward.uses) if i not in every]
-        nodes, free = nodes_between(graph, carrier.operands[carrier.roles :], [use.number for use in others])
-        for number in free:
-            carrier.further(number)
-        inputs = [Var(graph.avals[number]) for number in carrier.operands]
-        variables: dict[int, Var] = dict(zip(carrier.operands[carrier.roles :], inputs[carrier.roles :], strict=True))
-        equations = copied(graph, nodes, variables)
-        given: list[JaxprAtom | None] = [
-            Literal(graph.literals[use.number], use.variable.aval)
-            if use.number in graph.literals
-            else variables.get(use.number)
-            for use in forward.uses
-        ]
-        for role, use in ((role, use) for role, uses in enumerate(roles) for use in uses):
-            variable = inputs[self.place(role)]
-            operand = carrier.operands[self.place(role)]
-            steps = list(forward.steps_back(forward.uses[use]))
-            reached = [forward.uses[use].number, *(numbers[a] for e in steps if isinstance(a := e.invars[0], Var))]
-            if operand not in reached:
-                raise Mismatch("several blocks of keys read an operand in different ways", operand, advice=QUERIES_ONCE)
-            for equation in reversed(steps[: reached.index(operand)]):
-                result = Var(equation.outvars[0].aval)
-                equations.append(equation.replace(invars=[variable], outvars=[result]))
-                variable = result
-            given[use] = variable
-        filled = [atom for atom in given if atom is not None]
-        return closed(inputs, [forward.root], [*equations, *forward.over(filled)])
+
+def original_of(
+    graph: Graph,
+    body: Body,
+    forward: Forward,
+    roles: Sequence[Sequence[int]],
+    places: Sequence[int],
+    operands: Sequence[int],
+    leading: int,
+    further: Callable[[int], object],
+) -> ClosedJaxpr:
+    """Builds the forward's program from the site's operands, each of which is one input, to the result.
+
+    Args:
+      graph: the program.
+      body: the body of the forward.
+      forward: its equations.
+      roles: per role, the uses that read its operand.
+      places: per role, the position of its operand.
+      operands: the values that the site reads.
+      leading: how many of them have a role.
+      further: adds an operand that the program reads besides.
+    """
+    numbers = graph.numbers[body]
+    every = [use for uses in roles for use in uses]
+    others = [use for i, use in enumerate(forward.uses) if i not in every]
+    nodes, free = nodes_between(graph, operands[leading:], [use.number for use in others])
+    for number in free:
+        further(number)
+    inputs = [Var(graph.avals[number]) for number in operands]
+    variables: dict[int, Var] = dict(zip(operands[leading:], inputs[leading:], strict=True))
+    equations = copied(graph, nodes, variables)
+    given: list[JaxprAtom | None] = [
+        Literal(graph.literals[use.number], use.variable.aval)
+        if use.number in graph.literals
+        else variables.get(use.number)
+        for use in forward.uses
+    ]
+    for role, use in ((role, use) for role, uses in enumerate(roles) for use in uses):
+        variable = inputs[places[role]]
+        operand = operands[places[role]]
+        steps = list(forward.steps_back(forward.uses[use]))
+        reached = [forward.uses[use].number, *(numbers[a] for e in steps if isinstance(a := e.invars[0], Var))]
+        if operand not in reached:
+            raise Mismatch("several blocks of keys read an operand in different ways", operand, advice=QUERIES_ONCE)
+        for equation in reversed(steps[: reached.index(operand)]):
+            result = Var(equation.outvars[0].aval)
+            equations.append(equation.replace(invars=[variable], outvars=[result]))
+            variable = result
+        given[use] = variable
+    filled = [atom for atom in given if atom is not None]
+    return closed(inputs, [forward.root], [*equations, *forward.over(filled)])
 
 
-def _homes(graph: Graph, backward: Backward) -> list[Body]:
+def homes_of(graph: Graph, backward: Backward) -> list[Body]:
     """Returns the bodies that compute the cotangents: more than one where two branches do the same."""
     firsts = [levels[0].cotangent for levels in backward.levels.values()]
     homes = [

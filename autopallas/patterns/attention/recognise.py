@@ -36,6 +36,7 @@ from autopallas.patterns.attention.blocks import BlockDraft, blocks, sum_with
 from autopallas.patterns.attention.draft import AttentionDraft, Escape, Proved, match_of
 from autopallas.patterns.attention.row_factor import RowFactor, row_factor
 from autopallas.patterns.attention.score_terms import Product
+from autopallas.patterns.attention.taken_over import TakenOver
 from autopallas.patterns.backward import Lookup, Search, settle
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, describe_reason
@@ -52,7 +53,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     reach = _reach(graph)
     alive = surviving(graph)
     matches: dict[int, Match] = {}
-    drafts: dict[int, AttentionDraft] = {}
+    drafts: dict[int, AttentionDraft | TakenOver] = {}
     misses: dict[int, NearMiss] = {}
     sums: set[int] = set()
 
@@ -78,9 +79,8 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                     try:
                         matches[proved.score] = match_of(graph, proved, node, alive)
                     except Escape as escape:
-                        draft = outcome.draft or proofs.anew(graph, node, side, settled).draft
-                        assert draft is not None
-                        drafts.setdefault(proved.score, draft)
+                        if proved.score not in drafts:
+                            drafts[proved.score] = proofs.draft(outcome, node, side, settled)
                         missed(proved.score, node, jaxprs.location(node.equation), escape.reason, escape.advice)
                     except Mismatch as mismatch:
                         reason, operand, advice = mismatch.reason, mismatch.operand, mismatch.advice
@@ -101,7 +101,7 @@ def _in_backward(node: Node) -> bool:
 
 
 def _with_backward(
-    graph: Graph, drafts: dict[int, AttentionDraft], matches: dict[int, Match], misses: dict[int, NearMiss]
+    graph: Graph, drafts: dict[int, AttentionDraft | TakenOver], matches: dict[int, Match], misses: dict[int, NearMiss]
 ) -> None:
     """Settles the sites whose intermediate values are used elsewhere: by their own backward, or the site is a near
     miss."""
@@ -198,6 +198,7 @@ class _Outcome:
       operand: the number of the value that a reason is about, if it is about one.
       draft: the proof itself, where it was not taken over from another place.
       advice: what to write instead of what a reason is about.
+      model: where it was taken over, the proof and the values here that correspond to those there.
     """
 
     score: int | None
@@ -206,13 +207,15 @@ class _Outcome:
     operand: int | None = None
     draft: AttentionDraft | None = None
     advice: str = ""
+    model: tuple[AttentionDraft, Mapping[int, int]] | None = None
 
     def at(self, image: Mapping[int, int]) -> _Outcome:
         """Returns the same outcome with corresponding values."""
         score = None if self.score is None else image[self.score]
         operand = None if self.operand is None else image.get(self.operand)
         proved = None if self.proved is None else self.proved.at(image)
-        return _Outcome(score, proved, self.reason, operand, advice=self.advice)
+        model = None if self.draft is None else (self.draft, image)
+        return _Outcome(score, proved, self.reason, operand, advice=self.advice, model=model)
 
 
 class _Proofs:
@@ -236,6 +239,21 @@ class _Proofs:
         if outcome.draft is not None:
             outcome.draft.go_on(self.graph)
         return outcome
+
+    def draft(self, outcome: _Outcome, node: Node, side: int, settled: Set[int]) -> AttentionDraft | TakenOver:
+        """Returns the draft of a proved outcome, of which the site and its backward are made."""
+        if outcome.draft is not None:
+            return outcome.draft
+        before = frozenset(settled)
+
+        def anew() -> AttentionDraft:
+            draft = self.anew(self.graph, node, side, before).draft
+            assert draft is not None
+            return draft
+
+        if outcome.model is None or outcome.proved is None or type(outcome.model[0]) is not AttentionDraft:
+            return anew()
+        return TakenOver(self.graph, *outcome.model, node, outcome.proved, anew)
 
     def anew(self, graph: Graph, node: Node, side: int, settled: Set[int]) -> _Outcome:
         """Returns the outcome of a try that takes nothing over from other places."""

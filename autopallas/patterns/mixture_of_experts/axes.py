@@ -15,7 +15,7 @@ from autopallas.graph.labels import Atom, Dimension
 from autopallas.numerics.casts import counts_exactly
 from autopallas.patterns.expressions import Scope
 
-__all__ = ["choice_axes", "narrow_positions", "passed_on", "position_of", "positions_along"]
+__all__ = ["EVERYTHING", "choice_axes", "narrow_positions", "passed_on", "position_of", "positions_along"]
 
 _COPIES = frozenset(
     """copy copy_p name sharding_constraint optimization_barrier pvary pcast layout_constraint reshard""".split()
@@ -29,7 +29,8 @@ _FIXED = (
 )
 _SOURCES = frozenset({"iota", "scatter", "scatter-add"})
 """Operations where marked axes begin; all others pass on those of their operands."""
-_EVERYTHING = -1
+EVERYTHING = -1
+"""All axes."""
 
 
 def choice_axes(graph: Graph) -> Sequence[int]:
@@ -69,7 +70,7 @@ def choice_axes(graph: Graph) -> Sequence[int]:
                     positions[output] = passed_on(graph, node, output, counted)
                 bits = passed_on(graph, node, output, own) if any(own) else 0
                 if name == "gather" and own[0] and fixed[inputs[1]]:  # a slice for each position is layout
-                    bits = _EVERYTHING
+                    bits = EVERYTHING
                 if name == "eq" and any(counted) and not all(counted):
                     bits |= passed_on(graph, node, output, counted)
                 elif name in ("scatter", "scatter-add"):
@@ -157,7 +158,7 @@ def passed_on(graph: Graph, node: Node, output: int, axes: Sequence[int]) -> int
         found = 0
         for mask, i in zip(axes, node.inputs, strict=True):
             if mask:
-                found |= mask if graph.avals[i].shape else _EVERYTHING
+                found |= mask if graph.avals[i].shape else EVERYTHING
         return found
     if name in _COPIES:
         return axes[node.outputs.index(output)]
@@ -177,12 +178,12 @@ def passed_on(graph: Graph, node: Node, output: int, axes: Sequence[int]) -> int
     if name == "broadcast_in_dim":
         targets = node.params["broadcast_dimensions"]
         if not shapes[0]:
-            return _EVERYTHING
+            return EVERYTHING
         return sum((axes[0] >> d & 1) << int(target) for d, target in enumerate(targets))
     if name in ("reshape", "squeeze", "expand_dims"):
         return _reshaped(axes[0], shapes[0], graph.shape(output))
     if name in ("stack", "unstack"):
-        return _EVERYTHING
+        return EVERYTHING
     return 0
 
 
@@ -201,7 +202,7 @@ def _moved(axes: int, order: Sequence[int]) -> int:
 def _reshaped(axes: int, before: Sequence[int], after: Sequence[int]) -> int:
     """Returns the axes after a reshape: an axis that is split, or merged with others, marks the whole group."""
     if 0 in before:
-        return _EVERYTHING
+        return EVERYTHING
     found = first = last = 0  # how far ``before`` and ``after`` were matched, with equal numbers of elements
     for d in range(len(before)):
         size = math.prod(before[first : d + 1])

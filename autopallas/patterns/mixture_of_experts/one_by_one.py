@@ -23,6 +23,8 @@ _FURTHEST = 12
 """Most equations between a product and the array from which its matrix comes."""
 _ROUNDS = 3
 """Most loops inside each other through which the numbers of experts are followed."""
+_SAID = frozenset({"dot_general", "cond", "select_n"})
+"""Operations at which such a loop or chain is recognised."""
 _FEWEST = 3
 """Fewest alternatives that are taken for experts."""
 
@@ -36,7 +38,8 @@ def one_by_one(graph: Graph, alive: Set[int]) -> Iterator[NearMiss]:
     for node in graph.nodes:
         if not node.outputs or node.outputs[0] not in alive:
             continue
-        where = jaxprs.location(node.equation)
+        if node.name not in _SAID:
+            continue
         stacks = [_picked(graph, n, elements) for n in node.inputs] if node.name == "dot_general" else []
         picked = {stack for stack in stacks if stack is not None}
         if picked:
@@ -46,13 +49,13 @@ def one_by_one(graph: Graph, alive: Set[int]) -> Iterator[NearMiss]:
                 continue
             loops_said.add(node.body)
             reason = "a loop goes through the tokens one by one, and picks the matrices of each token's experts"
-            yield NearMiss(_OP, where, reason, node.outputs[0], ALL_TOKENS_AT_ONCE)
+            yield NearMiss(_OP, jaxprs.location(node.equation), reason, node.outputs[0], ALL_TOKENS_AT_ONCE)
         elif node.name == "cond" and node.inputs[0] in elements and len(node.params["branches"]) >= _FEWEST:
             reason = "a loop goes through the tokens one by one, and each token's expert is a branch"
-            yield NearMiss(_OP, where, reason, node.outputs[0], ALL_TOKENS_AT_ONCE)
+            yield NearMiss(_OP, jaxprs.location(node.equation), reason, node.outputs[0], ALL_TOKENS_AT_ONCE)
         elif node.name == "select_n" and _is_chain(graph, node):
             reason = "the results of experts are selected in a chain, in which each interval of rows has one end alone"
-            yield NearMiss(_OP, where, reason, node.outputs[0], BOTH_ENDS)
+            yield NearMiss(_OP, jaxprs.location(node.equation), reason, node.outputs[0], BOTH_ENDS)
 
 
 def _numbers_in_loops(graph: Graph) -> set[int]:

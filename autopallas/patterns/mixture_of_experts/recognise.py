@@ -43,7 +43,7 @@ from autopallas.patterns.backward import (
 )
 from autopallas.patterns.carry import is_available
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss, bounded
-from autopallas.patterns.mixture_of_experts.axes import choice_axes, passed_on
+from autopallas.patterns.mixture_of_experts.axes import EVERYTHING, choice_axes, passed_on
 from autopallas.patterns.mixture_of_experts.loops import added_on_the_way, even_sums, loop_at, selected_on_the_way
 from autopallas.patterns.mixture_of_experts.one_by_one import one_by_one
 from autopallas.patterns.mixture_of_experts.picks import GATHERED, PICKED
@@ -281,6 +281,7 @@ def _candidates(graph: Graph, alive: frozenset[int]) -> list[Node]:
     along = [0] * len(graph.avals)
     """Per value, a bit for each axis along which it may differ by something compared, scattered or normalised."""
     found: list[Node] = []
+    avals = graph.avals
     for node in graph.nodes:
         name, inputs = node.name, node.inputs
         weighed = multiplied = False
@@ -300,10 +301,17 @@ def _candidates(graph: Graph, alive: frozenset[int]) -> list[Node]:
         starts = name in _STARTS
         through = starts or weighed and (name == "scan" or name in _PLAIN)
         multiplied = multiplied or name == "scan" or name == "dot_general" and not is_product(node)
+        moves = name == "gather" or name in _MOVES and gathered[inputs[0]]
+        plain = not starts and name in ELEMENTWISE
         for output in node.outputs:
-            weighs[output], product[output] = through, multiplied
-            gathered[output] = name == "gather" or name in _MOVES and gathered[inputs[0]]
-            if through:
+            weighs[output], product[output], gathered[output] = through, multiplied, moves
+            if through and plain:  # what passed_on gives
+                bits = 0
+                for i in inputs:
+                    if along[i]:
+                        bits |= along[i] if avals[i].shape else EVERYTHING
+                along[output] = bits
+            elif through:
                 whole = starts or name == "scan" or name == "custom_jvp_call" and not is_elementwise_call(node.equation)
                 along[output] = -1 if whole else passed_on(graph, node, output, [along[i] for i in inputs])
     return found
