@@ -111,11 +111,32 @@ class Trial:
         return self._all(one)
 
     def _all(self, one: Callable[[SiteWorkload, Arrays, Arrays], list[jax.Array]]) -> ArrayFunction:
+        shared = self._shared
+
         def run(*arguments: tuple[Arrays, Arrays]) -> list[jax.Array]:
-            pairs = zip(self.passes, arguments, strict=True)
-            return [x for part, (operands, cotangents) in pairs for x in one(part, operands, cotangents)]
+            results: list[jax.Array] = []
+            for part, places, (own, cotangents) in zip(self.passes, shared, arguments, strict=True):
+                operands = [
+                    x if place is None else arguments[0][0][place] for x, place in zip(own, places, strict=True)
+                ]
+                results += one(part, operands, cotangents)
+            return results
 
         return run
+
+    @property
+    def _shared(self) -> list[list[int | None]]:
+        """Returns, per pass and operand, the place of the same value among the first pass's operands, if it is there.
+
+        What several passes compute from one value, such as the logits, the original computes once.
+        """
+        numbers = [getattr(part, "operands", None) or () for part in self.passes]
+        first = {number: place for place, number in reversed([*enumerate(numbers[0])])}
+        found: list[list[int | None]] = []
+        for order, (own, part) in enumerate(zip(numbers, self.passes, strict=True)):
+            known = order > 0 and len(own) == len(part.original.in_avals)
+            found.append([first.get(n) for n in own] if known else [None] * len(part.original.in_avals))
+        return found
 
     # ------------------------------------------------------------------ what is right
 

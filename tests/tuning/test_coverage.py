@@ -16,10 +16,13 @@ from places import CPU, match_of
 
 import autopallas
 from autopallas.autotune import tuner
+from autopallas.autotune.trial import Trial
+from autopallas.graph import Graph, flatten
 from autopallas.kernels.attention import tuned_block_sizes
 from autopallas.kernels.attention.cases import square
 from autopallas.kernels.cross_entropy import tuned_block_sizes as cross_entropy_tables
 from autopallas.kernels.grouped_matmul import tuned_block_sizes as grouped_matmul_tables
+from autopallas.patterns import find
 from autopallas.sites.device import Device
 from autopallas.tuning import processor
 from autopallas.tuning.coverage import form_of, gap, products, stated
@@ -415,3 +418,42 @@ def test_a_gain_counts_from_a_margin_and_a_greater_one_where_memory_grows(kind, 
 def test_what_holds_for_nothing_is_never_sure():
     match = match_of_case(square("forward", "float32", "full", 1024, batch=2))
     assert math.isinf(tuned_block_sizes.conditions(match).holds_from)
+
+
+# ---------------------------------------------------------------------- losses over rows and columns
+
+
+def contrastive(x, y):
+    logits = x @ y.T
+    rows, columns = (jax.nn.log_softmax(logits, axis) for axis in (1, 0))
+    return -jnp.mean(jnp.diag(rows) + jnp.diag(columns))
+
+
+def contrastive_match(gradients, dtype=jnp.bfloat16):
+    program = jax.value_and_grad(contrastive, (0, 1)) if gradients else contrastive
+    arrays = [jax.ShapeDtypeStruct((4096, 64), dtype)] * 2
+    (match,), _ = find(Graph(flatten(jax.make_jaxpr(program)(*arrays))), ("cross_entropy",), True)
+    assert len(match.passes) > 1
+    return match
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_rows_of_one_pass_over_the_logits_do_not_hold_for_two(gradients):
+    match = contrastive_match(gradients)
+    choice = of_table(match, "xla", CPU)
+    assert not choice.exact
+    plain = SimpleNamespace(**{name: getattr(match, name) for name in ("op", "spec", "direction", "original")})
+    plain.passes = (plain,)
+    known = cross_entropy_tables.find(match.spec, CPU, "xla", match.direction)
+    assert known is None or gap(known.row, plain, CPU) == ""
+
+
+def test_the_original_of_two_passes_multiplies_once():
+    match = contrastive_match(False, jnp.float32)
+    trial = Trial.abstract(match)
+    equations = jax.make_jaxpr(trial.original())(*trial.arguments).eqns
+    read = [e.invars[0] for e in equations if e.primitive.name == "dot_general"]
+    transposed = [e.invars[0] for e in equations if e.primitive.name == "transpose"]
+    assert len(read) == len(transposed) == len(match.passes) == 2
+    assert read[0] is read[1]
+    assert transposed[0] is transposed[1]

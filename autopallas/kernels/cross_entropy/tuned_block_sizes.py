@@ -17,12 +17,16 @@ bound where it could not be simulated, of its products at the nominal peak.
 
 from __future__ import annotations
 
+import math
+
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.operation import OPERATION
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
+from autopallas.sites.workload import Workload
+from autopallas.tuning.coverage import Conditions
 from autopallas.tuning.table import Bucket, Table, table_device
 
-__all__ = ["BUCKETS", "TABLE", "find", "infer_block_sizes", "table_device", "table_key"]
+__all__ = ["BUCKETS", "TABLE", "conditions", "find", "infer_block_sizes", "table_device", "table_key"]
 
 _ANY = 2**62
 _ROWS_RANGES = {"N512": (1, 1024), "N2048": (1025, 4096), "N8192": (4097, _ANY)}
@@ -50,6 +54,20 @@ def _filed(spec: CrossEntropySpec, implementation: str, direction: str) -> tuple
     if any(all(side.varies) and side.head is None for side in spec.sides):
         invariants.append("N x V input")
     return direction, {"N": spec.rows, "V": spec.vocabulary}, ", ".join(invariants) or "plain"
+
+
+def conditions(match: Workload) -> Conditions:
+    """Returns the conditions on which the time of a site depends, beyond the key of its row.
+
+    The cases go once over the logits, or twice where the key says so.  A contrastive loss over rows and columns goes
+    over them once for each, and every pass multiplies anew, while the original multiplies once: rows of other losses
+    tell nothing of that.
+    """
+    spec, several = match.spec, len(match.passes)
+    assert isinstance(spec, CrossEntropySpec)
+    if several == 1 or (match.direction == "forward+backward" and not spec.products):
+        return Conditions()
+    return Conditions(spelling=f"of {several} passes over the logits", holds_from=math.inf, form="several passes")
 
 
 TABLE = Table(OPERATION, BUCKETS, _filed, BlockSizes)
