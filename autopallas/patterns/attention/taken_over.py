@@ -113,7 +113,7 @@ class TakenOver:
         leading = 1 + max(places)
         try:
             original = original_of(graph, body, forward, roles, places, operands, leading, _refuse)
-        except Mismatch:
+        except (Mismatch, _Different):
             return None
         return replace(
             match,
@@ -155,6 +155,10 @@ class TakenOver:
         return pairs if len(set(pairs.values())) == len(pairs) else None
 
 
+class _Different(Exception):
+    """Reports that this site reads something that the model does not read."""
+
+
 def _refuse(number: int) -> None:
     """Refuses a value that the site would read in addition to the model's."""
-    raise Mismatch("a further value is read", number)
+    raise _Different(number)
