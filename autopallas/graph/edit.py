@@ -216,8 +216,8 @@ def surviving(
 def _survivors(graph: Graph, given: frozenset[int], reads: Mapping[int, Iterable[int]]) -> frozenset[int]:
     if graph.has_plain_bodies:
         if not given:
-            alive, graph.readers = _needed(graph)
-            return alive
+            everything, graph.readers = _needed(graph)
+            return everything
         return _walked(graph, given, reads) if reads else _remaining(graph, given)
     edits = {body: Edit() for body in graph.numbers}  # all bodies, since an unedited one would keep its inner calls
     for body, numbers in graph.numbers.items():

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from autopallas import jaxprs
 from autopallas.graph import Body, Graph, Node
+from autopallas.kernels.attention.site import AttentionSite
 from autopallas.patterns.attention.draft import AttentionDraft, Proved, homes_of, original_of
 from autopallas.patterns.backward import Backward, Forward, Search
 from autopallas.patterns.expressions import computed_from
@@ -106,8 +107,9 @@ class TakenOver:
         if here is None or not here.keys() >= {*match.replaced, *match.operands}:
             return None
         operands = [here[number] for number in match.operands]
-        types = tuple(graph.dtype(number) for number in operands)
-        if types != match.site.types or not all(number in graph.positions[body] for number in operands):
+        types, site = tuple(graph.dtype(number) for number in operands), match.site
+        assert isinstance(site, AttentionSite)
+        if types != site.types or not all(number in graph.positions[body] for number in operands):
             return None
         places = [model.place(role) for role in range(len(roles))]
         leading = 1 + max(places)
