@@ -187,9 +187,11 @@ def recurrent() -> tuple[Model, Arrays, jax.Array]:
     """A recurrent layer as a loop that reads x[i] and writes y[i]."""
 
     def model(w: Arrays, x: jax.Array) -> jax.Array:
+        given = x @ w["in"]
+
         def step(i: jax.Array, carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             h, y = carried
-            h = jnp.tanh(x[i] @ w["in"] + h @ w["state"])
+            h = jnp.tanh(given[i] + h @ w["state"])
             return h, y.at[i].set(h)
 
         first = jnp.zeros((x.shape[1], 64)), jnp.zeros((*x.shape[:2], 64))

@@ -11,7 +11,10 @@ from support.compare import compare
 
 import autopallas
 from autopallas.graph import Graph, flatten
+from autopallas.kernels.respelling.example import operands
+from autopallas.kernels.respelling.kinds import kind_named
 from autopallas.patterns import find
+from autopallas.workbench.cases import cases_of, match_of
 
 B, T, D, N = 2, 19, 3, 8
 
@@ -202,3 +205,13 @@ def test_a_first_decay_that_is_no_number_is_not_read():
 def test_what_is_not_expanded_is_no_part_of_the_loop():
     a, b = random(T, D), random(T, D, seed=1)
     assert found(lambda a, b: jnp.sin(scanned(jnp.tanh(a), b * 2, axis=0)), a, b) == [(False, 1)]
+
+
+def test_a_search_measures_numbers():
+    """Decays that are exponentials of normally distributed numbers would make the states overflow."""
+    (case,) = [c for c in cases_of("respelling").table_grid() if c.mask.endswith(":states-1x256x64x16-expanded")]
+    match = match_of(case)
+    given = [jnp.asarray(x) for x in operands(match.site, match.original.in_avals)]
+    (result,) = jax.jit(lambda *own: kind_named("associative_scan").respelt(match.spec, *own))(*given)
+    assert np.isfinite(result).all()
+    assert np.ptp(result) > 0

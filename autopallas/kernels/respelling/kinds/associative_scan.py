@@ -12,11 +12,13 @@ from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from autopallas import compat
 from autopallas.compat import Dtype
 from autopallas.graph import Graph, Node
+from autopallas.kernels.example import is_float
 from autopallas.kernels.respelling.around import Around, around
 from autopallas.kernels.respelling.doubling import Backward, Forward, scans_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
@@ -220,6 +222,13 @@ def _feature(spec: RespellingSpec) -> str:
     return f"{of} of {kind}, {steps} steps, {where}"
 
 
+def _fill(spec: RespellingSpec, random: np.random.Generator, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Makes the numbers small of which a loop computes decays, such as exponentials: the states would overflow."""
+    if _around(spec) is None:
+        return list(arrays)
+    return [(array * 0.1).astype(array.dtype) if is_float(array.dtype) else array for array in arrays]
+
+
 def _samples() -> Iterator[tuple[str, Sample]]:
     shapes: Sequence[tuple[tuple[int, ...], int]] = (
         ((32, 16), 0), ((1024, 16), 0), ((2, 512, 16), 1), ((16, 1024), 1),
@@ -278,4 +287,5 @@ KIND = Kind(
     respelt=_respelt,
     feature=_feature,
     samples=dict(_samples()),
+    fill=_fill,
 )
