@@ -48,6 +48,11 @@ class Around:
     steps_after: tuple[int, ...] = field(compare=False)
     results: tuple[int, ...]
 
+    @property
+    def elements(self) -> int:
+        """Number of elements of the states, all steps together."""
+        return math.prod(self.before.out_avals[0].shape)
+
     def __repr__(self) -> str:
         return f"{len(self.steps_before)} equations before and {len(self.steps_after)} after, {self.key}"
 

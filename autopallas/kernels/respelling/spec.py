@@ -54,8 +54,10 @@ class RespellingSpec:
 
     @property
     def elements(self) -> int:
-        """Number of elements of the largest operand or result, of all examples together."""
-        return self.mapped * max(math.prod(shape) for shape, _ in (*self.operands, *self.results))
+        """Number of elements of the largest operand or result, or of the states of a loop that computes them from
+        smaller operands, of all examples together."""
+        inside: list[int] = [getattr(value, "elements", 0) for _, value in self.parameters]
+        return self.mapped * max(*inside, *(math.prod(shape) for shape, _ in (*self.operands, *self.results)))
 
     def assumptions(self) -> tuple[str, ...]:
         """Returns in words what has to hold for the result to equal the original's."""
