@@ -55,7 +55,7 @@ def shared_memory(spec: AttentionSpec, kernel: Kernel, tiles: Tiles) -> int:
     dtype, rows = spec.query_dtype, tiles.warpgroups * WARPGROUP_ROWS
     home = [((rows, d), dtype)] + [((rows, dv), dtype)] * (kernel != "forward")
     stages = [((tiles.stages, tiles.away, d), dtype), ((tiles.stages, tiles.away, dv), dtype)]
-    return shared_bytes([*home, *stages], barriers=tiles.warpgroups + 4 * tiles.stages)
+    return shared_bytes([*home, *stages], barriers=tiles.warpgroups + 4 * tiles.stages + 1)
 
 
 def _staged(spec: AttentionSpec, kernel: Kernel, tiles: Tiles) -> Iterator[Tiles]:

@@ -2,7 +2,8 @@
 
 The algorithm is FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691) with the division of work of
 FlashAttention-3 (Shah et al. 2024, https://arxiv.org/abs/2407.08608): the last warpgroup fills a ring of stages with
-keys and values by TMA; the others wait until a stage is filled, use it, and release it.
+keys and values by TMA; the others wait until a stage is filled, use it, and release it.  Two that compute take turns,
+as there: one multiplies while the other computes exponentials.
 """
 
 from __future__ import annotations
@@ -116,6 +117,11 @@ class _Plan(NamedTuple):
         return self.warpgroups * WARPGROUP_ROWS
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether the warpgroups that compute take turns with the tensor cores; both visit the same tiles."""
+        return self.warpgroups == 2 and self.values
+
+    @property
     def heads(self) -> tuple[int, int, int]:
         return self.spec.batch, self.spec.key_heads, self.spec.groups
 
@@ -159,6 +165,8 @@ class _Plan(NamedTuple):
             barriers += ring(stages, w)
         if self.through_memory and self.values:
             found.append(tile((w, WARPGROUP_ROWS, bk), value.dtype))
+        if self.takes_turns:
+            barriers.append(mosaic().Barrier(num_arrivals=2))
         return [*found, *barriers]
 
 
@@ -171,6 +179,7 @@ class _Memory(NamedTuple):
       query_shared, key_shared, value_shared: queries of each warpgroup, and the ring's stages of keys and values.
       staged: the probabilities of each warpgroup, if they go through shared memory.
       query_ready, key_ready, key_free, value_ready, value_free: barriers of these.
+      turn: the barrier at which two warpgroups take turns.
     """
 
     query: Ref
@@ -189,6 +198,7 @@ class _Memory(NamedTuple):
     key_free: Ref
     value_ready: Ref
     value_free: Ref
+    turn: Ref
 
     @staticmethod
     def of(plan: _Plan, refs: Sequence[Ref]) -> _Memory:
@@ -210,6 +220,7 @@ class _Memory(NamedTuple):
             key_free=next(left),
             value_ready=next(left) if plan.values else None,
             value_free=next(left) if plan.values else None,
+            turn=next(left) if plan.takes_turns else None,
         )
 
 
@@ -293,10 +304,20 @@ def _compute(own: _Block) -> None:
         kept = vectors(0.0) if plan.spec.keeps else None
     running = _Running(accumulator, *start, kept)
     plgpu.barrier_wait(memory.query_ready.at[here])
+    if plan.takes_turns:
+        pl.when(here == 1)(partial(_switch, memory))
     for loop in plan.visits.loops(own.steps):
         step = partial(_advanced, own, base, loop)
         running = lax.fori_loop(loop.first, loop.first + loop.steps, step, running)
+    if plan.takes_turns:
+        pl.when(here == 0)(partial(_switch, memory))
     _store(own, window, running)
+
+
+def _switch(memory: _Memory) -> None:
+    """Lets the other warpgroup multiply, and waits until it has started and lets this one."""
+    mosaic().barrier_arrive(memory.turn)
+    mosaic().barrier_wait(memory.turn)
 
 
 def _advanced(own: _Block, base: Array, loop: Loop, n: Number, running: _Running) -> _Running:
@@ -306,15 +327,24 @@ def _advanced(own: _Block, base: Array, loop: Loop, n: Number, running: _Running
     place = Place(own.batch, own.head, own.group, base, own.steps.block(n) * plan.key_block, shape)
     slot = lax.rem(n, jnp.int32(plan.stages))
     plgpu.barrier_wait(memory.key_ready.at[slot])
-    score = product(memory.query_shared.at[here], memory.key_shared.at[slot], shape)
+    switch = partial(_switch, memory) if plan.takes_turns else None
+    score = product(memory.query_shared.at[here], memory.key_shared.at[slot], shape, switch)
     plgpu.barrier_arrive(memory.key_free.at[slot])
     p, running = _softmax(own, loop, place, score, running)
     if running.accumulator is None:
         return running
+    weights = parts(p, plan.spec.reads_weights, memory.value.dtype, plan.spec.value_precision)
+    if plan.takes_turns:
+        # All of the softmax comes before the turn, which the compiler would not see.
+        weights, running = lax.optimization_barrier((weights, running))
+        plgpu.barrier_arrive(memory.turn)
     plgpu.barrier_wait(memory.value_ready.at[slot])
+    if plan.takes_turns:
+        plgpu.barrier_wait(memory.turn)
     staged = None if memory.staged is None else memory.staged.at[here]
     accumulator = running.accumulator
-    for part in parts(p, plan.spec.reads_weights, memory.value.dtype, plan.spec.value_precision):
+    assert accumulator is not None
+    for part in weights:
         accumulator = multiplied(part, memory.value_shared.at[slot], accumulator, staged)
     plgpu.barrier_arrive(memory.value_free.at[slot])
     return running._replace(accumulator=accumulator)
@@ -516,12 +546,14 @@ def multiplied(tile_value: Array, shared: Ref, accumulator: Array, through: Ref 
     return summed
 
 
-def product(a: Ref, b: Ref, shape: tuple[int, int]) -> Array:
-    """Computes a b^T of two tiles in shared memory."""
+def product(a: Ref, b: Ref, shape: tuple[int, int], started: Callable[[], None] | None = None) -> Array:
+    """Computes a b^T of two tiles in shared memory; ``started`` is called before it is waited for."""
     plgpu = mosaic()
 
     def multiply(accumulator: Ref) -> Array:
         plgpu.wgmma(accumulator, a, b.transpose((1, 0)))
+        if started is not None:
+            started()
         found: Array = accumulator[...]
         return found
 
