@@ -21,6 +21,8 @@ __all__ = ["Finding", "Heard", "Reference", "cotangent", "differing_runs", "hear
 
 Gives = Callable[..., list[jax.Array]]
 
+_NO_DIGIT = 0.2
+"""Limit of an array's error from which on it tells nothing: the reference itself is off by half of that."""
 _SAMPLES = 4
 """How often the reference runs on arguments a rounding away, where a result would be in breach otherwise."""
 
@@ -50,12 +52,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What came of one comparison: the findings, the largest errors, and how many NaNs of the reference are missing."""
+    """What came of one comparison: the findings, the largest errors, how many NaNs of the reference are missing, and
+    how many results could not be judged, since the reference itself has no digit in them."""
 
     findings: tuple[Finding, ...]
     maximum: float = 0.0
     row: float = 0.0
     hidden: int = 0
+    undecided: int = 0
 
 
 class Reference:
@@ -101,7 +105,7 @@ def hear(reference: Reference, kernel: Gives, arguments: Sequence[Array]) -> Hea
     findings: list[Finding] = []
     samples: list[list[jax.Array]] | None = None
     maximum = row = 0.0
-    hidden = 0
+    hidden = undecided = 0
     if len(found) != len(plain):
         said = f"are {len(found)} where the reference gives {len(plain)}"
         return Heard((Finding("the results", "type", float("inf"), 0.0, said),))
@@ -117,8 +121,8 @@ def hear(reference: Reference, kernel: Gives, arguments: Sequence[Array]) -> Hea
             verdict = _judged(what, gradient, plain[i], found[i], exact[i], [sample[i] for sample in samples])
         findings += verdict.findings
         maximum, row = max(maximum, verdict.maximum), max(row, verdict.row)
-        hidden += verdict.hidden
-    return Heard(tuple(findings), maximum, row, hidden)
+        hidden, undecided = hidden + verdict.hidden, undecided + verdict.undecided
+    return Heard(tuple(findings), maximum, row, hidden, undecided)
 
 
 def _type(x: Array) -> str:
@@ -143,8 +147,12 @@ def _judged(what: str, gradient: bool, plain: Array, found: Array, exact: Array,
     if rows is not None and not rows.ok:
         said = f"is off by {rows.error:.2g} of its norm in row {list(rows.row)}; {rows.allowed:.2g} is allowed"
         findings.append(Finding(what, "row", rows.error, rows.allowed, said, rows.row))
+    undecided = floating and whole.allowed >= _NO_DIGIT
+    if undecided:
+        findings = [finding for finding in findings if finding.kind == "non-finite"]
     hidden = int(np.sum(np.isnan(_wide(plain)) & ~np.isnan(_wide(found)))) if floating else 0
-    return Heard(tuple(findings), error, 0.0 if rows is None else rows.error, hidden)
+    worst = 0.0 if rows is None else rows.error
+    return Heard(tuple(findings), error, worst, hidden, int(undecided))
 
 
 def _wide(x: Array) -> np.ndarray:

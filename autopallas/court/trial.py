@@ -130,6 +130,7 @@ def judge(
             tally.heard += 1
             tally.maximum, tally.row = max(tally.maximum, heard.maximum), max(tally.row, heard.row)
             trial.hidden += heard.hidden
+            trial.undecided += heard.undecided
             if heard.findings:
                 tally.failed += 1
                 failed.append(_Failed(question, asked, heard.findings))
@@ -137,6 +138,9 @@ def judge(
         trial.notes[f"{count} cases of {question} were not heard, since {seconds:g} seconds were over"] = None
     if trial.hidden:
         trial.notes[f"{trial.hidden} NaNs of the reference are numbers in the kernel's results"] = None
+    if trial.undecided:
+        said = f"{trial.undecided} results were not judged, since the reference itself has no digit in them"
+        trial.notes[said] = None
     smallest = min(failed, key=lambda f: f.asked.case.size, default=None)
     if smallest is not None:
         smallest = trial.shrunk(smallest)
@@ -202,7 +206,7 @@ class _Trial:
         self._kernels: dict[Hashable, Gives | Exception] = {}
         self.deadline = deadline
         self.notes: dict[str, None] = {}
-        self.hidden = 0
+        self.hidden = self.undecided = 0
         self._has_gradient = gradients and self._differentiable()
 
     # ------------------------------------------------------------------ the questions

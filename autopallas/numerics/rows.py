@@ -21,8 +21,9 @@ breach: kernels compute in float32, and what cancels exactly in the original may
 """
 _ORACLE = 1e-12
 """Norm of a row, relative to that of the largest, below which it may be the oracle's own rounding of zero."""
-_ROUNDING = 0.1
-"""Error of the original, relative to a row's norm, from which on the row is taken for rounding."""
+_ROUNDING = 0.01
+"""Error of the original, relative to a row's norm, from which on the row is taken for rounding, as in the gradient of a
+softmax that is saturated: such rows are judged by the original's largest error in any of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,10 @@ def row_errors(
         found = distance(x)
     limits = np.maximum(_SLACK * allowed, _SLACK * own / scale)
     largest = norms.max(initial=0.0)
-    nothing = (norms <= max(least, _ORACLE * largest)) | (own > _ROUNDING * norms)
-    beyond = np.where(nothing & (found <= _NOISE * largest), 0, found / scale / limits)
+    few_digits = max(_ROUNDING, 16 * float(kind.eps))
+    nothing = (norms <= max(least, _ORACLE * largest)) | (own > few_digits * norms)
+    rounding = max(_NOISE * largest, _SLACK * float(np.max(own, where=nothing, initial=0.0)))
+    beyond = np.where(nothing & (found <= rounding), 0, found / scale / limits)
     worst = int(np.argmax(beyond if (beyond > 1).any() else found / scale))
     shape = np.shape(x) if np.ndim(x) == 1 else np.shape(x)[:-1]
     row = tuple(int(i) for i in np.unravel_index(worst, shape))

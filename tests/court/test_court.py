@@ -82,6 +82,14 @@ def test_a_wrong_gradient_is_found_where_the_value_is_right():
     }
 
 
+def test_where_the_reference_has_no_digit_nothing_is_decided():
+    def lost(x):  # the argument is rounded to a multiple of 64
+        return jnp.sin(x * 1e9)
+
+    verdict = judge(lambda x: jnp.cos(x * 1e9), lost, [f32(4, 6)], questions=["sizes"], gradients=False, dtypes=())
+    assert any("were not judged" in note for note in verdict.notes)
+
+
 def test_time_that_is_over_is_told():
     verdict = judge(softmax, softmax, [f32(4, 6)], questions=["sizes"], seconds=1e-9)
     assert not verdict.ok
@@ -102,6 +110,13 @@ def test_a_row_is_judged_by_its_own_norm_and_by_the_originals_error_in_it(dtype)
     assert row_errors(noise.astype(dtype), plain, exact, 1e-3).ok
     zero = exact + np.array([[0], [0], [1e-17]])  # what float64 leaves of a zero
     assert row_errors(noise.astype(dtype), plain, zero, 1e-3).ok
+
+
+def test_rows_without_a_digit_in_the_original_are_judged_by_its_largest_error_in_them():
+    exact = np.full((3, 2), 1e-20)
+    plain = np.float32([[1e-9, 0], [5e-20, 1e-20], [1e-11, 0]])  # a lucky row between others
+    assert row_errors(np.float32([[0, 1e-9], [0, 1e-9], [1e-9, 0]]), plain, exact, 1e-5).ok
+    assert not row_errors(np.float32([[0, 1e-9], [0, 1e-9], [5e-8, 0]]), plain, exact, 1e-5).ok
 
 
 def test_numbers_of_a_case():
