@@ -121,6 +121,20 @@ def test_the_last_state_may_be_a_result(last):
     assert len(outcome.report.sites) == 1
 
 
+def test_a_loop_over_an_empty_batch_is_left_alone():
+    def loss(decay, k, v):
+        def step(state, own):
+            k, v = own
+            state = decay * state + k[:, :, None] * v[:, None, :]
+            return state, jnp.einsum("bkv,bk->bv", state, k)
+
+        return jnp.sum(jax.lax.scan(step, jnp.zeros((0, 16, 8)), (k, v))[1])
+
+    arguments = jnp.ones(()), jnp.ones((32, 0, 16)), jnp.ones((32, 0, 8))
+    gradients = autopallas.optimize(jax.grad(loss, (0, 1, 2)), objective="always", strict=True)
+    assert [g.shape for g in gradients(*arguments)] == [x.shape for x in arguments]
+
+
 def test_two_cotangents_keep_the_loop_and_say_so():
     *given, gate, state = FOUND["state_kept"].arguments
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
+import jax.numpy as jnp
 import numpy as np
 
 from autopallas.graph import Graph, Node
@@ -206,8 +207,10 @@ class _Regions:
         return [node for _, node in sorted(nodes.items())], tuple(sorted(leaves))
 
     def _leaves(self, number: int, axis: int) -> tuple[int, ...] | None:
-        """Returns the inputs of a sum, if they all have its shape and dtype."""
+        """Returns the inputs of a sum of floats, if they all have its shape and dtype."""
         graph = self.graph
+        if not jnp.issubdtype(graph.dtype(number), jnp.inexact):  # integers wrap
+            return None
         if not _SHORTEST <= graph.shape(number)[axis] <= _LONGEST:
             return None
         found = self.region(number, axis)

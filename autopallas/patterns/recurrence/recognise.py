@@ -107,7 +107,8 @@ def _divided(graph: Graph) -> tuple[list[Scan], list[Scan]]:
         elif scan.length >= _SHORTEST and any(
             map(_is_floating, scan.body.invars[scan.constants : scan.constants + scan.carried])
         ):
-            forwards.append(scan)
+            if not any(0 in v.aval.shape for v in scan.body.invars):  # an empty batch
+                forwards.append(scan)
     return forwards, backwards
 
 

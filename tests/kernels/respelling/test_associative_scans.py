@@ -117,6 +117,39 @@ def test_decays_of_one_of_zero_and_beyond_one():
         judged(run, decay, random(*decay.shape), wanted=(0, 2))
 
 
+@pytest.mark.parametrize("decay", [1.0, 0.9995, -0.9995])
+def test_equal_roundings_do_not_add_up(decay):
+    """Each step rounds the product with such a decay in the same way; a tree has few levels of them."""
+    a, b = jnp.full((8192, 1), decay), jnp.where(jnp.arange(8192) % 2, 0.1, 0.1 * jnp.sign(decay))[:, None]
+    assert judged(lambda a, b: scanned(a, b), a, b).errors["value"][0][0] < 1e-6
+    judged(jax.grad(lambda a, b: jnp.sum(jnp.sin(1e-4 * scanned(a, b))), (0, 1)), a, b, wanted=(0, 2))
+
+
+def test_equal_roundings_of_complex_states_do_not_add_up():
+    a, b = jnp.full(8192, 0.9995j, jnp.complex64), 0.1 * 1j ** (jnp.arange(8192) % 4)
+    run = autopallas.optimize(lambda a, b: scanned(a, b), objective="always", strict=True)
+    wanted, state = [], 0
+    for decay, one in zip(np.asarray(a, np.complex128), np.asarray(b, np.complex128), strict=True):
+        state = decay * state + one
+        wanted.append(state)
+    np.testing.assert_allclose(run(a, b.astype(a.dtype)), wanted, rtol=1e-6, atol=1e-4)
+    assert run.report().counts()["respelling"] == 1
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3, -0.3, 1e-9])
+def test_a_large_state_that_is_given_up_leaves_nothing_behind(decay):
+    a, b = jnp.full((T, D), 0.9).at[9:].set(decay), random(T, D).at[8].set(1e9)
+    result = judged(lambda a, b: scanned(a, b)[9:] / jnp.abs(a[9:, :1] * 1e9 + 1), a, b)
+    assert result.errors["value"][0][0] < 1e-6
+    judged(lambda a, b: scanned(a, b)[-1], a, b)
+
+
+def test_infinite_states_stay_infinite():
+    a, b = jnp.ones((T, D)).at[9].set(0.5), random(T, D).at[5].set(jnp.array([jnp.inf, -jnp.inf, jnp.nan]))
+    run = autopallas.optimize(lambda a, b: scanned(a, b), objective="always", strict=True)
+    np.testing.assert_array_equal(run(a, b)[5:], np.broadcast_to(np.array([np.inf, -np.inf, np.nan]), (T - 5, D)))
+
+
 def test_the_first_decay_is_not_read():
     a, b = random(T, D).at[0].set(jnp.array([jnp.inf, jnp.nan, -jnp.inf])), random(T, D, seed=1)
     run = autopallas.optimize(lambda a, b: scanned(a, b), objective="always", strict=True)
@@ -154,6 +187,15 @@ REFUSED = {
     "a difference": lambda a, b: scanned(a, b, lambda x, y: (x[0] * y[0], y[0] * x[1] - y[1])),
     "products that are read too": lambda a, b: jnp.stack(lax.associative_scan(usual, (a, b))),
 }
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8"])
+def test_integers_are_left_alone(dtype):
+    """They wrap, as in a hash of characters."""
+    a, b = jnp.full((T, D), 31, dtype), jnp.arange(T * D, dtype=dtype).reshape(T, D)
+    assert found(scanned, a, b) == []
+    run = autopallas.optimize(scanned, objective="always", strict=True)
+    np.testing.assert_array_equal(run(a, b), jax.jit(scanned)(a, b))
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -7,6 +7,7 @@ expands what it scans, and reduces what comes of it, as state-space models do, t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias, cast
 
@@ -21,13 +22,15 @@ from autopallas.graph import Graph, Node
 from autopallas.kernels.example import is_float
 from autopallas.kernels.respelling.around import Around, around
 from autopallas.kernels.respelling.doubling import Backward, Forward, scans_of
+from autopallas.kernels.respelling.exact_sums import Sums, added_exactly, stepped_exactly
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.spec import ArrayType, Parameters, RespellingSpec
 from autopallas.kernels.respelling.stepwise import SUMMED, run_step
 
 __all__ = ["KIND"]
 
-_Arrays: TypeAlias = list[jax.Array]
+_Written: TypeAlias = list["jax.Array | Sums"]
+"""What the steps have written so far: arrays with slices, and sums."""
 
 
 def _match(graph: Graph, node: Node) -> Found | None:
@@ -68,26 +71,30 @@ def _states(decay: jax.Array, given: jax.Array) -> jax.Array:
     """Computes the recurrence along the first axis."""
     wide = _accumulated(given.dtype)
 
-    def step(state: jax.Array, own: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def step(state: Sums, own: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Sums, jax.Array]:
         later, a, b = own
-        state = jnp.where(later, a.astype(wide) * state, 0) + b.astype(wide)
-        return state, state.astype(given.dtype)
+        state = stepped_exactly(state, jnp.where(later, a.astype(wide), 0), b.astype(wide))
+        return state, state[0].astype(given.dtype)
 
     later = jnp.arange(given.shape[0]) > 0  # the first decay is not read, and may be anything
-    return lax.scan(step, jnp.zeros(given.shape[1:], wide), (later, decay, given))[1]
+    zeros = jnp.zeros(given.shape[1:], wide)
+    return lax.scan(step, (zeros, zeros), (later, decay, given))[1]
 
 
 def _gradients(decay: jax.Array, cotangent: jax.Array) -> jax.Array:
     """Computes the gradient of ``given`` along the first axis."""
     wide = _accumulated(cotangent.dtype)
 
-    def step(passed: jax.Array, own: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        later, a, d = own
-        gradient = d.astype(wide) + passed
-        return jnp.where(later, a.astype(wide) * gradient, 0), gradient.astype(cotangent.dtype)
+    def step(
+        passed: tuple[Sums, jax.Array], own: tuple[jax.Array, jax.Array]
+    ) -> tuple[tuple[Sums, jax.Array], jax.Array]:
+        gradient, following = passed
+        a, d = own
+        gradient = stepped_exactly(gradient, following, d.astype(wide))
+        return (gradient, a.astype(wide)), gradient[0].astype(cotangent.dtype)
 
-    later = jnp.arange(cotangent.shape[0]) > 0
-    return lax.scan(step, jnp.zeros(cotangent.shape[1:], wide), (later, decay, cotangent), reverse=True)[1]
+    zeros = jnp.zeros(cotangent.shape[1:], wide)
+    return lax.scan(step, ((zeros, zeros), zeros), (decay, cotangent), reverse=True)[1]
 
 
 def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
@@ -125,58 +132,71 @@ def _looped(
         given = zip(operands, beside.axes, strict=True)
         return [x if at is None else lax.dynamic_slice_in_dim(x, t, 1, at) for x, at in given]
 
-    def after(found: Sequence[jax.Array], own: Sequence[jax.Array], written: _Arrays, t: jax.Array) -> _Arrays:
+    def after(found: Sequence[jax.Array], own: Sequence[jax.Array], written: _Written, t: jax.Array) -> _Written:
         results = run_step(beside.after, beside.steps_after, [*found, *own])
         return [_with(x, one, t, at) for x, one, at in zip(written, results, beside.results, strict=True)]
 
-    def forward(state: jax.Array, own: Sequence[jax.Array], t: jax.Array) -> jax.Array:
+    def forward(state: Sums, own: Sequence[jax.Array], t: jax.Array) -> Sums:
         decay, given, *_ = run_step(beside.before, beside.steps_before, own)
-        kept = jnp.where(t > 0, decay.astype(wide) * state, 0)  # the first decay is not read, and may be anything
-        return kept + given.astype(wide)
+        kept = jnp.where(t > 0, decay.astype(wide), 0)  # the first decay is not read, and may be anything
+        return stepped_exactly(state, kept, given.astype(wide))
 
-    def step(carried: tuple[jax.Array, _Arrays], t: jax.Array) -> tuple[tuple[jax.Array, _Arrays], None]:
+    def step(carried: tuple[Sums, _Written], t: jax.Array) -> tuple[tuple[Sums, _Written], None]:
         state, written = carried
         own = slices(t)
         state = forward(state, own, t)
-        return (state, after([state.astype(dtype)], own, written, t)), None
+        return (state, after([state[0].astype(dtype)], own, written, t)), None
 
     def states() -> jax.Array:
-        def step(carried: tuple[jax.Array, jax.Array], t: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+        def step(carried: tuple[Sums, jax.Array], t: jax.Array) -> tuple[tuple[Sums, jax.Array], None]:
             state = forward(carried[0], slices(t), t)
-            return (state, _with(carried[1], state.astype(dtype), t, axis)), None
+            return (state, lax.dynamic_update_slice_in_dim(carried[1], state[0].astype(dtype), t, axis)), None
 
-        return lax.scan(step, (jnp.zeros(shape, wide), jnp.zeros(whole[0].shape, dtype)), numbers)[0][1]
+        found: jax.Array = lax.scan(step, ((zeros, zeros), jnp.zeros(whole[0].shape, dtype)), numbers)[0][1]
+        return found
 
-    first = [
-        jnp.zeros(own, _accumulated(kind) if at == SUMMED and jnp.issubdtype(kind, jnp.inexact) else kind)
-        for (own, kind), at in zip(types, beside.results, strict=True)
-    ]
+    zeros = jnp.zeros(shape, wide)
+    first = [_empty(own, kind, at) for (own, kind), at in zip(types, beside.results, strict=True)]
     if not wanted:
-        (_, written), _ = lax.scan(step, (jnp.zeros(shape, wide), first), numbers)
-        return [x.astype(kind) for x, (_, kind) in zip(written, types, strict=True)]
+        (_, written), _ = lax.scan(step, ((zeros, zeros), first), numbers)
+        return [_whole(x).astype(kind) for x, (_, kind) in zip(written, types, strict=True)]
     known = operands[0] if len(whole) == 4 else states() if "decay" in wanted else None
 
-    def back(carried: tuple[jax.Array, _Arrays], t: jax.Array) -> tuple[tuple[jax.Array, _Arrays], None]:
-        passed, written = carried
+    def back(carried: tuple[Sums, jax.Array, _Written], t: jax.Array) -> tuple[tuple[Sums, jax.Array, _Written], None]:
+        gradient, following, written = carried
         own = slices(t)
         decay, _, cotangent, *_ = run_step(beside.before, beside.steps_before, own)
-        gradient = cotangent.astype(wide) + passed
-        narrow = gradient.astype(dtype)
+        gradient = stepped_exactly(gradient, following, cotangent.astype(wide))
+        narrow = gradient[0].astype(dtype)
         found = [narrow] if "given" in wanted else []
         if known is not None and "decay" in wanted:
             before = lax.dynamic_slice_in_dim(known, jnp.maximum(t - 1, 0), 1, axis)
             found.append(jnp.where(t > 0, narrow * before, 0))
-        return (jnp.where(t > 0, decay.astype(wide) * gradient, 0), after(found, own, written, t)), None
+        return (gradient, decay.astype(wide), after(found, own, written, t)), None
 
-    (_, written), _ = lax.scan(back, (jnp.zeros(shape, wide), first), numbers, reverse=True)
-    return [x.astype(kind) for x, (_, kind) in zip(written, types, strict=True)]
+    last, _ = lax.scan(back, ((zeros, zeros), zeros, first), numbers, reverse=True)
+    return [_whole(x).astype(kind) for x, (_, kind) in zip(last[2], types, strict=True)]
 
 
-def _with(whole: jax.Array, own: jax.Array, t: jax.Array, axis: int) -> jax.Array:
+def _empty(shape: Sequence[int], dtype: Dtype, axis: int) -> jax.Array | Sums:
+    """Returns an array of zeros for what the steps give; a sum of floats has what rounding lost beside it."""
+    if axis != SUMMED or not jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.zeros(shape, dtype)
+    zeros = jnp.zeros(shape, _accumulated(dtype))
+    return zeros, zeros
+
+
+def _whole(written: jax.Array | Sums) -> jax.Array:
+    return written[0] if isinstance(written, tuple) else written
+
+
+def _with(written: jax.Array | Sums, own: jax.Array, t: jax.Array, axis: int) -> jax.Array | Sums:
     """Returns an array with what step t gives."""
+    if isinstance(written, tuple):
+        return added_exactly(*written, own.astype(written[0].dtype))
     if axis == SUMMED:
-        return whole + own.astype(whole.dtype)
-    return lax.dynamic_update_slice_in_dim(whole, own, t, axis)
+        return written + own.astype(written.dtype)
+    return lax.dynamic_update_slice_in_dim(written, own, t, axis)
 
 
 def _combined(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -214,7 +234,7 @@ def _feature(spec: RespellingSpec) -> str:
     """Returns what is computed, and whether there are few steps or many."""
     axis, beside = cast(int, spec["axis"]), _around(spec)
     shape, dtype = spec.operands[0] if beside is None else (beside.before.out_avals[0].shape, spec.widest_dtype)
-    steps = "few" if shape[axis] < 64 else "many"
+    steps = "few" if shape[axis] < 64 else "many" if math.prod(shape) >= 16 * shape[axis] else "many narrow"
     where = "first" if axis == 0 else "last" if axis == len(shape) - 1 else "middle"
     where += " axis" if beside is None else " axis, expanded"
     of = "gradients" if spec["gradients"] else "states"

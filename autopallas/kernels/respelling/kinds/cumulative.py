@@ -1,7 +1,7 @@
 """Cumulative sums, products, maxima, minima and logarithms of sums of exponentials, as loops over the axis.
 
-JAX computes them by a tree of slices, which CPUs are slow at.  A loop adds one slice after the other.  Floating sums
-carry what rounding lost (Kahan, 1965, doi:10.1145/363707.363723), so that the loop is at least as exact as the tree.
+JAX computes them by a tree of slices, which CPUs are slow at.  A loop adds one slice after the other.  Floating sums,
+those of exponentials too, carry what rounding lost, so that the loop is at least as exact as the tree.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import cast
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopallas.compat import Dtype, JaxprEqn
+from autopallas.compat import Dtype, JaxprEqn, PyTree
+from autopallas.kernels.respelling.exact_sums import Sums, added_exactly
 from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 from autopallas.numerics.classes import Numerics
@@ -31,6 +32,8 @@ _STEPS: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "cummin": lax.min,
     "cumlogsumexp": jnp.logaddexp,
 }
+_Step: TypeAlias = Callable[[PyTree, jax.Array], tuple[PyTree, jax.Array]]
+"""From what is carried and a slice to what is carried, and the slice of the result."""
 
 
 def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
@@ -53,37 +56,65 @@ def _original(spec: RespellingSpec, x: jax.Array) -> list[jax.Array]:
 def _respelt(spec: RespellingSpec, x: jax.Array) -> list[jax.Array]:
     name, axis = cast(str, spec["function"]), cast(int, spec["axis"])
     dtype, floating = x.dtype, jnp.issubdtype(x.dtype, jnp.floating)
-    wide = jnp.promote_types(dtype, jnp.float32) if floating else dtype
-    rounds = name in ("cumsum", "cumprod", "cumlogsumexp")
+    rounds = floating and name in ("cumsum", "cumprod", "cumlogsumexp")
+    own = jnp.promote_types(dtype, jnp.float32) if rounds else dtype
     moved = jnp.moveaxis(x, axis, 0)
-    own = wide if rounds else dtype
-    step, start = _STEPS[name], jnp.full(moved.shape[1:], _identity(name, own), own)
+    zeros = jnp.zeros(moved.shape[1:], own)
+    identity = jnp.full_like(zeros, _identity(name, own))
+    first: PyTree = identity
+    step: _Step = _plain(_STEPS[name])
+    if name == "cumlogsumexp":
+        first, step = (identity, (zeros, zeros)), _log_summed
+    elif name == "cumsum" and floating:
+        first, step = (identity, zeros), _summed
 
-    def plain(carried: jax.Array, given: jax.Array) -> tuple[jax.Array, jax.Array]:
-        found = step(carried, given.astype(own))
-        return found, found.astype(dtype)
+    def one(carried: PyTree, given: jax.Array) -> tuple[PyTree, jax.Array]:
+        carried, found = step(carried, given.astype(own))
+        return carried, found.astype(dtype)
 
-    def exact(carried: tuple[jax.Array, jax.Array], given: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        total, lost = carried
-        term = given.astype(own) - lost
-        found = total + term
-        lost = jnp.where(jnp.isfinite(found), (found - total) - term, 0)
-        return (found, lost), found.astype(dtype)
-
-    reverse = cast(bool, spec["reverse"])
-    if name == "cumsum" and floating:
-        found = lax.scan(exact, (start, jnp.zeros_like(start)), moved, reverse=reverse)[1]
-    else:
-        found = lax.scan(plain, start, moved, reverse=reverse)[1]
+    found = lax.scan(one, first, moved, reverse=cast(bool, spec["reverse"]))[1]
     return [jnp.moveaxis(found, 0, axis)]
 
 
 def _numerics(spec: RespellingSpec) -> Numerics:
-    """Returns "identical" for integers and extrema.  A logarithm of a sum of exponentials is rounded at every step."""
+    """Returns "identical" for integers and extrema.  A logarithm of a sum of exponentials is taken of another sum."""
     ((_, dtype),) = spec.operands
     if spec["function"] in ("cummax", "cummin") or not jnp.issubdtype(dtype, jnp.floating):
         return "identical"
     return "tolerance" if spec["function"] == "cumlogsumexp" else "reordered"
+
+
+def _plain(combined: Callable[[jax.Array, jax.Array], jax.Array]) -> _Step:
+    def step(carried: jax.Array, given: jax.Array) -> tuple[jax.Array, jax.Array]:
+        found = combined(carried, given)
+        return found, found
+
+    return step
+
+
+def _summed(carried: Sums, given: jax.Array) -> tuple[Sums, jax.Array]:
+    found = added_exactly(*carried, given)
+    return found, found[0]
+
+
+_FAR = 16.0
+"""Distance of a number from the subtracted one from which it takes its place."""
+
+
+def _log_summed(carried: tuple[jax.Array, Sums], given: jax.Array) -> tuple[tuple[jax.Array, Sums], jax.Array]:
+    """Adds an exponential to a sum, and gives the sum's logarithm.
+
+    The logarithm itself is not carried: beside it small terms would be rounded away, all the more where the numbers are
+    large.  The sum is, of exponentials from which a number is subtracted that is near the maximum so far; it changes
+    seldom, since each change rounds the sum.
+    """
+    before, (total, lost) = carried
+    further = given > before + _FAR
+    after = jnp.where(further, given, before)
+    scale = jnp.where(further, jnp.exp(before - after), 1)
+    subtracted = jnp.where(jnp.isfinite(after), after, 0)
+    sums = added_exactly(total * scale, lost * scale, jnp.exp(given - subtracted))
+    return (after, sums), subtracted + jnp.log(sums[0])
 
 
 def _identity(name: str, dtype: Dtype) -> float | int:
@@ -107,7 +138,8 @@ def _feature(spec: RespellingSpec) -> str:
     others = math.prod(shape) // shape[axis]
     length = "short" if shape[axis] < 64 else "long"
     inner = math.prod(shape[axis + 1 :])
-    where = "alone" if others == 1 else "minor" if inner == 1 else "outer, few beside it" if inner < 16 else "outer"
+    place, few = ("minor", others < 64) if inner == 1 else ("outer", inner < 16)
+    where = "alone" if others == 1 else f"{place}, few beside it" if few else place
     kind = "floats" if jnp.issubdtype(dtype, jnp.floating) else "integers"
     return f"{spec['function']} of {kind}, {length} axis, {where}"
 

@@ -15,13 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopallas.compat import Dtype
 from autopallas.graph import Graph, Node
+from autopallas.kernels.respelling.exact_sums import Sums, added_exactly
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.indexing import is_position
 
 __all__ = ["KIND"]
+
+_BLOCK = 512
+"""Rows that are added up one by one: of equal numbers, such sums lose the more digits the longer they are."""
 
 
 def _match(graph: Graph, node: Node) -> Found | None:
@@ -111,10 +116,10 @@ def _respelt(spec: RespellingSpec, ids: jax.Array, other: jax.Array) -> list[jax
     ids = _in_order(spec, ids)
     classes, along = cast(int, spec["classes"]), cast("tuple[int, ...]", spec["along"])
     (_, dtype), *_ = spec.results
-    known = (ids >= 0) & (ids < classes)
+    ids, known = _in_range(ids, classes)
     if spec["picks"]:
         rows = jnp.moveaxis(other, along[0], 0)
-        found = rows.at[jnp.where(known, ids, 0)].get(mode="promise_in_bounds")
+        found = rows.at[ids].get(mode="promise_in_bounds")
         found = jnp.where(known.reshape(*ids.shape, *(1,) * (rows.ndim - 1)), found, 0).astype(dtype)
         own, rest = ids.ndim, rows.ndim - 1
         return [found if spec["first"] else jnp.transpose(found, (*range(own, own + rest), *range(own)))]
@@ -122,8 +127,43 @@ def _respelt(spec: RespellingSpec, ids: jax.Array, other: jax.Array) -> list[jax
     shape = rows.shape[len(along) :]
     wide = jnp.promote_types(jnp.promote_types(other.dtype, dtype), jnp.float32)
     index = jnp.where(known, ids, classes).reshape(-1)
-    sums = jnp.zeros((classes, *shape), wide).at[index].add(rows.reshape(-1, *shape).astype(wide), mode="drop")
+    sums = _summed(index, rows.reshape(-1, *shape), classes, wide)
     return [(sums if spec["first"] else jnp.moveaxis(sums, 0, -1)).astype(dtype)]
+
+
+def _in_range(ids: jax.Array, classes: int) -> tuple[jax.Array, jax.Array]:
+    """Returns (ids as indices, 0 for those out of range; which are in range).
+
+    The number of classes need not be a number of the ids' dtype: 256 is none of ``uint8``.
+    """
+    known = ids >= 0
+    if classes <= jnp.iinfo(ids.dtype).max:
+        known &= ids < classes
+    return jnp.where(known, ids, 0).astype(jnp.int32 if classes < 2**31 else jnp.int64), known
+
+
+def _summed(index: jax.Array, rows: jax.Array, classes: int, dtype: Dtype) -> jax.Array:
+    """Returns for each class the sum of its rows; those with an index beyond the classes are dropped.
+
+    Rows are added one by one, which loses digits of long sums.  So blocks of them are added up apart, and the sum of
+    the blocks carries what rounding lost.
+    """
+
+    def part(index: jax.Array, rows: jax.Array) -> jax.Array:
+        zeros = jnp.zeros((classes, *rows.shape[1:]), dtype)
+        return zeros.at[index].add(rows.astype(dtype), mode="drop")
+
+    if rows.shape[0] <= _BLOCK:
+        return part(index, rows)
+    count = rows.shape[0] // _BLOCK * _BLOCK
+
+    def add(carried: Sums, own: tuple[jax.Array, jax.Array]) -> tuple[Sums, None]:
+        return added_exactly(*carried, part(*own)), None
+
+    start = jnp.zeros((classes, *rows.shape[1:]), dtype)
+    blocks = index[:count].reshape(-1, _BLOCK), rows[:count].reshape(-1, _BLOCK, *rows.shape[1:])
+    (total, lost), _ = jax.lax.scan(add, (start, start), blocks)
+    return added_exactly(total, lost, part(index[count:], rows[count:]))[0]
 
 
 # ---------------------------------------------------------------------- evidence
