@@ -335,6 +335,15 @@ def test_positions_of_extrema(dtype, shape, axis, function):
     assert len(sites(lambda x: function(x, axis), x)) == (0 not in shape)
 
 
+def test_rows_of_long_axes_hold_for_none_that_is_shorter():
+    """40 rows of 100,000 took twice as long; rows were measured from 64 on."""
+    names = [sites(lambda x: jnp.argmax(x, 0), jnp.ones((n, 100)))[0].site.form for n in (40, 64)]
+    assert [kind_named("argmax").feature(form) for form in names] == [
+        "floats, short other axis",
+        "floats, long other axis",
+    ]
+
+
 def test_positions_beyond_what_a_float_counts():
     x = jnp.zeros(2**24 + 5, jnp.int8).at[2**24 + 3].set(1)
     assert int(optimized(jnp.argmax)(x)) == 2**24 + 3

@@ -56,8 +56,8 @@ def _feature(spec: RespellingSpec) -> str:
     """Returns how long the axis is and where it stands."""
     ((shape, dtype),) = spec.operands
     axis = cast(int, spec["axis"])
-    length = "short" if shape[axis] < 32 else "long"
     where = "last" if axis == len(shape) - 1 else "other"
+    length = "short" if shape[axis] < (32 if where == "last" else 64) else "long"
     return f"{'floats' if jnp.issubdtype(dtype, jnp.floating) else 'integers'}, {length} {where} axis"
 
 
