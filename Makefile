@@ -10,6 +10,10 @@ TIER ?= fast
 FUZZ_SEED ?= 0
 FUZZ_PROGRAMS ?= 2000
 
+# Processes that are started again and again read the package's bytecode, which Python does not keep by itself where
+# PYTHONDONTWRITEBYTECODE is set.
+BYTECODE = $(VENV)/bin/python -m compileall -q autopallas
+
 # Memory that a training step frees is kept for the next step, instead of going back to the system and being faulted in
 # again.  Without this the unfused program looks worse than it is.  (The C library of Linux reads these.)
 ALLOCATOR := MALLOC_MMAP_MAX_=0 MALLOC_ARENA_MAX=1 MALLOC_TRIM_THRESHOLD_=8589934592
@@ -21,6 +25,7 @@ help:  ## Lists the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed  ## Trains a small GPT as it is written and optimized, and compares (ARGS="--help")
+	@$(BYTECODE)
 	$(ALLOCATOR) $(VENV)/bin/python examples/train_gpt.py $(ARGS)
 
 test:  ## Runs the tests on both lines: Python 3.11 with JAX 0.10, later Pythons with current JAX, there a choice of them
@@ -38,6 +43,7 @@ nightly:  ## Runs all cases of all tests on both lines, and programs of other li
 
 test-line: $(VENV)/.installed  ## Runs the tests on the default Python alone (TIER: fast, compatibility, nightly; ARGS: of pytest)
 	@echo "== Tests on $$($(VENV)/bin/python -c 'import platform, jax; print(f"Python {platform.python_version()} with JAX {jax.__version__}")')"
+	@$(BYTECODE)
 	$(VENV)/bin/python -m pytest -q --numprocesses=$(WORKERS) --maxprocesses=4 --tier=$(TIER) --durations=5 $(ARGS)
 
 test-other-line: $(VENV)/.installed  ## Runs the tests on the other line alone, if this machine has a Python for it
@@ -107,6 +113,7 @@ programs:  ## Measures unmodified programs of other libraries in .venv-programs,
 
 programs-line: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[programs]'
+	@$(BYTECODE)
 	$(ALLOCATOR) $(VENV)/bin/python -m benchmarks programs $(ARGS)
 
 bench: $(VENV)/.installed  ## Runs the benchmarks (ARGS="--help")
