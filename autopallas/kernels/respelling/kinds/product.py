@@ -1,0 +1,161 @@
+"""Matrix products whose result is transposed, computed in the order of that result.
+
+The gradient of a weight is such a product in every program: JAX multiplies cotangents by activations, and transposes
+the result.  XLA's CPU compiler multiplies faster where the operands change places instead, and, in bfloat16, where two
+matrices that are summed along their rows have these rows on two axes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopallas.graph import Graph, Node
+from autopallas.kernels.respelling.kind import Found, Kind, Sample
+from autopallas.kernels.respelling.spec import RespellingSpec
+
+__all__ = ["KIND"]
+
+_Axes = tuple[int, ...]
+_DTYPES = (jnp.bfloat16, jnp.float32)
+
+
+def _match(graph: Graph, node: Node) -> Found | None:
+    """Returns a product with all transpositions of its result, or one of rows in bfloat16."""
+    if _turned(graph, node.outputs[0]):
+        return None  # what follows is looked at
+    product, order = node, list(range(len(graph.shape(node.outputs[0]))))
+    while product.name == "transpose":
+        order = [product.params["permutation"][axis] for axis in order]
+        inner = graph.definitions.get(product.inputs[0])
+        if inner is None or inner.body is not node.body or not _turned(graph, product.inputs[0]):
+            return None
+        product = inner
+    if not _is_product(graph, product):
+        return None
+    turned = order != sorted(order)
+    left, right = product.params["dimension_numbers"][0]
+    summed = (tuple(left), tuple(right))
+    shapes = [graph.shape(number) for number in product.inputs]
+    if not turned and not (graph.dtype(product.inputs[0]) == jnp.bfloat16 and _rows(summed, shapes)):
+        return None
+    return Found((("result", tuple(order)), ("summed", summed)), product.inputs, node.outputs)
+
+
+def _turned(graph: Graph, number: int) -> bool:
+    """Returns whether a value is transposed and nothing else reads it."""
+    users = graph.users.get(number, ())
+    return len(users) == 1 and users[0].name == "transpose" and number not in graph.returned
+
+
+def _is_product(graph: Graph, node: Node) -> bool:
+    """Returns whether a node multiplies two arrays of one dtype, at the usual precision, without shared axes."""
+    if node.name != "dot_general" or node.params["precision"] not in (None, (lax.Precision.DEFAULT,) * 2):
+        return False
+    numbers, (summed, batch) = (*node.inputs, *node.outputs), node.params["dimension_numbers"]
+    first, second, result = map(graph.dtype, numbers)
+    known = first == second and {first, result} <= set(map(jnp.dtype, _DTYPES))
+    empty = any(number in graph.literals or 0 in graph.shape(number) for number in numbers)
+    return known and not empty and bool(summed[0]) and not any(batch)
+
+
+def _letters(summed: tuple[_Axes, _Axes], shapes: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
+    """Returns the axes of both operands, each as (letter, size), without those of size one, which XLA leaves out."""
+    first, second = map(len, shapes)
+    own = [list(range(first)), list(range(first, first + second))]
+    for one, other in zip(*summed, strict=True):
+        own[1][other] = own[0][one]
+    return [
+        [(letter, size) for letter, size in zip(letters, shape, strict=True) if size != 1]
+        for letters, shape in zip(own, shapes, strict=True)
+    ]
+
+
+def _rows(summed: tuple[_Axes, _Axes], shapes: Sequence[Sequence[int]]) -> int:
+    """Returns the number of rows along which two matrices are summed, if it is even; else 0."""
+    first, second = _letters(summed, shapes)
+    return first[0][1] if len(first) == len(second) == 2 and first[0] == second[0] and first[0][1] % 2 == 0 else 0
+
+
+def _original(spec: RespellingSpec, first: jax.Array, second: jax.Array) -> list[jax.Array]:
+    summed, order = cast("tuple[_Axes, _Axes]", spec["summed"]), cast(_Axes, spec["result"])
+    (_, dtype), *_ = spec.results
+    found = lax.dot_general(first, second, (summed, ((), ())), preferred_element_type=dtype)
+    return [found if list(order) == sorted(order) else lax.transpose(found, order)]
+
+
+def _respelt(spec: RespellingSpec, first: jax.Array, second: jax.Array) -> list[jax.Array]:
+    summed, order = cast("tuple[_Axes, _Axes]", spec["summed"]), cast(_Axes, spec["result"])
+    (shape, dtype), *_ = spec.results
+    axes = _letters(summed, (first.shape, second.shape))
+    free = [
+        letter
+        for start, rank, own in zip((0, first.ndim), (first.ndim, second.ndim), summed, strict=True)
+        for letter in range(start, start + rank)
+        if letter - start not in own
+    ]
+    rows = _rows(summed, (first.shape, second.shape)) if first.dtype == jnp.bfloat16 else 0
+    if rows:
+        upper = first.ndim + second.ndim
+        axes = [[(upper, 2), (own[0][0], rows // 2), *own[1:]] for own in axes]
+    operands = [(own, x.reshape([size for _, size in own])) for own, x in zip(axes, (first, second), strict=True)]
+    wanted = [letter for letter in (free[axis] for axis in order) if letter in dict([*axes[0], *axes[1]])]
+    if wanted and wanted[0] in dict(axes[1]):
+        operands.reverse()
+    letters = [[letter for letter, _ in own] for own, _ in operands]
+    shared = [letter for letter in letters[0] if letter in letters[1]]
+    left, right = ([own.index(letter) for letter in shared] for own in letters)
+    found = lax.dot_general(operands[0][1], operands[1][1], ((left, right), ((), ())), preferred_element_type=dtype)
+    kept = [letter for own in letters for letter in own if letter not in shared]
+    return [lax.transpose(found, [kept.index(letter) for letter in wanted]).reshape(shape)]
+
+
+# ---------------------------------------------------------------------- evidence
+
+
+def _feature(spec: RespellingSpec) -> str:
+    """Returns whether the result is transposed, and how many axes are summed."""
+    summed, order = cast("tuple[_Axes, _Axes]", spec["summed"]), cast(_Axes, spec["result"])
+    first, second = _letters(summed, [shape for shape, _ in spec.operands])
+    axes = "several axes summed" if len({*first} & {*second}) > 1 else "one axis summed"
+    return f"transposed result, {axes}" if list(order) != sorted(order) else "rows summed"
+
+
+def _weight_gradient(x: jax.Array, cotangent: jax.Array) -> jax.Array:
+    """Computes the gradient of w in ``x @ w`` as JAX does."""
+    summed = tuple(range(x.ndim - 1))
+    return lax.dot_general(cotangent, x, ((summed, summed), ((), ()))).T
+
+
+def _of_rows(x: jax.Array, cotangent: jax.Array) -> jax.Array:
+    return lax.dot_general(x, cotangent, (((0,), (0,)), ((), ())))
+
+
+def _samples() -> Iterator[tuple[str, Sample]]:
+    sizes = ((2, 64, 64, 64), (2, 128, 128, 512), (4, 256, 512, 512), (4, 512, 512, 2048), (2, 1024, 512, 8192))
+    for dtype, (batch, length, inner, outer) in itertools.product(_DTYPES, sizes):
+        name = f"{jnp.dtype(dtype).name}-{batch}x{length}x{inner}x{outer}"
+        stacked = tuple(jax.ShapeDtypeStruct((batch, length, width), dtype) for width in (inner, outer))
+        flat = tuple(jax.ShapeDtypeStruct((batch * length, width), dtype) for width in (inner, outer))
+        yield f"gradient-{name}", Sample(_weight_gradient, stacked)
+        yield f"flat-gradient-{name}", Sample(_weight_gradient, flat)
+        if dtype == jnp.bfloat16:
+            yield f"rows-{name}", Sample(_of_rows, flat)
+
+
+KIND = Kind(
+    name="product",
+    primitives=("dot_general", "transpose"),
+    numerics="reordered",
+    instead="a product of the operands in the order of the result",
+    match=_match,
+    original=_original,
+    respelt=_respelt,
+    feature=_feature,
+    samples=dict(_samples()),
+)

@@ -1,0 +1,140 @@
+"""Respelling of matrix products that are transposed: what is found, what is left alone, and what it computes."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from support.compare import compare
+
+import autopallas
+from autopallas.graph import Graph, flatten
+from autopallas.patterns import find
+
+DTYPES = [jnp.float32, jnp.bfloat16]
+
+
+def random(*shape, seed=0, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def found(function, *arguments):
+    sites = find(Graph(flatten(jax.make_jaxpr(function)(*arguments))), ("respelling",), True)[0]
+    return [site.spec.kind for site in sites]
+
+
+def check(function, *arguments, times=1):
+    """The respelt function and its gradients are as near to float64 as the original's, or within the tolerance."""
+    assert found(function, *arguments) == ["product"] * times
+    compared = compare(function, arguments)
+    assert compared.complaints == []
+    assert compared.report.counts()["respelling"] == times
+
+
+def contracted(first, second, summed):
+    return lax.dot_general(first, second, (summed, ((), ())))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 10, 5), (1, 12, 5), (12, 5), (11, 5), (1, 1, 5), (2, 3, 4, 5)])
+def test_gradients_of_weights(shape, dtype):
+    x, weight, cotangent = random(*shape, dtype=dtype), random(5, 7, dtype=dtype), random(*shape[:-1], 7, dtype=dtype)
+    check(lambda x, w, y: jax.vjp(lambda w: x @ w, w)[1](y)[0], x, weight, cotangent)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("before", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("after", [(1, 0, 3, 2), (2, 3, 0, 1), (2, 0, 1, 3), (3, 1, 2, 0)])
+def test_transposed_results(before, after, dtype):
+    first, second = random(*(sorted([3, 4, 5])[axis] for axis in before), dtype=dtype), random(2, 4, 6, dtype=dtype)
+
+    def function(first, second):
+        product = contracted(first, second, ((before.index(1),), (1,)))
+        return jnp.transpose(jnp.transpose(product, (0, 2, 1, 3)), after)
+
+    identity = tuple(np.arange(4)[[0, 2, 1, 3]][list(after)]) == (0, 1, 2, 3)
+    check(function, first, second, times=int(not identity))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_products_at_random(data):
+    sizes = data.draw(st.lists(st.sampled_from([1, 1, 2, 3, 4]), min_size=3, max_size=5))
+    letters = "abcde"[: len(sizes)]
+    first = data.draw(st.lists(st.sampled_from(letters), min_size=1, unique=True))
+    second = data.draw(st.lists(st.sampled_from(letters), min_size=1, unique=True))
+    summed = [letter for letter in first if letter in second]
+    free = [letter for letter in (*first, *second) if letter not in summed]
+    order = data.draw(st.permutations(range(len(free))))
+    dtype = data.draw(st.sampled_from(DTYPES))
+    shapes = [[sizes[letters.index(letter)] for letter in own] for own in (first, second)]
+
+    def function(x, y):
+        product = contracted(x, y, ([first.index(s) for s in summed], [second.index(s) for s in summed]))
+        return jnp.transpose(product, order) if list(order) != sorted(order) else product
+
+    x, y = random(*shapes[0], dtype=dtype), random(*shapes[1], seed=1, dtype=dtype)
+    kinds = found(function, x, y)
+    assert set(kinds) <= {"product"}
+    if kinds:
+        check(function, x, y)
+
+
+def test_what_is_left_alone():
+    x, y = random(6, 4), random(6, 5)
+    rows = ((0,), (0,))
+    assert found(lambda x, y: contracted(x, y, rows), x, y) == [], "float32 is as fast as it is written"
+    narrow, other = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
+    assert found(lambda x, y: contracted(x, y, rows), narrow, other) == ["product"]
+    assert found(lambda x, y: contracted(x, y, rows), narrow[:5], other[:5]) == [], "an odd number of rows"
+    assert found(lambda x, y: x @ y.T, narrow, random(5, 4, dtype=jnp.bfloat16)) == [], "an operand is transposed"
+    assert found(lambda x, y: contracted(x, y, rows).T.T, x, y) == [], "transposed twice"
+    assert found(lambda x, y: contracted(x, y, rows).T, x.astype(jnp.float16), y.astype(jnp.float16)) == []
+    assert found(lambda x, y: contracted(x, y, rows).T, x.astype(int), y.astype(int)) == []
+    assert found(lambda x, y: contracted(x, y, rows).T, x[:0], y[:0]) == []
+    assert found(lambda x, y: jnp.dot(x.T, y, precision="highest").T, x, y) == []
+
+    def read_twice(x, y):
+        product = contracted(x, y, rows)
+        return product.T, product + 1
+
+    assert found(read_twice, x, y) == []
+
+    def returned_too(x, y):
+        product = contracted(x, y, rows)
+        return product.T, product
+
+    assert found(returned_too, x, y) == []
+    def before_a_loop(x, y):
+        product = contracted(x, y, rows)
+        return lax.scan(lambda carry, _: (carry + product.T, None), jnp.zeros((5, 4)), None, length=3)[0]
+
+    assert found(before_a_loop, x, y) == [], "the loop would multiply in each step"
+    assert found(lambda x, y: jnp.einsum("bti,bsi->tsb", x[None], x[None]), x, y) == [], "a shared axis"
+
+
+def flat(arrays):
+    return np.concatenate([np.ravel(array) for array in arrays])
+
+
+def test_train_steps_are_found_and_equal():
+    def loss(weights, x):
+        for weight in weights:
+            x = jnp.tanh(x @ weight)
+        return (x**2).sum()
+
+    weights, x = [random(5, 7), random(7, 3)], random(2, 6, 5, seed=1)
+    step = jax.grad(loss)
+    assert found(step, weights, x) == ["product"] * 2
+    optimized = autopallas.optimize(step, objective="always", strict=True)
+    np.testing.assert_allclose(*map(flat, (optimized(weights, x), step(weights, x))), rtol=1e-5, atol=1e-5)
+    assert optimized.report().counts()["respelling"] == 2
+    examples = jax.vmap(optimized, in_axes=(None, 0))(weights, jnp.stack([x, 2 * x]))
+    original = jax.vmap(step, in_axes=(None, 0))(weights, jnp.stack([x, 2 * x]))
+    np.testing.assert_allclose(*map(flat, (examples, original)), rtol=1e-5, atol=1e-5)
