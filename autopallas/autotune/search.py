@@ -169,7 +169,8 @@ class _Search:
 
     def _reference(self, trial: Trial) -> tuple[PyTree, str]:
         with jax.default_matmul_precision("highest"):
-            compiled, failure = self._compiled(trial.kernel("reference", None), trial)
+            name = "oracle" if operation_named(self.match.op).has("oracle") else "reference"
+            compiled, failure = self._compiled(trial.kernel(name, None), trial)
         if compiled is not None:
             analysis = compiled.memory_analysis()
             needed = 0 if analysis is None else analysis.temp_size_in_bytes + analysis.output_size_in_bytes

@@ -59,6 +59,8 @@ class Kind:
       feature: ``feature(spec)`` names what, beside the size, decides which of the two is faster.
       samples: what to measure, by name.
       assumptions: what has to hold for the results to be equal, in words.
+      may_round_sums: whether a platform may round the original's sums of 16-bit numbers to 16 bits, so that a search
+        compares with the original in float32; all its operands are floating.
       fill: ``fill(spec, random, arrays)`` may replace the arrays of a search by such that occur.
     """
 
@@ -72,6 +74,7 @@ class Kind:
     feature: Callable[[RespellingSpec], str]
     samples: Mapping[str, Sample]
     assumptions: tuple[str, ...] = ()
+    may_round_sums: bool = False
     fill: Callable[[RespellingSpec, np.random.Generator, Sequence[np.ndarray]], list[np.ndarray]] | None = field(
         default=None
     )

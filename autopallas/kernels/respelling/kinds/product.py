@@ -158,4 +158,5 @@ KIND = Kind(
     respelt=_respelt,
     feature=_feature,
     samples=dict(_samples()),
+    may_round_sums=True,
 )
