@@ -57,6 +57,8 @@ def _is_product(graph: Graph, node: Node) -> bool:
     """Returns whether a node multiplies two arrays of one dtype, at the usual precision, without shared axes."""
     if node.name != "dot_general" or node.params["precision"] not in (None, (lax.Precision.DEFAULT,) * 2):
         return False
+    if node.params.get("out_sharding") is not None:
+        return False  # which the transposition changes with the axes
     numbers, (summed, batch) = (*node.inputs, *node.outputs), node.params["dimension_numbers"]
     first, second, result = map(graph.dtype, numbers)
     known = first == second and {first, result} <= set(map(jnp.dtype, _DTYPES))
