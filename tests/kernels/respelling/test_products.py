@@ -111,6 +111,7 @@ def test_what_is_left_alone():
         return product.T, product
 
     assert found(returned_too, x, y) == []
+
     def before_a_loop(x, y):
         product = contracted(x, y, rows)
         return lax.scan(lambda carry, _: (carry + product.T, None), jnp.zeros((5, 4)), None, length=3)[0]
