@@ -26,7 +26,7 @@ _DTYPES = (jnp.bfloat16, jnp.float32)
 
 
 def _match(graph: Graph, node: Node) -> Found | None:
-    """Returns a product with all transpositions of its result, or one of rows in bfloat16."""
+    """Returns a product whose transposed result is that of its operands exchanged, or one of rows in bfloat16."""
     if _turned(graph, node.outputs[0]):
         return None  # what follows is looked at
     product, order = node, list(range(len(graph.shape(node.outputs[0]))))
@@ -38,11 +38,12 @@ def _match(graph: Graph, node: Node) -> Found | None:
         product = inner
     if not _is_product(graph, product):
         return None
-    turned = order != sorted(order)
     left, right = product.params["dimension_numbers"][0]
     summed = (tuple(left), tuple(right))
     shapes = [graph.shape(number) for number in product.inputs]
-    if not turned and not (graph.dtype(product.inputs[0]) == jnp.bfloat16 and _rows(summed, shapes)):
+    turned = order != sorted(order)
+    narrow = graph.dtype(product.inputs[0]) == jnp.bfloat16
+    if not (_exchanged(order, summed, shapes) if turned else narrow and _rows(summed, shapes)):
         return None
     return Found((("result", tuple(order)), ("summed", summed)), product.inputs, node.outputs)
 
@@ -84,6 +85,17 @@ def _rows(summed: tuple[_Axes, _Axes], shapes: Sequence[Sequence[int]]) -> int:
     return first[0][1] if len(first) == len(second) == 2 and first[0] == second[0] and first[0][1] % 2 == 0 else 0
 
 
+def _exchanged(order: Sequence[int], summed: tuple[_Axes, _Axes], shapes: Sequence[Sequence[int]]) -> bool:
+    """Returns whether a result has the axes of the second operand before those of the first, each in their order."""
+    sizes = [
+        [size for axis, size in enumerate(shape) if axis not in s] for s, shape in zip(summed, shapes, strict=True)
+    ]
+    own = [[axis for axis, size in enumerate(sizes[0]) if size != 1]]
+    own += [[axis for axis, size in enumerate(sizes[1], len(sizes[0])) if size != 1]]
+    long = {*own[0], *own[1]}
+    return all(own) and [axis for axis in order if axis in long] == [*own[1], *own[0]]
+
+
 def _original(spec: RespellingSpec, first: jax.Array, second: jax.Array) -> list[jax.Array]:
     summed, order = cast("tuple[_Axes, _Axes]", spec["summed"]), cast(_Axes, spec["result"])
     (_, dtype), *_ = spec.results
@@ -95,33 +107,26 @@ def _respelt(spec: RespellingSpec, first: jax.Array, second: jax.Array) -> list[
     summed, order = cast("tuple[_Axes, _Axes]", spec["summed"]), cast(_Axes, spec["result"])
     (shape, dtype), *_ = spec.results
     axes = _letters(summed, (first.shape, second.shape))
-    free = [
-        letter
-        for start, rank, own in zip((0, first.ndim), (first.ndim, second.ndim), summed, strict=True)
-        for letter in range(start, start + rank)
-        if letter - start not in own
-    ]
     rows = _rows(summed, (first.shape, second.shape)) if first.dtype == jnp.bfloat16 else 0
     if rows:
         upper = first.ndim + second.ndim
         axes = [[(upper, 2), (own[0][0], rows // 2), *own[1:]] for own in axes]
-    operands = [(own, x.reshape([size for _, size in own])) for own, x in zip(axes, (first, second), strict=True)]
-    wanted = [letter for letter in (free[axis] for axis in order) if letter in dict([*axes[0], *axes[1]])]
-    if wanted and wanted[0] in dict(axes[1]):
+    operands = [x.reshape([size for _, size in own]) for own, x in zip(axes, (first, second), strict=True)]
+    letters = [[letter for letter, _ in own] for own in axes]
+    if list(order) != sorted(order):
         operands.reverse()
-    letters = [[letter for letter, _ in own] for own, _ in operands]
+        letters.reverse()
     shared = [letter for letter in letters[0] if letter in letters[1]]
     left, right = ([own.index(letter) for letter in shared] for own in letters)
-    found = lax.dot_general(operands[0][1], operands[1][1], ((left, right), ((), ())), preferred_element_type=dtype)
-    kept = [letter for own in letters for letter in own if letter not in shared]
-    return [lax.transpose(found, [kept.index(letter) for letter in wanted]).reshape(shape)]
+    found = lax.dot_general(*operands, ((left, right), ((), ())), preferred_element_type=dtype)
+    return [found.reshape(shape)]
 
 
 # ---------------------------------------------------------------------- evidence
 
 
 def _feature(spec: RespellingSpec) -> str:
-    """Returns whether the result is transposed, and how many axes are summed."""
+    """Returns whether the operands are exchanged, and how many axes are summed."""
     summed, order = cast("tuple[_Axes, _Axes]", spec["summed"]), cast(_Axes, spec["result"])
     first, second = _letters(summed, [shape for shape, _ in spec.operands])
     axes = "several axes summed" if len({*first} & {*second}) > 1 else "one axis summed"
