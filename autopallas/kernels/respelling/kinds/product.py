@@ -118,7 +118,7 @@ def _respelt(spec: RespellingSpec, first: jax.Array, second: jax.Array) -> list[
         letters.reverse()
     shared = [letter for letter in letters[0] if letter in letters[1]]
     left, right = ([own.index(letter) for letter in shared] for own in letters)
-    found = lax.dot_general(*operands, ((left, right), ((), ())), preferred_element_type=dtype)
+    found = lax.dot_general(operands[0], operands[1], ((left, right), ((), ())), preferred_element_type=dtype)
     return [found.reshape(shape)]
 
 
