@@ -403,6 +403,9 @@ def test_a_lockfile_decides_its_block_sizes(module, tmp_path, capsys):
     assert [(site["op"], site["block_sizes"]) for site in written["sites"]] == [("own_norm", {"row_block": 4})]
     written["sites"][0]["block_sizes"] = {"row_block": 2}
     (tmp_path / "sites.lock").write_text(json.dumps(written))
+    assert main(["check", lock]) == 1, "the locked program is another one"
+    written["digests"].clear()
+    (tmp_path / "sites.lock").write_text(json.dumps(written))
     assert main(["check", lock]) == 0
     model = sys.modules[module].model
     locked = autopallas.optimize(model, lock=lock, strict=True)

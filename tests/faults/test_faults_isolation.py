@@ -68,7 +68,7 @@ def let_loose(monkeypatch, place, error, everywhere=False):
 def run(function, stage, op, left, error, **options):
     """Runs with a fault: one warning, one operation at fault, the other sites and the numbers as without."""
     wanted(function)
-    fn = autopallas.optimize(function, objective="always", **options)
+    fn = autopallas.optimize(function, objective="always", ops="-respelling", **options)
     with warned(1, op, type(error).__name__):
         same(function, fn(operands()))
         same(function, fn(operands()))
@@ -105,7 +105,7 @@ def test_an_exception_in_what_a_pattern_prepares_costs_that_pattern(place, case,
 def test_a_backward_whose_search_fails_leaves_other_backwards(error, monkeypatch):
     wanted(step)
     let_loose(monkeypatch, "patterns.backward:Lookup.backwards", error)
-    fn = autopallas.optimize(step, objective="always")
+    fn = autopallas.optimize(step, objective="always", ops="-respelling")
     with warned(1, type(error).__name__):
         same(step, fn(operands()))
     report = fn.report()
