@@ -17,9 +17,14 @@ __all__ = ["find"]
 
 
 def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
-    """Finds every respelling in a graph.  There are no near misses: an equation that no kind knows is no fault."""
+    """Finds every respelling in a graph.  There are no near misses: an equation that no kind knows is no fault.
+
+    An equation that was found goes before one that follows it and would hold it: a product with a one-hot matrix before
+    the transposition of its result.
+    """
     kinds = kinds_by_primitive()
     found: list[Match] = []
+    places: set[Node] = set()
     for node in graph.nodes:
         for kind in kinds.get(node.name, ()):
             if kind.assumptions and not assume_finite:
@@ -27,8 +32,9 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             with contained(jaxprs.location(node.equation), OPERATION.name, "recognition"):
                 place = kind.match(graph, node)
                 match = None if place is None else _match(graph, node, kind, place)
-                if match is not None:
+                if match is not None and places.isdisjoint(match.equations):
                     found.append(match)
+                    places.add(node)
                     break
     return found, []
 
