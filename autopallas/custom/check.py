@@ -111,7 +111,8 @@ def check_replacement(match: Match, block_sizes: BlockSizes, strict: bool, runs:
 
 
 def without_nested(graph: Graph, matches: Sequence[Match], decisions: Sequence[D]) -> tuple[list[Match], list[D]]:
-    """Drops sites, with their decisions, that lie within another applied site; the outer one stays."""
+    """Drops sites, with their decisions, that lie within another applied site; the outer one stays.  Of those that come
+    last, what holds a value that another applied site gives is dropped too."""
     pairs = list(zip(matches, decisions, strict=True))
     custom = [pair for pair in pairs if pattern_of(pair[0].site) is not None]
     last = [pair for pair in pairs if pair[0].site.operation.priority < 0]
@@ -129,7 +130,9 @@ def without_nested(graph: Graph, matches: Sequence[Match], decisions: Sequence[D
     others = [pair for pair in pairs if pair not in custom and pair not in last]
     custom = outside(custom, others)
     left = [*custom, *outside(others, custom)]
-    left += _around_no_other(graph, outside(last, left), left)
+    given = {number for match, decision in left if decision.verdict == "applied" for number in match.reads}
+    last = [pair for pair in outside(last, left) if given.isdisjoint(n for e in pair[0].equations for n in e.outputs)]
+    left += _around_no_other(graph, last, left)
     return [match for match, _ in left], [decision for _, decision in left]
 
 
