@@ -57,7 +57,10 @@ class Trial:
                 for kind in part.original.out_avals:
                     cotangents.append(random.standard_normal(kind.shape, np.float32).astype(kind.dtype))
             arguments.append(([jnp.asarray(x) for x in operands], [jnp.asarray(x) for x in cotangents]))
-        return Trial(tuple(match.passes), tuple(arguments))
+        trial = Trial(tuple(match.passes), tuple(arguments))
+        for (own, _), places in zip(arguments, trial._shared, strict=True):
+            own[:] = [x if place is None else arguments[0][0][place] for x, place in zip(own, places, strict=True)]
+        return trial
 
     @staticmethod
     def abstract(match: SiteWorkload) -> Trial:

@@ -131,7 +131,7 @@ def without_nested(graph: Graph, matches: Sequence[Match], decisions: Sequence[D
     custom = outside(custom, others)
     left = [*custom, *outside(others, custom)]
     given = {number for match, decision in left if decision.verdict == "applied" for number in match.reads}
-    last = [pair for pair in outside(last, left) if given.isdisjoint(n for e in pair[0].equations for n in e.outputs)]
+    last = [pair for pair in outside(last, left) if not pair[0].holds_any(given)]
     left += _around_no_other(graph, last, left)
     return [match for match, _ in left], [decision for _, decision in left]
 

@@ -52,8 +52,10 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
     matches, waiting = in_some_order(graph, _once(matches))
     misses += waiting
     if misses:  # near misses inside of what a site replaces, its backward included, are dropped
-        reads = {number: read for match in matches for number, read in match.reads.items()}
-        still = surviving(graph, {number for match in matches for number in match.replaced}, reads)
+        first = {number for match in matches if match.site.operation.priority >= 0 for number in match.replaced}
+        counted = [match for match in matches if match.site.operation.priority >= 0 or not match.holds_any(first)]
+        reads = {number: read for match in counted for number, read in match.reads.items()}
+        still = surviving(graph, {number for match in counted for number in match.replaced}, reads)
         misses = [miss for miss in misses if miss.value < 0 or miss.value in still]
     return without_routers(graph, matches, misses)
 

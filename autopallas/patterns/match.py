@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -135,6 +135,10 @@ class Match:
         for further in self.then:
             found.update(further.reads)
         return found
+
+    def holds_any(self, numbers: Iterable[int]) -> bool:
+        """Returns whether the forward computes any of these values, on the way or as a result."""
+        return not {n for node in self.equations for n in node.outputs}.isdisjoint(numbers)
 
     @property
     def spec(self) -> SiteSpec:

@@ -87,7 +87,8 @@ def test_a_scan_over_layers_with_the_gradient_outside():
     x, w = (jnp.asarray(random.standard_normal(s) * 0.5, jnp.float32) for s in ((2, 6, 4), (3, 3, 4, 4)))
     compared = compare(with_gradients(model, (x, w)), (x, w), gradients=False)
     assert compared.complaints == []
-    assert [site.direction for site in compared.report.sites] == ["forward+backward"]
+    directions = [site.direction for site in compared.report.sites if site.op == "attention"]
+    assert directions == ["forward+backward"]
 
 
 def test_second_derivatives_and_forward_mode_are_the_originals():

@@ -44,8 +44,8 @@ def qkv(length: int = 200, dtype: str = "float16", keys: int | None = None, seed
 
 
 def match_of(function: Callable[..., Any], *operands: Any) -> Match:
-    """The one site of a function."""
-    matches, misses = find(Graph(flatten(jax.make_jaxpr(function)(*operands))), None, True)
+    """The one site of a function, but for respellings."""
+    matches, misses = find(Graph(flatten(jax.make_jaxpr(function)(*operands))), ("-respelling",), True)
     assert len(matches) == 1, misses
     return matches[0]
 

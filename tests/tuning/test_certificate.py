@@ -34,7 +34,7 @@ def attend(x):
 
 def step(w, x):
     def loss(w):
-        return jnp.sum(attend(x @ w) ** 2), jnp.argmax(x, axis=-1)
+        return jnp.sum(attend(x * w[0]) ** 2), jnp.argmax(x, axis=-1)
     return jax.value_and_grad(loss, has_aux=True)(w)
 """
 CHILD = """
