@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["Child", "ChildError", "tried"]
+__all__ = ["Child", "ChildError", "end", "tried"]
 
 _HEADER = struct.Struct(">Q?d")
 """Length of the program that follows, whether to run it, and the seconds that this may take."""
@@ -31,6 +31,16 @@ _GRACE_SECONDS = 5.0
 
 class ChildError(RuntimeError):
     """Raised if the process cannot be started, or is gone; only blames a program that it was working on."""
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process, whatever it does, and closes the pipes to its input and output."""
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(OSError):  # what was not sent can no longer be sent
+                stream.close()
 
 
 class Child:

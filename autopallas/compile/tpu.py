@@ -29,6 +29,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from autopallas import compat
 from autopallas.compat import ArrayFunction, PyTree
+from autopallas.compile.subprocess import end
 from autopallas.kernels import tpu
 from autopallas.kernels.tpu_schedule_tracing import simulated
 from autopallas.sites.device import Device
@@ -425,14 +426,7 @@ class Child:
         return f"the compiler ended with status {status}: {said.strip()[:400]}"
 
     def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            try:
-                stream.close()
-            except OSError:  # what was not sent can no longer be sent
-                pass
+        end(self._process)
         self._folder.cleanup()
 
 

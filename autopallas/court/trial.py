@@ -94,8 +94,8 @@ def judge(
       >>> x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
       >>> verdict = judge(lambda x: jnp.exp(x) / jnp.sum(jnp.exp(x), axis=-1, keepdims=True), jax.nn.softmax, [x],
       ...                 questions=["magnitudes"])
-      >>> verdict.ok, verdict.smallest.findings[0]
-      (False, 'result 0 has 128 NaN or infinite elements where the reference has none')
+      >>> verdict.ok, "NaN or infinite elements where the reference has none" in verdict.smallest.findings[0]
+      (False, True)
     """
     trial = _Trial(kernel, reference, arguments, inputs, gradients, time.monotonic() + seconds)
     begin = time.monotonic()

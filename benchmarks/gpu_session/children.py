@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Literal, TypeAlias
 
+from autopallas.compile.subprocess import end
 from benchmarks import environment
 
 __all__ = ["Child", "Role", "settings"]
@@ -102,11 +103,4 @@ class Child:
 
     def end(self) -> None:
         """Ends the process, whatever it does."""
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            try:
-                stream.close()
-            except OSError:  # what was not sent can no longer be sent
-                pass
+        end(self._process)
