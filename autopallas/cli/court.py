@@ -14,6 +14,7 @@ from autopallas.compat import ArrayFunction, Dtype, PyTree
 
 if TYPE_CHECKING:
     from autopallas.court.case import Inputs
+    from autopallas.numerics.classes import Numerics
 
 __all__ = ["add"]
 
@@ -38,6 +39,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--only", metavar="QUESTION", nargs="+", choices=_QUESTIONS, help="ask these questions alone")
     parser.add_argument("--no-gradients", action="store_true", help="compare results alone")
+    parser.add_argument(
+        "--identical", action="store_true", help="compare bit by bit as well, as for a pattern that claims so"
+    )
     parser.add_argument("--runs", type=int, default=10, metavar="N", help="repetitions that show races (default 10)")
     parser.add_argument("--seconds", type=float, default=300.0, help="time for each kernel (default 300)")
     parser.add_argument("--shipped", action="store_true", help="try the kernels of this package that run here")
@@ -56,6 +60,7 @@ class _Subject(NamedTuple):
     arguments: Sequence[PyTree]
     inputs: Inputs | None
     names: tuple[str, str]
+    numerics: Numerics = "tolerance"
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -84,6 +89,7 @@ def _run(options: argparse.Namespace) -> int:
                 runs=options.runs,
                 seconds=options.seconds,
                 names=subject.names,
+                numerics=subject.numerics,
                 progress=functools.partial(_say, say, subject.names[0]),
             )
             verdicts.append(verdict)
@@ -148,7 +154,8 @@ def _given(options: argparse.Namespace) -> _Subject:
     if isinstance(kernel, Pattern):
         replacement, reference, types, inputs = subject_of(kernel)
         names = (options.kernel, "its reference")
-        subject = _Subject(replacement, reference, types if arguments is None else arguments, inputs, names)
+        typical = types if arguments is None else arguments
+        subject = _Subject(replacement, reference, typical, inputs, names, kernel.numerics)
     else:
         if options.reference is None or arguments is None:
             raise CommandError("give --reference MODULE:FUNCTION and --shapes; an autopallas.pattern has its own")
@@ -156,6 +163,8 @@ def _given(options: argparse.Namespace) -> _Subject:
     if options.reference is not None:
         names = (options.kernel, options.reference)
         subject = subject._replace(reference=function_of(options.reference), names=names)
+    if options.identical:
+        subject = subject._replace(numerics="identical")
     if options.inputs is not None:
         subject = subject._replace(inputs=function_of(options.inputs))
     _check(subject)

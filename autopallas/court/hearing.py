@@ -12,6 +12,7 @@ import numpy as np
 
 from autopallas import compat
 from autopallas.compat import Array, ArrayFunction, ClosedJaxpr
+from autopallas.numerics.classes import Numerics
 from autopallas.numerics.compare import compare, tolerance
 from autopallas.numerics.oracle import Oracle
 from autopallas.numerics.promote import quiet
@@ -34,13 +35,13 @@ class Finding:
     Attributes:
       what: the result, such as "result 0" or "gradient of argument 1".
       kind: in what respect: its type, NaN or infinite where the reference is not, the largest error of the array, the
-        error of a row, or runs that differ.
-      error, allowed: the error and its limit; for runs, the share of elements that differ.
+        error of a row, runs that differ, or other bits where they have to be the reference's.
+      error, allowed: the error and its limit; for runs and bits, the share of bytes that differ.
       row: the row in question, if one is.
     """
 
     what: str
-    kind: Literal["type", "non-finite", "maximum", "row", "runs"]
+    kind: Literal["type", "non-finite", "maximum", "row", "runs", "bits"]
     error: float
     allowed: float
     said: str
@@ -68,17 +69,31 @@ class Reference:
     Args:
       gives: returns a list of results.
       gradients: for each result, whether it is a gradient.
+      numerics: the class that a kernel claims; "identical" is compared bit by bit.
     """
 
-    def __init__(self, gives: Gives, program: ClosedJaxpr, names: Sequence[str], gradients: Sequence[bool]):
-        self.names, self.gradients = tuple(names), tuple(gradients)
+    def __init__(
+        self,
+        gives: Gives,
+        program: ClosedJaxpr,
+        names: Sequence[str],
+        gradients: Sequence[bool],
+        numerics: Numerics = "tolerance",
+    ):
+        self.names, self.gradients, self.numerics = tuple(names), tuple(gradients), numerics
         self._run = jax.jit(gives)
         self._oracle = Oracle(program)
 
     @staticmethod
-    def of(gives: Gives, arguments: Sequence[Array], names: Sequence[str], gradients: Sequence[bool]) -> Reference:
+    def of(
+        gives: Gives,
+        arguments: Sequence[Array],
+        names: Sequence[str],
+        gradients: Sequence[bool],
+        numerics: Numerics = "tolerance",
+    ) -> Reference:
         """Traces a reference for arguments."""
-        return Reference(gives, compat.make_jaxpr(gives, *arguments), names, gradients)
+        return Reference(gives, compat.make_jaxpr(gives, *arguments), names, gradients, numerics)
 
     def __call__(self, *arguments: Array) -> list[jax.Array]:
         with quiet():
@@ -120,6 +135,9 @@ def hear(reference: Reference, kernel: Gives, arguments: Sequence[Array]) -> Hea
                 samples = [reference(*_perturbed(arguments, seed)) for seed in range(_SAMPLES)]
             verdict = _judged(what, gradient, plain[i], found[i], exact[i], [sample[i] for sample in samples])
         findings += verdict.findings
+        if reference.numerics == "identical" and (share := _unlike(found[i], plain[i])):
+            said = f"has other bits than the reference's in {share:.2%} of its bytes, and claims to be identical"
+            findings.append(Finding(what, "bits", share, 0.0, said))
         maximum, row = max(maximum, verdict.maximum), max(row, verdict.row)
         hidden, undecided = hidden + verdict.hidden, undecided + verdict.undecided
     return Heard(tuple(findings), maximum, row, hidden, undecided)
@@ -192,6 +210,14 @@ def differing_runs(run: Gives, names: Sequence[str], several: Sequence[Sequence[
                     said = f"differs between runs of the same arguments, in {share:.2%} of its bytes"
                     return [Finding(what, "runs", share, 0.0, said)]
     return []
+
+
+def _unlike(found: Array, wanted: Array) -> float:
+    """Returns the share of bytes that differ; a NaN is a NaN."""
+    mine, theirs = (np.where(x == x, x, np.zeros_like(x)) for x in (np.asarray(found), np.asarray(wanted)))
+    nans = np.array_equal(np.isnan(_wide(found)), np.isnan(_wide(wanted)))
+    share = float(np.mean(_bits(mine) != _bits(theirs))) if mine.size else 0.0
+    return share or float(not nans)
 
 
 def _bits(x: np.ndarray) -> np.ndarray:

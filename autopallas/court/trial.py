@@ -27,6 +27,7 @@ from autopallas.court.case import (
 from autopallas.court.hearing import Finding, Gives, Heard, Reference, differing_runs, hear, with_gradients
 from autopallas.court.verdict import Failure, Tally, Verdict
 from autopallas.faults import one_line
+from autopallas.numerics.classes import Numerics
 
 __all__ = ["DTYPES", "QUESTIONS", "judge"]
 
@@ -62,6 +63,7 @@ def judge(
     runs: int = 10,
     seconds: float = 300.0,
     names: tuple[str, str] = ("the kernel", "the reference"),
+    numerics: Numerics = "tolerance",
     progress: Callable[[str], None] | None = None,
 ) -> Verdict:
     """Puts a kernel on trial.
@@ -83,6 +85,8 @@ def judge(
       runs: how often each of two sets of arguments is repeated, to find races.
       seconds: wall time after which no further case is begun; each question has a share of it.
       names: the names of both functions in the verdict.
+      numerics: the class of numerics that the kernel claims; the results of one that is "identical" are compared with
+        the compiled reference's bit by bit as well.
       progress: called with a line of text before each case.
 
     Returns:
@@ -97,7 +101,7 @@ def judge(
       >>> verdict.ok, "NaN or infinite elements where the reference has none" in verdict.smallest.findings[0]
       (False, True)
     """
-    trial = _Trial(kernel, reference, arguments, inputs, gradients, time.monotonic() + seconds)
+    trial = _Trial(kernel, reference, arguments, inputs, gradients, numerics, time.monotonic() + seconds)
     begin = time.monotonic()
     tallies = {name: Tally() for name in QUESTIONS if name in questions}
     failed: list[_Failed] = []
@@ -193,6 +197,7 @@ class _Trial:
         arguments: Sequence[PyTree],
         inputs: Inputs | None,
         gradients: bool,
+        numerics: Numerics,
         deadline: float,
     ):
         leaves, structure = jax.tree.flatten(tuple(arguments))
@@ -201,7 +206,7 @@ class _Trial:
         self._reference = lambda *given: reference(*jax.tree.unflatten(structure, given))
         self._direct = kernel if hasattr(kernel, "lower") else jax.jit(kernel)
         self._structure = structure
-        self._inputs = inputs
+        self._inputs, self._numerics = inputs, numerics
         self._references: dict[Hashable, tuple[Reference, tuple[int, ...]] | Exception] = {}
         self._kernels: dict[Hashable, Gives | Exception] = {}
         self.deadline = deadline
@@ -338,7 +343,7 @@ class _Trial:
         results = jax.tree.leaves(jax.eval_shape(function, *arguments))
         names = [f"result {i}" for i, _ in enumerate(results)] + [f"gradient of argument {i}" for i in active]
         flags = [*(False for _ in results), *(True for _ in active)]
-        reference = Reference.of(with_gradients(function, active), arguments, names, flags)
+        reference = Reference.of(with_gradients(function, active), arguments, names, flags, self._numerics)
         reference(*arguments)  # what it cannot compile or run, such as an empty reduction, is no case
         reference.exactly(*arguments)
         return reference, active

@@ -246,7 +246,10 @@ def _fault(site: DeclaredSite, sample: _Sample, block_sizes: BlockSizes, active:
         operands = [jnp.asarray(x) for x in own.operation.part("example").operands(own, _types(own))]
         count = len(jax.eval_shape(original, *operands))
         names = ["result", *(f"gradient {number}" for number in range(count - 1))]
-        reference = Reference.of(original, operands, names, [position > 0 for position in range(count)])
+        pattern = pattern_of(own)
+        numerics = "tolerance" if pattern is None else pattern.numerics
+        gradients = [position > 0 for position in range(count)]
+        reference = Reference.of(original, operands, names, gradients, numerics)
         run = jax.jit(replaced)
         for finding in (*hear(reference, run, operands).findings, *differing_runs(run, names, [operands], _RUNS)):
             match finding.kind:

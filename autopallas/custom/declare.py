@@ -14,6 +14,7 @@ from autopallas.custom.axes import Axes
 from autopallas.custom.registry import PLATFORMS, Pattern, register
 from autopallas.environment import OPERATIONS
 from autopallas.errors import OptionError
+from autopallas.numerics.classes import CLASSES, Numerics
 from autopallas.patterns.spellings import check
 from autopallas.sites.block_sizes import Candidates
 from autopallas.sites.operation import folder_names
@@ -37,6 +38,7 @@ def pattern(
     rows: str = "",
     block_sizes: Sizes | None = None,
     candidates: Candidates | None = None,
+    numerics: Numerics = "tolerance",
 ) -> Callable[[ArrayFunction], Pattern]:
     """Declares that the decorated function computes the same as ``reference``, and is to run in its place.
 
@@ -49,9 +51,9 @@ def pattern(
     values, and gradients if the program has them.  If it fails or is off, the original equations stay, and the report
     says why.
 
-    The arguments from ``operands`` on are optional.  With them a pattern is what a declared operation of this package
-    is: its replacement is called with an axis for each letter, devices compute its rows in parts, and its block sizes
-    are searched for, cached, locked and tuned.
+    The arguments from ``operands`` to ``candidates`` are optional.  With them a pattern is what a declared operation of
+    this package is: its replacement is called with an axis for each letter, devices compute its rows in parts, and its
+    block sizes are searched for, cached, locked and tuned.
 
     Args:
       reference: a function of arrays, and of ``scalars`` by keyword, that returns one array.
@@ -73,6 +75,8 @@ def pattern(
         ``{"row_block": 128}``: whole numbers, truth values or words.
       candidates: ``candidates(spec)`` returns all block sizes that are valid for sizes such as ``spec.M``, as mappings,
         the best guess first; none if there are none.  By default ``block_sizes`` are valid everywhere.
+      numerics: how the replacement's results relate to the reference's, as the option ``numerics`` has it: "identical"
+        is compared bit by bit before the first use, "reordered" and "tolerance" within tolerance.
 
     Returns:
       A decorator that returns a :class:`Pattern`, which can be called like the function, and has ``remove()``.
@@ -102,6 +106,8 @@ def pattern(
     wrong = [p for p in ([platforms] if isinstance(platforms, str) else platforms) if p not in PLATFORMS]
     if wrong or isinstance(platforms, str):
         raise OptionError(f"platforms is {platforms!r}; give a list out of {', '.join(PLATFORMS)}")
+    if numerics not in CLASSES:
+        raise OptionError(f"numerics is {numerics!r}; give one of {', '.join(CLASSES)}")
     axes = Axes.of(operands, result, sizes, rows, types, scalars)
     if block_sizes is not None or candidates is not None:
         _check_block_sizes(block_sizes, candidates, axes, scalars)
@@ -126,6 +132,7 @@ def pattern(
             rows=rows,
             block_sizes=dict(block_sizes or {}),
             candidates=candidates,
+            numerics=numerics,
         )
         check(made)
         axes.check_result(made.example_result.shape)

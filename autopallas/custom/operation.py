@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas.compat import Shaped
+from autopallas.numerics.classes import Numerics
 from autopallas.sites.block_sizes import block_sizes_class
 from autopallas.sites.calls import SiteDescription
 from autopallas.sites.declared import DeclaredOperation, DeclaredSite, Differentiated
@@ -112,6 +113,9 @@ class PatternOperation(DeclaredOperation):
 
     def only_restates(self, name: str) -> bool:
         return name == "reference"
+
+    def numerics(self, name: str, spec: SiteSpec) -> Numerics:
+        return self.pattern.numerics if name == self.replacement else "identical"
 
     def supports(self, name: str, spec: SiteSpec, device: Device) -> Supported | Unsupported:
         platforms = self.pattern.platforms

@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 
 from autopallas.compat import ArrayFunction, PyTree
 from autopallas.custom.operation import PatternOperation, operation_of
+from autopallas.numerics.classes import Numerics
 from autopallas.sites.block_sizes import Candidates
 from autopallas.sites.declared_call import site_of
 from autopallas.sites.operation import register as register_operation
@@ -55,6 +56,7 @@ class Pattern:
       rows: the letters along which the computation is independent.
       block_sizes: block sizes by name, with their defaults; they are keyword arguments of the replacement.
       candidates: returns all block sizes that are valid for a spec, the best guess first.
+      numerics: how the replacement's results relate to the reference's.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Pattern:
     rows: str = ""
     block_sizes: Sizes = field(default_factory=dict)
     candidates: Candidates | None = None
+    numerics: Numerics = "tolerance"
 
     def __call__(self, *operands: PyTree, **named: PyTree) -> PyTree:
         if self.block_sizes and not named.keys() & self.block_sizes.keys():

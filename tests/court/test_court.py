@@ -90,6 +90,19 @@ def test_where_the_reference_has_no_digit_nothing_is_decided():
     assert any("were not judged" in note for note in verdict.notes)
 
 
+def test_what_claims_to_be_identical_is_compared_bit_by_bit():
+    def other_order(x):
+        return jnp.sum(x[::-1])
+
+    x = jax.ShapeDtypeStruct((1000,), jnp.float32)
+    asked = dict(questions=["sizes", "special values"], dtypes=())
+    assert judge(other_order, jnp.sum, [x], **asked).ok
+    verdict = judge(other_order, jnp.sum, [x], numerics="identical", **asked)
+    assert not verdict.ok
+    assert "other bits than the reference's" in verdict.smallest.findings[0]
+    assert judge(jnp.sum, jnp.sum, [x], numerics="identical", **asked).ok  # a NaN is a NaN
+
+
 def test_time_that_is_over_is_told():
     verdict = judge(softmax, softmax, [f32(4, 6)], questions=["sizes"], seconds=1e-9)
     assert not verdict.ok
