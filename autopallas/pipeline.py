@@ -24,7 +24,7 @@ from autopallas.numerics.classes import allows
 from autopallas.options import Options
 from autopallas.passes import Passes
 from autopallas.patterns import Match, NearMiss, find
-from autopallas.plan.allowed_places import deny_places
+from autopallas.plan.allowed_places import deny_places, selecting_nothing
 from autopallas.plan.choose_implementation import plan
 from autopallas.plan.decision import Decision
 from autopallas.plan.left_out import without_left_out
@@ -105,9 +105,11 @@ def rewritten(
     sites: tuple[Site, ...] = ()
     misses: list[NearMiss] = []
     decisions: list[Decision] = []
+    notes: tuple[str, ...] = ()
     with collecting(options.strict) as failures:
         try:
             graph, matches, misses = find_sites(run, program, options, shardings is not None)
+            notes = selecting_nothing(graph, matches, options)
             matches = run("partition", "shard sites", shard_sites, program, graph, matches, shardings, options.strict)
             with Prober(device, options, probes) as prober:
                 decisions = run("plan", "choose implementations", plan, matches, device, options, tuner, prober)
@@ -144,6 +146,7 @@ def rewritten(
         device_kind=device.kind,
         versions={**compat.versions(), **processor.told(device)},
         trace=tuple(run.done),
+        notes=notes,
     )
     require(report, options)
     return result, LiveReport(report, [decision.entry for decision in decisions])

@@ -10,6 +10,7 @@ import autopallas
 from autopallas.errors import OptionError, RequirementError
 from autopallas.options import options, resolve
 from autopallas.place_selectors import Frame, Places, selector_of
+from autopallas.report.terminal import summary
 
 
 def attend(q, k, v):
@@ -97,6 +98,16 @@ def test_the_report_says_what_denied_a_site_and_deny_wins_over_only():
     assert verdicts(only="test_places.py", deny=third) == ([True, True, False], {f"denied by {third}"})
     found, reasons = verdicts(only=third)
     assert (found, reasons) == ([False, False, True], {f"denied by its place, since only {third} is allowed"})
+
+
+def test_the_report_names_places_that_are_no_sites():
+    optimized = autopallas.optimize(model, deny=["scope:encoder", "other.py", "FIRST.py:3"], only="function:att*")
+    report = autopallas.explain(optimized, X)
+    assert report.notes == ("deny 'other.py' selects no site", "deny 'FIRST.py:3' selects no site")
+    for text in (str(report), report.to_html(), summary([("model", report)])):
+        assert "Without effect" in text
+        assert "other.py" in text
+    assert autopallas.explain(autopallas.optimize(model, only="function:attend"), X).notes == ()
 
 
 def test_what_is_denied_adds_up_and_what_is_allowed_does_not(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from autopallas.compat import JaxprEqn
 from autopallas.faults import contained
@@ -12,10 +13,10 @@ from autopallas.graph import Body, Graph
 from autopallas.graph.places import places_of
 from autopallas.options import Options
 from autopallas.patterns.match import Match
-from autopallas.place_selectors import Places, first_that_selects
+from autopallas.place_selectors import Places, first_that_selects, selector_of
 from autopallas.tuning import lock as lockfile
 
-__all__ = ["deny_places"]
+__all__ = ["deny_places", "selecting_nothing"]
 
 
 def deny_places(graph: Graph, matches: Sequence[Match], options: Options) -> list[Match]:
@@ -24,18 +25,48 @@ def deny_places(graph: Graph, matches: Sequence[Match], options: Options) -> lis
     Raises:
       OptionError: the options name a lockfile that cannot be read.
     """
+    settings = _settings(options)
+    return list(_judged(graph, matches, settings)) if settings else list(matches)
+
+
+def selecting_nothing(graph: Graph, matches: Sequence[Match], options: Options) -> tuple[str, ...]:
+    """Returns, in words, which of the places that options or the lockfile name are those of no site.
+
+    Where one site's places cannot be told, nothing is said.
+    """
+    settings = _settings(options)
+    if not settings:
+        return ()
+    every: list[Places] = []
+    for match in matches:
+        known = len(every)
+        with contained(match.location, match.op, "plan"):
+            every.append(places_of(graph, _equations(graph, match)))
+        if len(every) == known:
+            return ()
+    return tuple(
+        f"{option} {text!r} selects no site{source}"
+        for deny, only, source in settings
+        for option, texts in (("deny", deny), ("only", only))
+        for text in texts
+        if not any(selector_of(text).selects(places) for places in every)
+    )
+
+
+_Setting: TypeAlias = tuple[tuple[str, ...], tuple[str, ...], str]
+"""What is denied, what alone is allowed, and where that is set, if not by the options."""
+
+
+def _settings(options: Options) -> list[_Setting]:
+    """Returns the settings in force that name places."""
     lock = None if options.lock is None else lockfile.read(options.lock)
     settings = [(options.deny, options.only or (), "")]
     if lock is not None:
         settings.append((lock.deny, lock.only, f" (lockfile {options.lock})"))
-    if not any(deny or only for deny, only, _ in settings):
-        return list(matches)
-    return list(_judged(graph, matches, settings))
+    return [setting for setting in settings if setting[0] or setting[1]]
 
 
-def _judged(
-    graph: Graph, matches: Sequence[Match], settings: Sequence[tuple[tuple[str, ...], tuple[str, ...], str]]
-) -> Iterator[Match]:
+def _judged(graph: Graph, matches: Sequence[Match], settings: Sequence[_Setting]) -> Iterator[Match]:
     equations: dict[Match, list[tuple[Body, JaxprEqn]]] = {}
     for match in matches:
         equations[match] = []

@@ -166,6 +166,9 @@ def _report(title: str, report: Report) -> Iterator[str]:
         yield '<h3 data-kind="failure">Failures inside autopallas: the program runs on without the rewrite</h3>'
         for failure in report.failures:
             yield _failure(failure)
+    if report.notes:
+        yield "<h3>Without effect</h3>"
+        yield from (f"<p>{escape(note)}</p>" for note in report.notes)
     if report.canary is not None:
         head, lines = text.canary(report.canary)
         yield f"<h3>{escape(head)}</h3>"

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_typ
 
 __all__ = ["SCHEMA_VERSION", "Attempt", "Canary", "Failure", "NearMiss", "Pass", "Report", "Site", "in_order", "plain"]
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """Version number, which rises whenever the fields of the records, or their meaning, change."""
 
 Attempt: TypeAlias = tuple[str, str, str]
@@ -154,6 +154,8 @@ class Report:
     platform: str = ""
     device_kind: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """What was asked for without effect, such as a place under ``deny`` that is no site's."""
     schema_version: int = SCHEMA_VERSION
     canary: Canary | None = field(default=None, compare=False)
     """What compared calls of the function gave so far; None without them."""

@@ -138,6 +138,7 @@ def _lines(title: str, report: Report, machine: bool) -> list[tuple[str, str]]:
             places.append(relative(miss.location))
     near = [f"{op} at {', '.join(at)}: {relative(why)}. {do}".rstrip() for (op, why, do), at in misses.items()]
     lines += _listed("Near misses:", near)
+    lines += _listed("Without effect:", list(report.notes))
     failures = [f"{failure.stage}: {failure.error}" for failure in report.failures]
     lines += _listed("Failures inside autopallas:", failures)
     if report.canary is not None:

@@ -49,6 +49,8 @@ def render(report: Report) -> str:
         blocks.append("\n".join(_near_misses(report.near_misses)))
     if report.failures:
         blocks.append("\n".join(_failures(report.failures)))
+    if report.notes:
+        blocks.append("\n".join(["Without effect:", *(_wrapped(f"- {note}", "  ") for note in report.notes)]))
     if report.canary is not None:
         head_of_calls, lines = canary(report.canary)
         blocks.append("\n".join([_wrapped(head_of_calls), *(_wrapped(f"- {line}", "  ") for line in lines)]))
