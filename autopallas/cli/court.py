@@ -60,6 +60,7 @@ class _Subject(NamedTuple):
     arguments: Sequence[PyTree]
     inputs: Inputs | None
     names: tuple[str, str]
+    special: ArrayFunction | None = None
     numerics: Numerics = "tolerance"
 
 
@@ -90,6 +91,7 @@ def _run(options: argparse.Namespace) -> int:
                 seconds=options.seconds,
                 names=subject.names,
                 numerics=subject.numerics,
+                special=subject.special,
                 progress=functools.partial(_say, say, subject.names[0]),
             )
             verdicts.append(verdict)
@@ -155,7 +157,7 @@ def _given(options: argparse.Namespace) -> _Subject:
         replacement, reference, types, inputs = subject_of(kernel)
         names = (options.kernel, "its reference")
         typical = types if arguments is None else arguments
-        subject = _Subject(replacement, reference, typical, inputs, names, kernel.numerics)
+        subject = _Subject(replacement, reference, typical, inputs, names, numerics=kernel.numerics)
     else:
         if options.reference is None or arguments is None:
             raise CommandError("give --reference MODULE:FUNCTION and --shapes; an autopallas.pattern has its own")

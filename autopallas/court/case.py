@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from autopallas.compat import Dtype
 
 __all__ = [
+    "LARGEST",
     "Case",
     "Inputs",
     "Numbers",
@@ -31,6 +32,8 @@ Inputs: TypeAlias = Callable[[Sequence[jax.ShapeDtypeStruct], int], Sequence[Arr
 
 _MOST_BYTES = 2**25
 """Size of all arguments that a generated case does not exceed, in bytes."""
+LARGEST = float(np.finfo(np.float64).max)
+"""Special value that stands for the largest number of a dtype."""
 _ODD = (3, 5, 7, 9, 11, 13, 17, 19, 23, 29)
 _SHORT = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32", "int64": "i64"}
 
@@ -178,7 +181,7 @@ def special_variants(types: Types) -> tuple[Numbers, ...]:
         "inf": np.inf,
         "-inf": -np.inf,
         "-0.0": -0.0,
-        "the largest number": np.finfo(np.float64).max,
+        "the largest number": LARGEST,
     }
     return tuple(
         Numbers(f"{name} {where} argument {argument}", special=float(value), argument=argument, place=place)

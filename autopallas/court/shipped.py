@@ -23,8 +23,8 @@ from autopallas.workbench.cases import Case, Cases, cases_of, match_of
 __all__ = ["Shipped", "shipped"]
 
 Types: TypeAlias = tuple[jax.ShapeDtypeStruct, ...]
-Shipped: TypeAlias = tuple[ArrayFunction, ArrayFunction, Types, Inputs | None, tuple[str, str]]
-"""(kernel, reference, types of the arguments, inputs, both names)."""
+Shipped: TypeAlias = tuple[ArrayFunction, ArrayFunction, Types, Inputs | None, tuple[str, str], ArrayFunction]
+"""(kernel, reference, types of the arguments, inputs, both names, the kernel where values may not be finite)."""
 
 _SIZES: Mapping[str, tuple[Mapping[str, int], ...]] = {
     "attention": ({"B": 2, "T": 24, "N": 3, "D": 8}, {"B": 1, "T": 24, "N": 4, "D": 8}),
@@ -61,9 +61,12 @@ def shipped(
                 if (case.mask, implementation) in known:
                     continue
                 known.add((case.mask, implementation))
-                kernel = _kernel(optimize, function, name, implementation, interpret and implementation == "pallas_tpu")
+                interpreted = interpret and implementation == "pallas_tpu"
+                kernel, special = (
+                    _kernel(optimize, function, name, implementation, interpreted, assumed) for assumed in (True, False)
+                )
                 names = (f"{name} {case.mask} by {implementation}", f"{case.mask} as it is written")
-                yield kernel, function, types, functools.partial(_inputs, name), names
+                yield kernel, function, types, functools.partial(_inputs, name), names, special
 
 
 def _cases(name: str, offered: Cases) -> Iterator[Case]:
@@ -102,12 +105,19 @@ def _implementations(case: Case, interpret: bool) -> Iterator[str]:
 
 
 def _kernel(
-    optimize: ArrayFunction, function: ArrayFunction, name: str, implementation: str, interpreted: bool
+    optimize: ArrayFunction, function: ArrayFunction, name: str, implementation: str, interpreted: bool, finite: bool
 ) -> ArrayFunction:
-    """Returns the optimized function, which raises where it would not use the implementation."""
+    """Returns the optimized function, which raises where it would not use the implementation; ``finite`` tells whether
+    values are assumed to be finite."""
     demanded = {} if operation_named(name).kinds else {"implementation": implementation}
     optimized: ArrayFunction = optimize(
-        _fresh(function), ops=(name,), objective="always", require={name: 1}, autotune=False, **demanded
+        _fresh(function),
+        ops=(name,),
+        objective="always",
+        require={name: 1},
+        autotune=False,
+        assume_finite=finite,
+        **demanded,
     )
     if not interpreted:
         return optimized

@@ -138,6 +138,6 @@ def _associative_scan(w: Writer, at: str, size: dict[str, int], x: str, ids: str
     axis, reverse = c.pick(f"{at}.axis", [1, 2, 0], 0.3), c.chance(f"{at}.reverse", 0.3)
     w.features.add("associative scan")
     return (
-        f"lax.associative_scan(lambda l, r: {combine}, ({decay}.astype({x}.dtype), {added}.astype({x}.dtype)), "
+        f"lax.associative_scan(lambda l, r: {combine}, (({decay}).astype({x}.dtype), ({added}).astype({x}.dtype)), "
         f"axis={axis}, reverse={reverse})[1]"
     )
