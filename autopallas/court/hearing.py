@@ -26,6 +26,8 @@ _NO_DIGIT = 0.2
 """Limit of an array's error from which on it tells nothing: the reference itself is off by half of that."""
 _SAMPLES = 4
 """How often the reference runs on arguments a rounding away, where a result would be in breach otherwise."""
+_ROUNDED_SAMPLES = 4
+"""How often its steps are a rounding away then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class Reference:
     ):
         self.names, self.gradients, self.numerics = tuple(names), tuple(gradients), numerics
         self._run = jax.jit(gives)
-        self._oracle = Oracle(program)
+        self._oracle, self._rounding_oracle = Oracle(program), Oracle(program, rounds=True)
 
     @staticmethod
     def of(
@@ -95,9 +97,15 @@ class Reference:
         """Traces a reference for arguments."""
         return Reference(gives, compat.make_jaxpr(gives, *arguments), names, gradients, numerics)
 
-    def __call__(self, *arguments: Array) -> list[jax.Array]:
+    def __call__(self, *arguments: Array) -> list[Array]:
         with quiet():
             return list(self._run(*arguments))
+
+    def rounded(self, arguments: Sequence[Array], plain: Sequence[Array], seed: int) -> list[Array]:
+        """Returns the oracle's results with a rounding in each of the reference's steps, in the dtypes of ``plain``."""
+        results = self._rounding_oracle(*arguments, seed=seed)
+        with np.errstate(over="ignore"):
+            return [np.asarray(x).astype(own.dtype) for x, own in zip(results, plain, strict=True)]
 
     def exactly(self, *arguments: Array) -> list[Array]:
         """Returns the results of the float64 oracle."""
@@ -118,7 +126,7 @@ def hear(reference: Reference, kernel: Gives, arguments: Sequence[Array]) -> Hea
     plain, exact = reference(*arguments), reference.exactly(*arguments)
     found = list(kernel(*arguments))
     findings: list[Finding] = []
-    samples: list[list[jax.Array]] | None = None
+    samples: list[list[Array]] | None = None
     maximum = row = 0.0
     hidden = undecided = 0
     if len(found) != len(plain):
@@ -133,6 +141,7 @@ def hear(reference: Reference, kernel: Gives, arguments: Sequence[Array]) -> Hea
         if any(f.kind in ("maximum", "row") for f in verdict.findings) and jnp.issubdtype(plain[i].dtype, jnp.inexact):
             if samples is None:
                 samples = [reference(*_perturbed(arguments, seed)) for seed in range(_SAMPLES)]
+                samples += [reference.rounded(arguments, plain, seed) for seed in range(_ROUNDED_SAMPLES)]
             verdict = _judged(what, gradient, plain[i], found[i], exact[i], [sample[i] for sample in samples])
         findings += verdict.findings
         if reference.numerics == "identical" and (share := _unlike(found[i], plain[i])):

@@ -26,7 +26,8 @@ from jax.typing import ArrayLike
 
 from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, JaxprLike, Literal, Shaped
-from autopallas.numerics.promote import Value, decided, equation_twice, is_float, quiet
+from autopallas.numerics.promote import FROZEN, Value, decided, equation_twice, is_float, quiet
+from autopallas.numerics.rounding import EXACT_PRIMITIVES
 
 __all__ = ["Oracle"]
 
@@ -58,6 +59,10 @@ class Oracle:
 
     Args:
       program: the closed jaxpr.
+      rounds: whether to add a random rounding to the program's own dtypes to each result of its arithmetic.  So the
+        results are a sample of what other orders of the same steps may give: where the program's own difference is
+        exactly zero, as in the gradient of a saturated softmax, theirs is a rounding ("Monte Carlo arithmetic", Parker,
+        1997).
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -66,8 +71,10 @@ class Oracle:
       [1.0]
     """
 
-    def __init__(self, program: ClosedJaxpr):
-        self._program = program
+    def __init__(self, program: ClosedJaxpr, rounds: bool = False):
+        self._program, self._rounds = program, rounds
+        self._key: jax.Array | None = None
+        self._drawn = 0
         self._compiled: Callable[..., list[jax.Array]] | None = None
         self._notes: set[str] = set()
 
@@ -76,22 +83,24 @@ class Oracle:
         """Notes, after a call, on each equation that could not be evaluated in float64."""
         return tuple(sorted(self._notes))
 
-    def __call__(self, *arguments: ArrayLike) -> list[jax.Array | np.ndarray]:
+    def __call__(self, *arguments: ArrayLike, seed: int = 0) -> list[jax.Array | np.ndarray]:
         """Returns the results as numpy arrays (random keys as they are); floats are float64 or complex128.
 
         Args:
           *arguments: the program's arguments, in its own dtypes.
+          seed: that of the roundings.
         """
         with quiet(), jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
             with _device(arguments):
                 if self._compiled is None:
                     # Values that no decision reads are not computed twice.
-                    twice = jaxprs.without_dead_code(compat.make_jaxpr(self._evaluate, *arguments))
+                    twice = jaxprs.without_dead_code(compat.make_jaxpr(self._evaluate, np.uint32(seed), *arguments))
                     self._compiled = jax.jit(compat.jaxpr_as_fun(twice))
-                results = self._compiled(*arguments)
+                results = self._compiled(np.uint32(seed), *arguments)
             return [x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x) for x in results]
 
-    def _evaluate(self, *arguments: ArrayLike) -> list[jax.Array]:
+    def _evaluate(self, seed: jax.Array, *arguments: ArrayLike) -> list[jax.Array]:
+        self._key = jax.random.key(seed) if self._rounds else None
         return [v.high for v in self._run(self._program, [decided(jnp.asarray(x)) for x in arguments])]
 
     # ------------------------------------------------------------------ bodies
@@ -122,7 +131,20 @@ class Oracle:
         rule = _STRUCTURES.get(name)
         if rule is not None:
             return rule(self, equation, values)
-        return equation_twice(equation, values, self._run, self._notes)
+        results = equation_twice(equation, values, self._run, self._notes)
+        if self._key is None or name in EXACT_PRIMITIVES or name in FROZEN:
+            return results
+        return [self._rounded(value, self._key) for value in results]
+
+    def _rounded(self, value: Value, key: jax.Array) -> Value:
+        """Adds a rounding to the dtype of a value's own form."""
+        if not is_float(value.own.dtype):
+            return value
+        self._drawn += 1
+        key = jax.random.fold_in(key, self._drawn)
+        unit = float(jnp.finfo(value.own.dtype).eps)
+        drawn = jax.random.uniform(key, value.high.shape, jnp.float64, -unit, unit)
+        return Value(value.own, value.high * (1 + drawn))
 
     # ------------------------------------------------------------------ structures
 

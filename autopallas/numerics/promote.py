@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from autopallas import compat, jaxprs
 from autopallas.compat import Dtype, JaxprEqn, JaxprLike, Params, Shaped
 
-__all__ = ["Value", "decided", "equation_twice", "is_float", "promoted_dtype", "quiet"]
+__all__ = ["FROZEN", "Value", "decided", "equation_twice", "is_float", "promoted_dtype", "quiet"]
 
 Body = Callable[[JaxprLike, Sequence["Value"]], "list[Value]"]
 """Evaluates a jaxpr, open or closed, on values."""
@@ -65,7 +65,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-_FROZEN = frozenset(
+FROZEN = frozenset(
     {"bitcast_convert_type", "ceil", "floor", "nextafter", "random_gamma", "rng_uniform", "round", "sign"}
 )
 """Float results that are decisions: a grid point, a sign, a neighbour or bit pattern in a dtype, random numbers."""
@@ -101,7 +101,7 @@ def equation_twice(equation: JaxprEqn, values: Sequence[Value], run: Body, notes
     own = _bind(equation, [v.own for v in values], equation.params)
     if not any(is_float(x.dtype) for x in own):
         return [Value(x, x) for x in own]
-    if name in _FROZEN or any(jnp.issubdtype(v.own.dtype, jax.dtypes.prng_key) for v in values):
+    if name in FROZEN or any(jnp.issubdtype(v.own.dtype, jax.dtypes.prng_key) for v in values):
         return [decided(x) for x in own]
     try:
         high = _promoted(equation, values, own, run)

@@ -17,7 +17,17 @@ from jax.typing import DTypeLike
 from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, Dtype, JaxprAtom, JaxprEqn, JaxprLike, Literal, Var
 
-__all__ = ["NOTHING", "Source", "coarsest", "flow", "gradient_function", "joined", "less_precise", "rounded"]
+__all__ = [
+    "EXACT_PRIMITIVES",
+    "NOTHING",
+    "Source",
+    "coarsest",
+    "flow",
+    "gradient_function",
+    "joined",
+    "less_precise",
+    "rounded",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +50,7 @@ NOTHING, EXACT = Source(), Source(followed=True)
 Site = Callable[[JaxprEqn, Sequence[Source]], "list[Source] | None"]
 """Returns the sources of a replaced site's results from those of its operands; None for any other equation."""
 
-_EXACT_PRIMITIVES = frozenset(
+EXACT_PRIMITIVES = frozenset(
     """
     abs all_gather all_to_all broadcast_in_dim clamp concatenate copy copy_p cummax cummin dynamic_slice
     dynamic_update_slice expand_dims gather imag max min name neg optimization_barrier pad ppermute pvary real
@@ -143,7 +153,7 @@ def _own(equation: JaxprEqn, variable: Var) -> DTypeLike | None:
     """Returns the dtype to which an equation without bodies rounds one of its results, or None."""
     dtype: Dtype | None = getattr(variable.aval, "dtype", None)
     name = equation.primitive.name
-    if dtype is None or not jnp.issubdtype(dtype, np.inexact) or name in _EXACT_PRIMITIVES:
+    if dtype is None or not jnp.issubdtype(dtype, np.inexact) or name in EXACT_PRIMITIVES:
         return None
     if name == "convert_element_type":
         given = equation.invars[0].aval.dtype

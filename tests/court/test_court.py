@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from autopallas.court.case import Case, Numbers, in_words, size_variants
+from autopallas.court.hearing import Reference, hear, with_gradients
 from autopallas.court.trial import QUESTIONS, judge
 from autopallas.numerics.rows import row_errors
 
@@ -88,6 +89,37 @@ def test_where_the_reference_has_no_digit_nothing_is_decided():
 
     verdict = judge(lambda x: jnp.cos(x * 1e9), lost, [f32(4, 6)], questions=["sizes"], gradients=False, dtypes=())
     assert any("were not judged" in note for note in verdict.notes)
+
+
+def attention(wrong):
+    """An attention whose gradient takes the sum of p * dp from the result, as kernels do."""
+
+    @jax.custom_vjp
+    def attend(q, k, v):
+        return jax.nn.softmax(q @ k.T) @ v
+
+    def backward(saved, dout):
+        q, k, v = saved
+        p = jax.nn.softmax(q @ k.T)
+        ds = p * (dout @ v.T - jnp.sum(dout * (p @ v), -1, keepdims=True))
+        dq = ds @ k
+        return dq.at[1].multiply(1.35) if wrong else dq, ds.T @ q, p.T @ dout
+
+    attend.defvjp(lambda *given: (attend(*given), given), backward)
+    return with_gradients(attend, (0, 1, 2))
+
+
+def test_a_rounding_in_place_of_a_difference_that_is_exactly_zero_is_no_fault():
+    """Where a softmax is saturated, its gradient is zero in one order of the sums, and a rounding in another."""
+    random = np.random.default_rng(0)
+    saturated = [np.asarray(30 * random.standard_normal(shape), np.float32) for shape in ((6, 8), (10, 8), (10, 8))]
+    gives = with_gradients(lambda q, k, v: jax.nn.softmax(q @ k.T) @ v, (0, 1, 2))
+    names = ["result", "gradient of q", "gradient of k", "gradient of v"]
+    reference = Reference.of(gives, saturated, names, [False, True, True, True])
+    assert hear(reference, attention(wrong=False), saturated).findings == ()
+    plain = [x / 30 for x in saturated]
+    assert hear(reference, attention(wrong=False), plain).findings == ()
+    assert {finding.what for finding in hear(reference, attention(wrong=True), plain).findings} == {"gradient of q"}
 
 
 def test_what_claims_to_be_identical_is_compared_bit_by_bit():

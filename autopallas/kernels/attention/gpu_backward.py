@@ -26,7 +26,7 @@ from autopallas.kernels.attention import gpu_forward, xla
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.gpu_block_sizes import Tiles, backward_tiles
 from autopallas.kernels.attention.gpu_elements import Value, backward_elements
-from autopallas.kernels.attention.gpu_forward import fill, multiplied, parts, product, ring, share_registers, vectors
+from autopallas.kernels.attention.gpu_forward import fill, multiplied, parts, products, ring, share_registers, vectors
 from autopallas.kernels.attention.gpu_grid import (
     WARPGROUP_ROWS,
     Loop,
@@ -66,7 +66,7 @@ def backward(
     # wgmma multiplies 16-bit operands: a cotangent that the original does not round is split into a sum of two, which
     # are concatenated along the head, and the values are repeated for them.
     split = spec.reads_weights != query.dtype or dout.dtype != query.dtype
-    shift, factor = _normalizers(spec, block_sizes, operands, residuals.shift)
+    shift, factor = _normalizers(spec, block_sizes, operands, residuals)
     if split and head_size_of(2 * size) is None:
         return xla.backward(spec, block_sizes, operands, residuals._replace(shift=shift, factor=factor), cotangents)
     # Everything after the probabilities is linear in the cotangent, which is multiplied by their factor instead.
@@ -111,7 +111,7 @@ def backward(
 
 
 def _normalizers(
-    spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands, logsumexp: Array
+    spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands, residuals: Residuals
 ) -> tuple[Array, Array]:
     """Returns (shift, factor), each [B, K, G, T], such that the probabilities are exp(x - shift) * factor."""
 
@@ -119,8 +119,11 @@ def _normalizers(
         maximum, total = gpu_forward.statistics(spec, block_sizes, operands)
         return maximum, reciprocal(total)
 
-    if spec.inner_weights:
+    if spec.inner_weights:  # what they drop may exceed the logsumexp by far
         return recomputed()
+    logsumexp, factor = residuals.shift, residuals.factor
+    if factor is not None:
+        return logsumexp, factor
     large = jnp.isfinite(logsumexp) & (jnp.abs(logsumexp) > _LARGE_LOGSUMEXP)
     shift, factor = lax.cond(jnp.any(large), recomputed, lambda: (logsumexp, jnp.ones_like(logsumexp)))
     return shift, factor
@@ -154,6 +157,9 @@ def _side_gradient(
 
 
 # ---------------------------------------------------------------------- the kernel
+
+_MOST_SUMS = 128
+"""Largest width of all gradients of a row beside which registers hold two tiles."""
 
 
 class _Plan(NamedTuple):
@@ -241,6 +247,12 @@ class _Plan(NamedTuple):
     def inner(self) -> bool:
         """Whether anything but the probabilities is needed."""
         return self.outputs != ("value",)
+
+    @property
+    def holds_two_tiles(self) -> bool:
+        """Whether registers hold two tiles beside the sums.  Then the scores and what is multiplied into their
+        gradients are computed together, without a wait in between."""
+        return sum(self.sizes[o] for o in self.outputs) <= _MOST_SUMS
 
     @property
     def floating(self) -> list[int]:
@@ -529,20 +541,29 @@ def _add_tile(
     spec, shape, outputs = plan.spec, plan.shape, plan.outputs
     tile = _Tile.of(own, base, at_home, loop, n)
     home, streamed = memory.home_shared, memory.streamed_shared
+    pairs = [(home.first.at[here], streamed.first.at[tile.slot])]
+    early: dict[str, Value] = {}
+    if plan.holds_two_tiles:  # the numbers of the rows are on their way while the tile is awaited
+        early["shift"] = tile.numbers("shift")
+        if plan.inner and outputs:
+            early["delta"] = tile.numbers("delta")
+        if plan.inner:
+            pairs.append((home.second.at[here], streamed.second.at[tile.slot]))
     plgpu.barrier_wait(memory.ready.at[tile.slot])
     known = tile.place.positions() | side_values(spec, memory.sides, tile.place)
-    score = product(home.first.at[here], streamed.first.at[tile.slot], shape)
-    known |= {"score": Value("tile", score.astype(spec.score_dtype)), "shift": tile.numbers("shift")}
+    score, *others = products(pairs, shape)
+    known |= {"score": Value("tile", score.astype(spec.score_dtype))}
+    known["shift"] = early["shift"] if early else tile.numbers("shift")
     elements = backward_elements(spec, loop.programs).on(shape, known)
     new: dict[str, Array] = {}
     # What needs only the probabilities comes first: registers are scarce.
     if "value" in outputs:
         new["value"] = tile.added("value", elements.result()[0], sums[outputs.index("value")])
     if plan.inner:
-        dp = product(home.second.at[here], streamed.second.at[tile.slot], shape)
+        (dp,) = others or products([(home.second.at[here], streamed.second.at[tile.slot])], shape)
         elements.given({"dp": Value("tile", dp)})
     if plan.inner and outputs:
-        elements.given({"delta": tile.numbers("delta")})
+        elements.given({"delta": early["delta"] if early else tile.numbers("delta")})
         new[outputs[0]] = tile.added(outputs[0], elements.result()[1], sums[0])
     plgpu.barrier_arrive(memory.free.at[tile.slot])
     further = []

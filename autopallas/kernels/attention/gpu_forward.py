@@ -45,7 +45,7 @@ from autopallas.kernels.gpu import mosaic, rounded, tile
 from autopallas.kernels.refs import Number, Ref
 from autopallas.sites.interpret import interpretation
 
-__all__ = ["forward", "multiplied", "parts", "product", "ring", "share_registers", "statistics", "vectors"]
+__all__ = ["forward", "multiplied", "parts", "products", "ring", "share_registers", "statistics", "vectors"]
 
 Array: TypeAlias = jax.Array
 F32 = np.dtype(np.float32)
@@ -67,14 +67,15 @@ class _Running(NamedTuple):
 
 
 def forward(spec: AttentionSpec, blocks: BlockSizes, operands: Operands) -> Results:
-    """Computes result and logsumexp; see ``pallas_gpu.forward``."""
-    out, logsumexp = _call(_Plan.of(spec, blocks, operands, values=True), operands)
-    return Results(out, (logsumexp,))
+    """Computes result, logsumexp and the factor of the probabilities; see ``pallas_gpu.forward``."""
+    out, logsumexp, factor = _call(_Plan.of(spec, blocks, operands, values=True), operands)
+    return Results(out, (logsumexp,), factor)
 
 
 def statistics(spec: AttentionSpec, blocks: BlockSizes, operands: Operands) -> tuple[Array, Array]:
     """Returns the maximum and the sum of exponentials of each row, [B, K, G, T]; values are not read."""
-    return _call(_Plan.of(spec, blocks, operands, values=False), operands)
+    maximum, total = _call(_Plan.of(spec, blocks, operands, values=False), operands)
+    return maximum, total
 
 
 # ---------------------------------------------------------------------- the kernel
@@ -145,12 +146,13 @@ class _Plan(NamedTuple):
         return found
 
     @property
-    def results(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """Types of result and logsumexp; without values, of maximum and sum."""
+    def results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Types of result, logsumexp and factor; without values, of maximum and sum."""
         numbers = jax.ShapeDtypeStruct((*self.heads, self.rows), F32)
         if not self.values:
             return numbers, numbers
-        return jax.ShapeDtypeStruct((*self.heads, self.rows, self.value_head_size), self.spec.result_dtype), numbers
+        result = jax.ShapeDtypeStruct((*self.heads, self.rows, self.value_head_size), self.spec.result_dtype)
+        return result, numbers, numbers
 
     def scratch(self, operands: Operands) -> list[Ref]:
         """Returns shared memory and barriers, in the order of :class:`_Memory`."""
@@ -188,7 +190,7 @@ class _Memory(NamedTuple):
     table: Ref
     sides: tuple[Ref, ...]
     sink: Ref
-    results: tuple[Ref, Ref]
+    results: tuple[Ref, ...]
     query_shared: Ref
     key_shared: Ref
     value_shared: Ref
@@ -210,7 +212,7 @@ class _Memory(NamedTuple):
             table=next(left) if plan.visits.operands else None,
             sides=tuple(next(left) for _ in plan.spec.sides),
             sink=next(left) if plan.spec.sink is not None else None,
-            results=(next(left), next(left)),
+            results=tuple(next(left) for _ in plan.results),
             query_shared=next(left),
             key_shared=next(left),
             value_shared=next(left) if plan.values else None,
@@ -257,7 +259,7 @@ class _Block(NamedTuple):
         return _Block(plan, memory, warpgroup, b, k, group, home, visits.steps(memory.table, b, home))
 
 
-def _call(plan: _Plan, operands: Operands) -> tuple[Array, Array]:
+def _call(plan: _Plan, operands: Operands) -> tuple[Array, ...]:
     """Runs the kernel, and cuts its results to the attention's sizes."""
     spec, visits = plan.spec, plan.visits
     inputs, results = plan.inputs(operands), plan.results
@@ -278,7 +280,7 @@ def _call(plan: _Plan, operands: Operands) -> tuple[Array, Array]:
     )(*inputs)
     cut = spec.query_length
     first = found[0][..., :cut, : spec.value_head_size] if plan.values else found[0][..., :cut]
-    return first, found[1][..., :cut]
+    return first, *(numbers[..., :cut] for numbers in found[1:])
 
 
 def _kernel(plan: _Plan, *refs: Ref) -> None:
@@ -328,7 +330,7 @@ def _advanced(own: _Block, base: Array, loop: Loop, n: Number, running: _Running
     slot = lax.rem(n, jnp.int32(plan.stages))
     plgpu.barrier_wait(memory.key_ready.at[slot])
     switch = partial(_switch, memory) if plan.takes_turns else None
-    score = product(memory.query_shared.at[here], memory.key_shared.at[slot], shape, switch)
+    (score,) = products([(memory.query_shared.at[here], memory.key_shared.at[slot])], shape, switch)
     plgpu.barrier_arrive(memory.key_free.at[slot])
     p, running = _softmax(own, loop, place, score, running)
     if running.accumulator is None:
@@ -351,8 +353,8 @@ def _advanced(own: _Block, base: Array, loop: Loop, n: Number, running: _Running
 
 
 def _store(own: _Block, window: tuple[object, ...], running: _Running) -> None:
-    """Writes result and logsumexp; without values, maximum and sum."""
-    first, second = own.memory.results
+    """Writes result, logsumexp and factor; without values, maximum and sum."""
+    first, second, *third = own.memory.results
     if running.accumulator is None:
         first.at[window][...] = running.maximum
         second.at[window][...] = running.total
@@ -362,7 +364,11 @@ def _store(own: _Block, window: tuple[object, ...], running: _Running) -> None:
     if running.kept is not None:
         result = jnp.where(lax.broadcast_in_dim(running.kept, shape, (0,)) > 0.0, result, 0.0)
     first.at[window][...] = result.astype(own.plan.spec.result_dtype)
-    second.at[window][...] = running.maximum + jnp.log(running.total)
+    logsumexp = running.maximum + jnp.log(running.total)
+    second.at[window][...] = logsumexp
+    # Of the rounded logsumexp; see tile_values.logsumexp.
+    factor = jnp.exp2((logsumexp - running.maximum) * np.float32(LOG2E)) / running.total
+    third[0].at[window][...] = jnp.where(running.total > 0.0, factor, 1.0)
 
 
 def _load(own: _Block) -> None:
@@ -546,16 +552,18 @@ def multiplied(tile_value: Array, shared: Ref, accumulator: Array, through: Ref 
     return summed
 
 
-def product(a: Ref, b: Ref, shape: tuple[int, int], started: Callable[[], None] | None = None) -> Array:
-    """Computes a b^T of two tiles in shared memory; ``started`` is called before it is waited for."""
+def products(
+    pairs: Sequence[tuple[Ref, Ref]], shape: tuple[int, int], started: Callable[[], None] | None = None
+) -> tuple[Array, ...]:
+    """Computes a b^T of pairs (a, b) of tiles in shared memory; ``started`` is called before they are waited for."""
     plgpu = mosaic()
 
-    def multiply(accumulator: Ref) -> Array:
-        plgpu.wgmma(accumulator, a, b.transpose((1, 0)))
+    def multiply(*accumulators: Ref) -> tuple[Array, ...]:
+        for accumulator, (a, b) in zip(accumulators, pairs, strict=True):
+            plgpu.wgmma(accumulator, a, b.transpose((1, 0)))
         if started is not None:
             started()
-        found: Array = accumulator[...]
-        return found
+        return tuple(accumulator[...] for accumulator in accumulators)
 
-    result: Array = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-    return result
+    found: tuple[Array, ...] = pl.run_scoped(multiply, *(plgpu.ACC(shape, jnp.float32) for _ in pairs))
+    return found
