@@ -12,11 +12,12 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from autopallas.kernels.recurrence.products import Halves, halved_products, segment_products
+from autopallas.kernels.recurrence.products import HalvedProducts, halved_products, pairs, segment_products
 
-__all__ = ["Channels", "Decays", "Form", "Heads", "Kind", "Operands"]
+__all__ = ["Channels", "Chunk", "Decays", "Form", "Heads", "Kind", "Operands", "differentiated"]
 
 Array: TypeAlias = jax.Array
 _einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
@@ -59,23 +60,60 @@ class Form(Protocol):
         """Returns (the cotangent of the state before the chunk, those of the decays and of the operands)."""
 
 
-class Kind(Form, Protocol):
-    """How a chunk is computed where its decay is of some kind, and the parts that this is made of."""
+class Chunk(Protocol):
+    """One chunk, and the parts that it is computed of."""
 
-    def scores(self, before: bool, decays: Decays, query: Array, key: Array) -> Array:
+    def scores(self, before: bool, query: Array, key: Array) -> Array:
         """Returns how much of each step's value each query reads, [G, H, C, C]."""
 
-    def entering(self, before: bool, decays: Decays, query: Array, state: Array) -> Array:
+    def entering(self, before: bool, query: Array, state: Array) -> Array:
         """Returns what queries read of the state before the chunk, [G, H, C, P]."""
 
-    def passed(self, state: Array, decays: Decays) -> Array:
+    def passed(self, state: Array) -> Array:
         """Returns what is left of the state before the chunk at its end."""
 
-    def added(self, decays: Decays, key: Array, value: Array) -> Array:
+    def added(self, key: Array, value: Array) -> Array:
         """Returns what is added to the state by the end of the chunk."""
+
+
+class Kind(Form, Protocol):
+    """How a chunk is computed where its decay is of some kind."""
+
+    def chunk(self, decays: Decays) -> Chunk:
+        """Returns the chunk with some decays."""
 
     def of_decays(self, decays: Decays, cotangent: Array) -> Array:
         """Returns the cotangent of the decays [G, H, C, ...] from that of the first of ``decays``."""
+
+
+class _HeadsChunk(NamedTuple):
+    """A chunk with the segment products [G, H, C, C + 1]."""
+
+    products: Array
+
+    def scores(self, before: bool, query: Array, key: Array) -> Array:
+        return _einsum("gjtn,gjsn->gjts", query, key) * self.seen(before)[..., 1:]
+
+    def entering(self, before: bool, query: Array, state: Array) -> Array:
+        return self.seen(before)[..., :1] * _of_rows(query, state)
+
+    def passed(self, state: Array) -> Array:
+        return self.products[..., -1, :1, None] * state
+
+    def added(self, key: Array, value: Array) -> Array:
+        weighted = value * self.products[..., -1, 1:, None]
+        return _einsum("gjsn,ghsp->ghnp" if key.shape[1] == 1 else "ghsn,ghsp->ghnp", key, weighted)
+
+    def seen(self, before: bool) -> Array:
+        """Returns the factors from each step, and from before the chunk, to the state that y reads."""
+        if not before:
+            return self.products
+        first = jnp.zeros_like(self.products[..., :1, :]).at[..., 0].set(1)
+        return jnp.concatenate([first, self.products[..., :-1, :]], -2)
+
+
+def _of_rows(query: Array, state: Array) -> Array:
+    return _einsum("gjtn,ghnp->ghtp" if query.shape[1] == 1 else "ghtn,ghnp->ghtp", query, state)
 
 
 class Heads:
@@ -89,39 +127,14 @@ class Heads:
         further = None if excess is None else jnp.moveaxis(excess, 3, 0)
         return jnp.moveaxis(segment_products(jnp.moveaxis(decay, 3, 0), further), (0, 1), (3, 4)), None
 
+    def chunk(self, decays: Decays) -> _HeadsChunk:
+        return _HeadsChunk(decays[0])
+
     def advance(self, state: Array, decays: Decays, operands: Operands) -> Array:
-        return self.passed(state, decays) + self.added(decays, operands.key, operands.value)
-
-    def passed(self, state: Array, decays: Decays) -> Array:
-        return decays[0][..., -1, :1, None] * state
-
-    def added(self, decays: Decays, key: Array, value: Array) -> Array:
-        weighted = value * decays[0][..., -1, 1:, None]
-        return _einsum("gjsn,ghsp->ghnp" if key.shape[1] == 1 else "ghsn,ghsp->ghnp", key, weighted)
-
-    def scores(self, before: bool, decays: Decays, query: Array, key: Array) -> Array:
-        return _einsum("gjtn,gjsn->gjts", query, key) * self._seen(before, decays[0])[..., 1:]
-
-    def entering(self, before: bool, decays: Decays, query: Array, state: Array) -> Array:
-        return self._seen(before, decays[0])[..., :1] * self._of_rows(query, state)
+        return advanced(self.chunk(decays), state, operands)
 
     def step(self, before: bool, state: Array, own: tuple[Decays, Operands]) -> tuple[Array, Array]:
-        decays, operands = own
-        y = _einsum("ghts,ghsp->ghtp", self.scores(before, decays, operands.query, operands.key), operands.value)
-        y += self.entering(before, decays, operands.query, state)
-        return self.advance(state, decays, operands), y
-
-    @staticmethod
-    def _seen(before: bool, products: Array) -> Array:
-        """Returns the factors from each step, and from before the chunk, to the state that y reads."""
-        if not before:
-            return products
-        first = jnp.zeros_like(products[..., :1, :]).at[..., 0].set(1)
-        return jnp.concatenate([first, products[..., :-1, :]], -2)
-
-    @staticmethod
-    def _of_rows(query: Array, state: Array) -> Array:
-        return _einsum("gjtn,ghnp->ghtp" if query.shape[1] == 1 else "ghtn,ghnp->ghtp", query, state)
+        return stepped(self.chunk(own[0]), before, state, own[1])
 
     def step_transposed(
         self, before: bool, dstate: Array, decays: Decays, operands: Operands, state: Array, dy: Array
@@ -129,7 +142,7 @@ class Heads:
         products, _ = decays
         key, value, query = operands[:3]
         shared = key.shape[1] == 1
-        seen = self._seen(before, products)
+        seen = self.chunk(decays).seen(before)
         scores = _einsum("gjtn,gjsn->gjts", query, key)
         dweights = _einsum("ghtp,ghsp->ghts", dy, value)
         dscores = dweights * seen[..., 1:]
@@ -147,7 +160,7 @@ class Heads:
             dkey = _einsum("ghts,ghtn->ghsn", dscores, query) + _einsum("ghsp,ghnp->ghsn", value * last, dstate)
             dbefore = _einsum("ghtn,ghtp->ghnp", query, into)
         dbefore += products[..., -1, :1, None] * dstate
-        of_rows = self._of_rows(query, state)
+        of_rows = _of_rows(query, state)
         dseen = jnp.concatenate([jnp.sum(dy * of_rows, -1, keepdims=True), dweights * scores], -1)
         dproducts = jnp.concatenate([dseen[..., 1:, :], jnp.zeros_like(dseen[..., :1, :])], -2) if before else dseen
         dends = jnp.concatenate([jnp.sum(state * dstate, (-2, -1))[..., None], jnp.sum(value * dadded, -1)], -1)
@@ -169,6 +182,69 @@ class Heads:
         return jnp.sum(products[..., 1:] * held * beside, -2)
 
 
+class _ChannelsChunk(NamedTuple):
+    """A chunk with the decays [G, H, C, N] and the products of its segments, split at the middles of blocks."""
+
+    decay: Array
+    products: HalvedProducts
+
+    def scores(self, before: bool, query: Array, key: Array) -> Array:
+        found = _scores(self.products.levels, self._decayed(before, query), key)
+        if before:
+            return found
+        own_steps = jnp.sum(query * key, -1, keepdims=True)
+        return found + jnp.where(np.eye(query.shape[-2], dtype=bool), own_steps, jnp.zeros_like(own_steps))
+
+    def entering(self, before: bool, query: Array, state: Array) -> Array:
+        read = self._decayed(before, query) * self.products.from_start
+        return _einsum("ghtn,ghnp->ghtp", read, state)
+
+    def passed(self, state: Array) -> Array:
+        return self.products.total[..., None] * state
+
+    def added(self, key: Array, value: Array) -> Array:
+        return _einsum("ghsn,ghsp->ghnp", key * self.products.to_end, value)
+
+    def _decayed(self, before: bool, query: Array) -> Array:
+        """Returns queries of the states before their steps: a state after a step has decayed once more."""
+        return query if before else query * self.decay
+
+
+@jax.custom_vjp
+def _scores(levels: Array, query: Array, key: Array) -> Array:
+    """Returns the scores [G, H, C, C] of pairs of steps in both halves of a block, for all sizes of blocks."""
+
+    def add(found: Array, size: tuple[Array, Array]) -> tuple[Array, None]:
+        weights, own = size
+        across = _einsum("ghtn,ghsn->ghts", query * weights, key * weights)
+        return found + jnp.where(own, across, jnp.zeros_like(across)), None
+
+    count = query.shape[-2]
+    return lax.scan(add, jnp.zeros((*query.shape[:-1], count), query.dtype), (levels, pairs(count)))[0]
+
+
+def _scores_forward(levels: Array, query: Array, key: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    return _scores(levels, query, key), (levels, query, key)
+
+
+def _scores_backward(given: tuple[Array, Array, Array], cotangent: Array) -> tuple[Array, Array, Array]:
+    levels, query, key = given
+
+    def add(found: tuple[Array, Array], size: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
+        weights, own = size
+        across = jnp.where(own, cotangent, jnp.zeros_like(cotangent))
+        of_query = _einsum("ghts,ghsn->ghtn", across, key * weights)
+        of_key = _einsum("ghts,ghtn->ghsn", across, query * weights)
+        return (found[0] + of_query * weights, found[1] + of_key * weights), of_query * query + of_key * key
+
+    nothing = jnp.zeros_like(query), jnp.zeros_like(key)
+    found, of_levels = lax.scan(add, nothing, (levels, pairs(query.shape[-2])))
+    return of_levels, *found
+
+
+_scores.defvjp(_scores_forward, _scores_backward)
+
+
 class Channels:
     """One chunk where each row of a state has its own decay; keys and queries have all heads.
 
@@ -180,69 +256,42 @@ class Channels:
         """Returns the decays and what they exceed one by: a chunk's products are computed where they are needed."""
         return decay, excess
 
+    def chunk(self, decays: Decays) -> _ChannelsChunk:
+        return _ChannelsChunk(decays[0], halved_products(*decays))
+
     def advance(self, state: Array, decays: Decays, operands: Operands) -> Array:
-        return self.passed(state, decays) + self.added(decays, operands.key, operands.value)
-
-    def passed(self, state: Array, decays: Decays) -> Array:
-        return _halved(decays, False)[2][..., None] * state
-
-    def added(self, decays: Decays, key: Array, value: Array) -> Array:
-        return _einsum("ghsn,ghsp->ghnp", key * _halved(decays, False)[1].to_middle, value)
-
-    def scores(self, before: bool, decays: Decays, query: Array, key: Array) -> Array:
-        own_steps = jnp.zeros_like(query[..., :1]) if before else jnp.sum(query * key, -1, keepdims=True)
-        scores = own_steps[..., None]  # [G, H, C, 1, 1], of blocks of one step
-        for level in _halved(decays, before)[0]:
-            half = level.to_middle.shape[-2]
-            early, late = _parted(key, half)[0], _parted(query, half)[1]
-            across = _products(late * level.from_middle, early * level.to_middle)
-            pairs = scores.reshape(*scores.shape[:2], -1, 2 * half, half)
-            first, second = lax.split(pairs, (half, half), axis=3)
-            upper = jnp.concatenate([first, jnp.zeros_like(first)], -1)
-            scores = jnp.concatenate([upper, jnp.concatenate([across, second], -1)], -2)
-        return scores[:, :, 0]
-
-    def entering(self, before: bool, decays: Decays, query: Array, state: Array) -> Array:
-        return _einsum("ghtn,ghnp->ghtp", query * _halved(decays, before)[1].from_middle, state)
+        return advanced(self.chunk(decays), state, operands)
 
     def step(self, before: bool, state: Array, own: tuple[Decays, Operands]) -> tuple[Array, Array]:
-        decays, operands = own
-        y = _einsum("ghts,ghsp->ghtp", self.scores(before, decays, operands.query, operands.key), operands.value)
-        y += self.entering(before, decays, operands.query, state)
-        return self.advance(state, decays, operands), y
+        return stepped(self.chunk(own[0]), before, state, own[1])
 
     def step_transposed(
         self, before: bool, dstate: Array, decays: Decays, operands: Operands, state: Array, dy: Array
     ) -> tuple[Array, tuple[Array, Operands]]:
-        decay, excess = decays
-        _, pull = jax.vjp(
-            lambda state, decay, own: self.step(before, state, ((decay, excess), own)), state, decay, operands
-        )
-        dbefore, ddecay, found = pull((dstate, dy))
-        return dbefore, (ddecay, found)
+        return differentiated(self, before, dstate, decays, operands, state, dy)
 
     def of_decays(self, decays: Decays, cotangent: Array) -> Array:
         return cotangent
 
 
-def _halved(decays: Decays, before: bool) -> tuple[list[Halves], Halves, Array]:
-    decay, excess = decays
-    return halved_products(decay, before, excess)
+def advanced(chunk: Chunk, state: Array, operands: Operands) -> Array:
+    """Returns the state after a chunk."""
+    return chunk.passed(state) + chunk.added(operands.key, operands.value)
 
 
-def _parted(x: Array, half: int) -> tuple[Array, Array]:
-    """Returns the first and the second halves of blocks of [G, H, C, N]."""
-    blocks = x.reshape(*x.shape[:2], -1, 2 * half, x.shape[-1])
-    first, second = lax.split(blocks, (half, half), axis=3)
-    return first, second
+def stepped(chunk: Chunk, before: bool, state: Array, operands: Operands) -> tuple[Array, Array]:
+    """Returns (the state after a chunk, y [G, H, C, P])."""
+    y = _einsum("ghts,ghsp->ghtp", chunk.scores(before, operands.query, operands.key), operands.value)
+    return advanced(chunk, state, operands), y + chunk.entering(before, operands.query, state)
 
 
-_FEW = 4
-"""Largest number of steps for which a sum of products is faster than a matrix product."""
-
-
-def _products(query: Array, key: Array) -> Array:
-    """Returns scores [..., T, S] of [..., T, N] and [..., S, N]."""
-    if query.shape[-2] <= _FEW:
-        return jnp.sum(query[..., :, None, :] * key[..., None, :, :], -1)
-    return jnp.einsum("...tn,...sn->...ts", query, key, precision=lax.Precision.HIGHEST)
+def differentiated(
+    form: Form, before: bool, dstate: Array, decays: Decays, operands: Operands, state: Array, dy: Array
+) -> tuple[Array, tuple[Array, Operands]]:
+    """Returns the cotangents of :meth:`Form.step_transposed`, of the first of ``decays``, by JAX."""
+    first, second = decays
+    _, pull = jax.vjp(
+        lambda state, first, own: form.step(before, state, ((first, second), own)), state, first, operands
+    )
+    dbefore, dfirst, found = pull((dstate, dy))
+    return dbefore, (dfirst, found)

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopallas.kernels.recurrence.chunk_kinds import Decays, Kind, Operands
+from autopallas.kernels.recurrence.chunk_kinds import Chunk, Decays, Kind, Operands, differentiated
+from autopallas.kernels.recurrence.products import pairs
 
 __all__ = ["Corrected"]
 
@@ -32,41 +33,38 @@ class Corrected(NamedTuple):
         return self.kind.prepared(decay, excess)
 
     def advance(self, state: Array, decays: Decays, operands: Operands) -> Array:
-        kind = self.kind
-        found = kind.passed(state, decays)
-        for key, value in self._written(state, decays, operands):
-            found += kind.added(decays, key, value)
+        chunk = self.kind.chunk(decays)
+        found = chunk.passed(state)
+        for key, value in _written(chunk, state, operands):
+            found += chunk.added(key, value)
         return found
 
     def step(self, before: bool, state: Array, own: tuple[Decays, Operands]) -> tuple[Array, Array]:
         decays, operands = own
-        kind, query = self.kind, operands.query
-        after, y = kind.passed(state, decays), kind.entering(before, decays, query, state)
-        for key, value in self._written(state, decays, operands):
-            after += kind.added(decays, key, value)
-            y += _product(kind.scores(before, decays, query, key), value)
+        chunk, query = self.kind.chunk(decays), operands.query
+        after, y = chunk.passed(state), chunk.entering(before, query, state)
+        for key, value in _written(chunk, state, operands):
+            after += chunk.added(key, value)
+            y += _product(chunk.scores(before, query, key), value)
         return after, y
 
     def step_transposed(
         self, before: bool, dstate: Array, decays: Decays, operands: Operands, state: Array, dy: Array
     ) -> tuple[Array, tuple[Array, Operands]]:
-        first, second = decays
-        _, pull = jax.vjp(
-            lambda state, first, own: self.step(before, state, ((first, second), own)), state, first, operands
-        )
-        dbefore, dfirst, found = pull((dstate, dy))
+        dbefore, (dfirst, found) = differentiated(self, before, dstate, decays, operands, state, dy)
         return dbefore, (self.kind.of_decays(decays, dfirst), found)
 
-    def _written(self, state: Array, decays: Decays, operands: Operands) -> list[tuple[Array, Array]]:
-        """Returns the keys and values of what the steps add to the state."""
-        kind, (key, value, _, probe, write) = self.kind, operands
-        assert probe is not None
-        read = kind.entering(True, decays, probe, state)
-        scores = kind.scores(True, decays, probe, key)
-        if write is None:
-            return [(key, _solved(scores, read + value))]
-        read += _product(scores, value)
-        return [(key, value), (write, _solved(kind.scores(True, decays, probe, write), read))]
+
+def _written(chunk: Chunk, state: Array, operands: Operands) -> list[tuple[Array, Array]]:
+    """Returns the keys and values of what the steps of a chunk add to the state."""
+    key, value, _, probe, write = operands
+    assert probe is not None
+    read = chunk.entering(True, probe, state)
+    scores = chunk.scores(True, probe, key)
+    if write is None:
+        return [(key, _solved(scores, read + value))]
+    read += _product(scores, value)
+    return [(key, value), (write, _solved(chunk.scores(True, probe, write), read))]
 
 
 def _product(scores: Array, value: Array) -> Array:
@@ -108,25 +106,8 @@ def _inverse(scores: Array) -> Array:
     the same number, but its terms may be far larger than the sum. JAX's ``triangular_solve`` is none of this: on CPUs
     it calls a library with threads of its own, which may wait for those of XLA without end.
     """
-    batch, count = scores.shape[:-2], scores.shape[-1]
-    found = jnp.ones((*batch, count, 1, 1), scores.dtype)
-    size = 1
-    while size < count:
-        blocks = scores.reshape(*batch, count // (2 * size), 2 * size, count // (2 * size), 2 * size)
-        own = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)[..., size:, :size]
-        first, second = found[..., 0::2, :, :], found[..., 1::2, :, :]
-        across = _small_product(second, _small_product(own, first))
-        upper = jnp.concatenate([first, jnp.zeros_like(first)], -1)
-        found = jnp.concatenate([upper, jnp.concatenate([across, second], -1)], -2)
-        size *= 2
-    return found[..., 0, :, :]
-
-
-_FEW = 4
-"""Largest number of rows for which a sum of products is faster than a matrix product."""
-
-
-def _small_product(a: Array, b: Array) -> Array:
-    if a.shape[-1] <= _FEW:
-        return jnp.sum(a[..., :, :, None] * b[..., None, :, :], -2)
-    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+    found = jnp.broadcast_to(jnp.eye(scores.shape[-1], dtype=scores.dtype), scores.shape)
+    for level, own in enumerate(pairs(scores.shape[-1])):
+        between = jnp.where(own, scores, jnp.zeros_like(scores))
+        found += between if level == 0 else _product(found, _product(between, found))
+    return found

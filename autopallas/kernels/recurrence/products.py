@@ -11,11 +11,13 @@ from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-__all__ = ["Halves", "halved_products", "segment_products", "times"]
+__all__ = ["HalvedProducts", "halved_products", "pairs", "segment_products", "times"]
 
 Array: TypeAlias = jax.Array
+_Level: TypeAlias = tuple[Array, Array]
 
 _NEAR_ONE = 0.5
 """Distance from one within which a product is carried as its difference from one."""
@@ -67,66 +69,101 @@ def _(given: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[tuple[Arra
     return found, (product * tangents[2] + factor * tangents[0], jnp.zeros_like(found[1]))
 
 
-class Halves(NamedTuple):
-    """The factors of the segments that begin in the first half of a block and end in its second half.
+class HalvedProducts(NamedTuple):
+    """The products of the decays of a chunk's segments, each split at the middle of a block.
+
+    Step s of a chunk and a later step t are in the first and the second half of one block of 2, 4, 8, ... steps; the
+    segment between them is the one from s to the block's middle and the one from there to t.
 
     Attributes:
-      to_middle: [..., B, C, N], from after each step of a first half to the middle of its block.
-      from_middle: [..., B, C, N], from the middle to each step of the second half.
+      levels: [L, ..., C, N], for each of those sizes: of a step in the first half of its block, the product from after
+        it to the middle; of one in the second half, from the middle to before it.
+      from_start: [..., C, N], from the beginning of the chunk to before each step.
+      to_end: [..., C, N], from after each step to the end of the chunk.
+      total: [..., N], of all decays.
     """
 
-    to_middle: Array
-    from_middle: Array
+    levels: Array
+    from_start: Array
+    to_end: Array
+    total: Array
 
 
-def halved_products(decay: Array, before: bool, excess: Array | None = None) -> tuple[list[Halves], Halves, Array]:
-    """Splits the segments of a chunk at the middles of blocks of 2, 4, 8, ... steps: each is a product of two parts.
+def halved_products(decay: Array, excess: Array | None = None) -> HalvedProducts:
+    """Splits the segments of a chunk at the middles of blocks of 2, 4, 8, ... steps.
+
+    The sizes are the steps of one loop, and every array has the shape of the decays: XLA compiles one size alone.
 
     Args:
       decay: [..., C, N], the decays of a chunk; C is a power of two.
-      before: whether segments end before the last step that they are for, and not after it.
-      excess: the difference of the decays from one, where that is known more exactly than from them.
-
-    Returns:
-      (those of the blocks of 2, 4, ..., C steps; those of a middle at the end and at the beginning of the chunk; the
-      product of all decays [..., N]).
+      excess: the difference of the decays from one, where that is known more exactly than from them. It has no
+        derivative: that of the decay stands for both.
     """
-    one = jnp.ones_like(decay)[..., None, :]  # blocks of one step
-    own = decay[..., None, :]
-    total = _Product(own, own - 1 if excess is None else excess[..., None, :])
-    reach = _Product(one, one - 1) if before else total
-    rest = _Product(one, one - 1)
-    levels: list[Halves] = []
-    while total.product.shape[-3] > 1:
-        (first, second), (near, far), (early, late) = total.halves(), reach.halves(), rest.halves()
-        levels.append(Halves(early.product, far.product))
-        reach = near.joined(far.times(first))
-        rest = early.times(second).joined(late)
-        total = first.times(second)
-    return levels, Halves(rest.product[..., 0, :, :], reach.product[..., 0, :, :]), total.product[..., 0, 0, :]
+    return _halved(decay, decay - 1 if excess is None else excess)
 
 
-class _Product(NamedTuple):
-    """Products of the decays of segments in each block, [..., blocks, steps, N], and their differences from one."""
-
-    product: Array
-    excess: Array
-
-    def halves(self) -> tuple[_Product, _Product]:
-        """Returns the first and the second of each two blocks."""
-        parts = (_halves(self.product), _halves(self.excess))
-        return _Product(parts[0][0], parts[1][0]), _Product(parts[0][1], parts[1][1])
-
-    def times(self, other: _Product) -> _Product:
-        return _Product(*times(*self, *other))
-
-    def joined(self, other: _Product) -> _Product:
-        """Returns blocks of twice the length."""
-        return _Product(*(jnp.concatenate(pair, -2) for pair in zip(self, other, strict=True)))
+@jax.custom_vjp
+def _halved(decay: Array, excess: Array) -> HalvedProducts:
+    return _halved_forward(decay, excess)[0]
 
 
-def _halves(x: Array) -> tuple[Array, Array]:
-    """Returns the first and the second of each two blocks of [..., blocks, steps, N]."""
-    pairs = x.reshape(*x.shape[:-3], x.shape[-3] // 2, 2 * x.shape[-2], x.shape[-1])
-    first, second = lax.split(pairs, (x.shape[-2], x.shape[-2]), axis=x.ndim - 2)
-    return first, second
+def _halved_forward(decay: Array, excess: Array) -> tuple[HalvedProducts, tuple[Array, Array]]:
+    """Returns the products, and for the backward, of each size of blocks, the products to the middles and the blocks'.
+
+    The loop carries, of each step, the products of its block: before it, after it, and all.
+    """
+    steps = decay.shape[-2]
+    one, zero = jnp.ones_like(decay), jnp.zeros_like(decay)
+
+    def longer(found: tuple[Array, Array], size: tuple[Array, Array]) -> tuple[tuple[Array, Array], _Level]:
+        late, other_half = size
+        product, excess = found
+        factor, further = _of_steps(product[2], other_half), _of_steps(excess[2], other_half)
+        concerned = jnp.stack([late, ~late, late | ~late]).reshape(3, *(1 for _ in decay.shape[:-2]), steps, 1)
+        longer = times(product, excess, jnp.where(concerned, factor, 1), jnp.where(concerned, further, 0))
+        return longer, (jnp.where(late, product[0], product[1]), product[2])
+
+    first = jnp.stack([one, one, decay]), jnp.stack([zero, zero, excess])
+    (found, _), levels = lax.scan(longer, first, _halves(steps))
+    before, after, total = found
+    return HalvedProducts(levels[0], before, after, total[..., 0, :]), levels
+
+
+def _halved_backward(levels: _Level, cotangents: HalvedProducts) -> tuple[Array, Array]:
+    """Returns the cotangent of the decays, and none of what they exceed one by."""
+
+    def shorter(found: tuple[Array, Array, Array], size: tuple[Array, ...]) -> tuple[tuple[Array, Array, Array], None]:
+        dbefore, dafter, dtotal = found
+        late, other_half, own, total, down = size
+        other, dboth = _of_steps(total, other_half), jnp.where(late, dbefore, dafter)
+        down += dboth * other
+        dother = dboth * own + dtotal * total
+        dtotal = dtotal * other + _of_steps(dother, other_half)
+        return (jnp.where(late, down, dbefore), jnp.where(late, dafter, down), dtotal), None
+
+    is_first = np.arange(cotangents.to_end.shape[-2])[:, None] == 0
+    last = jnp.where(is_first, cotangents.total[..., None, :], 0)
+    sizes = (*_halves(last.shape[-2]), *levels, cotangents.levels)
+    found, _ = lax.scan(shorter, (cotangents.from_start, cotangents.to_end, last), sizes, reverse=True)
+    return found[2], jnp.zeros_like(found[2])
+
+
+_halved.defvjp(_halved_forward, _halved_backward)
+
+
+def _halves(count: int) -> tuple[Array, Array]:
+    """Returns for each size of blocks which steps are in the second half [L, C, 1], and their places in the other."""
+    sizes = np.array([1 << level for level in range((count - 1).bit_length())], np.int32)[:, None]
+    steps = np.arange(count, dtype=np.int32)
+    return jnp.asarray((steps & sizes > 0)[..., None]), jnp.asarray(steps ^ sizes)
+
+
+def pairs(count: int) -> Array:
+    """Returns [L, C, C]: whether t is in the second half of a block of 2, 4, 8, ... steps, and s in its first half."""
+    t, s = np.arange(count)[:, None], np.arange(count)
+    sizes = np.array([1 << level for level in range((count - 1).bit_length())], int)[:, None, None]
+    return jnp.asarray((t & sizes > 0) & (s & sizes == 0) & (t // (2 * sizes) == s // (2 * sizes)))
+
+
+def _of_steps(x: Array, places: Array) -> Array:
+    return x.at[..., places, :].get(mode="promise_in_bounds", unique_indices=True)

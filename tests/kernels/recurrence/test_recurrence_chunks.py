@@ -11,7 +11,7 @@ import pytest
 
 from autopallas.kernels.recurrence.block_sizes import BlockSizes
 from autopallas.kernels.recurrence.chunks import Recurrence, chunked
-from autopallas.kernels.recurrence.products import halved_products, segment_products
+from autopallas.kernels.recurrence.products import halved_products, pairs, segment_products
 from autopallas.kernels.recurrence.spec import RecurrenceSpec
 from autopallas.kernels.recurrence.tuned_block_sizes import conditions
 from autopallas.kernels.recurrence.xla import supports
@@ -188,16 +188,36 @@ def test_segment_products_are_products_of_segments():
             np.testing.assert_allclose(found[t, s], product, rtol=1e-5)
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_halves_make_up_the_segments(before):
+def test_halves_make_up_the_segments():
     decay = np.random.default_rng(0).standard_normal((8, 3))
-    levels, ends, total = halved_products(jnp.asarray(decay, jnp.float32), before)
-    np.testing.assert_allclose(total, np.prod(decay, 0), rtol=1e-5)
-    np.testing.assert_allclose(ends.to_middle[2], np.prod(decay[3:], 0), rtol=1e-5)
-    np.testing.assert_allclose(ends.from_middle[2], np.prod(decay[: 2 if before else 3], 0), rtol=1e-5)
-    assert [level.to_middle.shape for level in levels] == [(4, 1, 3), (2, 2, 3), (1, 4, 3)]
-    np.testing.assert_allclose(levels[1].to_middle[1, 0], decay[5], rtol=1e-5)
-    np.testing.assert_allclose(levels[1].from_middle[1, 1], np.prod(decay[6 : 7 if before else 8], 0), rtol=1e-5)
+    found = halved_products(jnp.asarray(decay, jnp.float32))
+    np.testing.assert_allclose(found.total, np.prod(decay, 0), rtol=1e-5)
+    np.testing.assert_allclose(found.to_end[2], np.prod(decay[3:], 0), rtol=1e-5)
+    np.testing.assert_allclose(found.from_start[2], np.prod(decay[:2], 0), rtol=1e-5)
+    for t in range(8):
+        for s in range(t):
+            (level,) = np.nonzero(pairs(8)[:, t, s])[0]
+            segment = found.levels[level, s] * found.levels[level, t]
+            np.testing.assert_allclose(segment, np.prod(decay[s + 1 : t], 0), rtol=1e-5)
+    assert not np.any(np.triu(np.any(pairs(8), 0)))
+
+
+def test_gradients_of_halves_are_those_of_the_products():
+    decay = jnp.asarray(np.random.default_rng(1).standard_normal((2, 8, 3)), jnp.float32)
+
+    def exact(decay):
+        rows = [[jnp.prod(decay[:, s + 1 : t], 1) for s in range(t)] for t in range(8)]
+        ends = jnp.prod(decay[:, :2], 1) + 2 * jnp.prod(decay[:, 3:], 1) + 3 * jnp.prod(decay, 1)
+        return sum(jnp.sum(jnp.sin(jnp.stack(row))) for row in rows[1:]) + jnp.sum(ends)
+
+    def found(decay):
+        own = halved_products(decay)
+        segments = own.levels[:, :, :, None] * own.levels[:, :, None]
+        kept = pairs(8)[:, None, :, :, None]
+        ends = own.from_start[:, 2] + 2 * own.to_end[:, 2] + 3 * own.total
+        return jnp.sum(jnp.where(kept, jnp.sin(segments), 0)) + jnp.sum(ends)
+
+    np.testing.assert_allclose(jax.grad(found)(decay), jax.grad(exact)(decay), rtol=1e-4, atol=1e-5)
 
 
 def test_a_padded_step_changes_nothing():
