@@ -23,7 +23,7 @@ from autopallas.numerics.casts import counts_exactly
 if TYPE_CHECKING:
     from autopallas.graph.numbering import Graph, Node
 
-__all__ = ["counters", "counting", "folded", "is_zero", "placed", "repeated", "slice_read", "summed_slices"]
+__all__ = ["counters", "counting", "folded", "is_zero", "placed", "repeated", "slice_read", "summed_slices", "uniform"]
 
 _REPEATS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
 _CLIPPED = frozenset({GatherScatterMode.CLIP, GatherScatterMode.PROMISE_IN_BOUNDS})
@@ -181,6 +181,16 @@ def is_zero(graph: Graph, number: int) -> bool:
     """Returns whether a value is zero in each of its elements."""
     number = _plain(graph, number)
     return number in graph.literals and not np.any(graph.literals[number])
+
+
+def uniform(graph: Graph, number: int) -> np.generic | None:
+    """Returns the number that is known to be each element of a value, or None."""
+    literal = graph.literals.get(_plain(graph, number))
+    if literal is None or not np.size(literal):
+        return None
+    elements = np.asarray(literal).reshape(-1)
+    first: np.generic = elements[0]
+    return first if elements.size == 1 or np.all(elements == first) else None
 
 
 def _plain(graph: Graph, number: int) -> int:

@@ -1,4 +1,5 @@
-"""Recognises what ``lax.associative_scan`` computes by its values: recurrences ``h[t] = a[t] h[t-1] + b[t]``.
+"""Recognises what ``lax.associative_scan`` and doubling by hand compute by their values: recurrences
+``h[t] = a[t] h[t-1] + b[t]``.
 
 To JAX an associative scan is no equation, but some seventeen for each level: slices, products, sums, pads and
 concatenations, and as many again in the gradient.  No arrangement of these is matched.  Along one axis they compute
@@ -7,7 +8,7 @@ field are the same (Schwartz and Zippel: for T steps the chance of an error is b
 element, and two points are tried).
 
 An input is a value that no slice or pad along the axis stands above: what the scan is given, or the cotangent of its
-result.
+result.  Doubling by hand shifts all steps by 1, 2, 4, ... and fills with ones and zeros, which are no inputs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 
 from autopallas.graph import Graph, Node
 from autopallas.graph.edit import surviving
-from autopallas.graph.loop_slices import is_zero
+from autopallas.graph.loop_slices import is_zero, uniform
 
 __all__ = ["Backward", "Forward", "scans_of"]
 
@@ -47,12 +48,14 @@ class Forward:
     Attributes:
       decay, given, result: the numbers of a, b and h.
       axis: the axis of time.
+      shifted: whether it is written with shifts of all steps, and not as ``lax.associative_scan`` has it.
     """
 
     decay: int
     given: int
     result: int
     axis: int
+    shifted: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +92,10 @@ def scans_of(graph: Graph) -> Mapping[int, Forward | Backward]:
 
 
 def _found(graph: Graph) -> dict[int, Forward | Backward]:
-    if not any(node.name == "pad" and _interior(node) for node in graph.nodes):
+    shifted = _FIRST_SHIFTS <= {by for node in graph.nodes for by in _shifts(graph, node)}
+    if not shifted and not any(node.name == "pad" and _interior(node) for node in graph.nodes):
         return {}
-    regions = _Regions(graph)
+    regions = _Regions(graph, shifted)
     found: dict[int, Forward | Backward] = {}
     for scan in regions.scans.values():
         backwards = regions.backwards(scan)
@@ -105,6 +109,19 @@ def _found(graph: Graph) -> dict[int, Forward | Backward]:
 
 def _interior(node: Node) -> bool:
     return any(int(inside) > 0 for _, _, inside in node.params["padding_config"])
+
+
+_FIRST_SHIFTS = frozenset({1, 2, 4})
+
+
+def _shifts(graph: Graph, node: Node) -> tuple[int, ...]:
+    """Returns by how many places a node may shift what it is given, filling with one number."""
+    if node.name == "pad":
+        return tuple(int(x) for low, high, _ in node.params["padding_config"] for x in (low, high) if int(x) > 0)
+    if node.name == "concatenate" and len(node.inputs) == 2:
+        axis = int(node.params["dimension"])
+        return tuple(graph.shape(n)[axis] for n in node.inputs if uniform(graph, n) is not None)
+    return ()
 
 
 # ---------------------------------------------------------------------- regions and their values
@@ -121,7 +138,7 @@ class _Regions:
       of_given, of_decay: by scan's result and cotangent, the gradients.
     """
 
-    def __init__(self, graph: Graph):
+    def __init__(self, graph: Graph, shifted: bool):
         self.graph = graph
         self.moved: dict[int, int] = {}
         self.same: dict[int, int] = {}
@@ -137,7 +154,7 @@ class _Regions:
                 self._note_identity(node)
                 continue
             self.moved.update(dict.fromkeys(node.outputs, axis))
-            if node.name in _SUMS and any(graph.name(n) == "pad" for n in node.inputs):
+            if node.name in _SUMS and (shifted or any(graph.name(n) == "pad" for n in node.inputs)):
                 (number,) = node.outputs
                 leaves = self._leaves(number, axis)
                 if leaves is not None and (self._is_scan(number, leaves, axis) or self._is_gradient(number, leaves)):
@@ -165,7 +182,7 @@ class _Regions:
             return None
         (first, *_), shape = node.inputs, graph.shape(node.inputs[0])
         if name == "pad":
-            if not is_zero(graph, node.inputs[1]):
+            if _whole(graph, node.inputs[1]) is None:
                 return None
             axes = {d for d, three in enumerate(node.params["padding_config"]) if any(int(x) for x in three)}
         elif name == "split":
@@ -202,7 +219,8 @@ class _Regions:
             nodes[min(node.outputs)] = node
             if len(nodes) > _MOST_NODES:
                 return None
-            todo += node.inputs
+            filled = node.name in ("concatenate", "pad")
+            todo += [i for i in node.inputs if not filled or _whole(graph, i) is None]
         graph.steps.spend(len(nodes))
         return [node for _, node in sorted(nodes.items())], tuple(sorted(leaves))
 
@@ -226,9 +244,17 @@ class _Regions:
                 return self.function("scan", point, a, b)
 
             if self._agrees(number, axis, states):
-                self.scans[number] = Forward(decay, given, number, axis)
+                self.scans[number] = Forward(decay, given, number, axis, self._is_shifted(number, axis))
                 return True
         return False
+
+    def _is_shifted(self, number: int, axis: int) -> bool:
+        """Returns whether nothing on the way to a result takes every second step, as a tree does."""
+        found = self.region(number, axis)
+        assert found is not None
+        pads = any(_interior(node) for node in found[0] if node.name == "pad")
+        strided = (node.params["strides"] for node in found[0] if node.name == "slice")
+        return not pads and all(by is None or set(map(int, by)) == {1} for by in strided)
 
     def _is_gradient(self, number: int, leaves: tuple[int, ...]) -> bool:
         """Returns whether a sum is a gradient of one of the scans so far."""
@@ -299,14 +325,11 @@ class _Regions:
         number = self.same.get(number, number)
         if number in values:
             return values[number]
-        shape, literal = self.graph.shape(number), self.graph.literals.get(number)
-        if literal is None:
-            return np.zeros(shape[axis], np.int64) if shape and is_zero(self.graph, number) else None
-        if literal.ndim or np.imag(literal):
+        shape, whole = self.graph.shape(number), _whole(self.graph, number)
+        if whole is None:
             return None
-        number_itself = float(np.real(literal))
-        whole = number_itself.is_integer() and abs(number_itself) < 2**20
-        return np.asarray(int(number_itself) % _PRIME, np.int64) if whole else None
+        found = np.asarray(whole % _PRIME, np.int64)
+        return np.broadcast_to(found, shape[axis : axis + 1]) if shape else found
 
     def escapes(self, results: Sequence[int]) -> bool:
         """Returns whether the program needs a value on the way to results elsewhere too."""
@@ -343,6 +366,15 @@ class _Regions:
         return self._functions[key]
 
 
+def _whole(graph: Graph, number: int) -> int | None:
+    """Returns the whole number that a value is in each of its elements, or None."""
+    found = uniform(graph, number)
+    if found is None or np.imag(found):
+        return None
+    real = float(np.real(found))
+    return int(real) if real.is_integer() and abs(real) < 2**20 else None
+
+
 def _computed(node: Node, axis: int, given: Sequence[Array]) -> list[Array] | None:
     """Returns the results of a node along the axis, in the field."""
     name, params = node.name, node.params
@@ -366,10 +398,11 @@ def _computed(node: Node, axis: int, given: Sequence[Array]) -> list[Array] | No
     if name == "pad":
         low, high, inside = (int(x) for x in params["padding_config"][axis])
         x = given[0]
-        spread = np.zeros(max(0, len(x) + (len(x) - 1) * inside), np.int64)
+        fill = given[1].reshape(-1)[:1]
+        spread = np.repeat(fill, max(0, len(x) + (len(x) - 1) * inside))
         spread[:: inside + 1] = x
         spread = spread[max(0, -low) : len(spread) - max(0, -high)]
-        return [np.concatenate([np.zeros(max(0, low), np.int64), spread, np.zeros(max(0, high), np.int64)])]
+        return [np.concatenate([np.repeat(fill, max(0, low)), spread, np.repeat(fill, max(0, high))])]
     return None
 
 

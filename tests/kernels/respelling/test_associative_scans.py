@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -205,19 +207,89 @@ def test_look_alikes_are_left_alone(name):
     assert compare(trained(REFUSED[name]), (a, b), gradients=False).complaints == []
 
 
-def test_a_wrong_shift_by_hand_is_left_alone():
-    def doubling(a, b, wrong=0):
-        by = 1
-        while by < a.shape[0]:
-            before = (
-                jnp.concatenate([jnp.ones_like(a[:by]), a[:-by]]),
-                jnp.concatenate([jnp.zeros_like(b[:by]), b[:-by]]),
-            )
-            a, b, by = a * before[0], a * before[1] + b, 2 * by + (wrong if by == 4 else 0)
-        return b
+def shifted_by_concatenation(x, by, fill):
+    return jnp.concatenate([jnp.full_like(x[:by], fill), x[:-by]])
 
-    for wrong in (0, 1):
-        assert compare(lambda a, b, w=wrong: doubling(a, b, w), (random(T, D), random(T, D))).complaints == []
+
+def shifted_by_padding(x, by, fill):
+    return jnp.pad(x[:-by], ((by, 0), (0, 0)), constant_values=fill)
+
+
+def shifted_by_padding_first(x, by, fill):
+    return jnp.pad(x, ((by, 0), (0, 0)), constant_values=fill)[:-by]
+
+
+def shifted_by_negative_padding(x, by, fill):
+    return lax.pad(x, jnp.asarray(fill, x.dtype), ((by, -by, 0), (0, 0, 0)))
+
+
+SHIFTS = {
+    "concatenated": shifted_by_concatenation,
+    "padded": shifted_by_padding,
+    "padded first": shifted_by_padding_first,
+    "padded by a negative number": shifted_by_negative_padding,
+}
+
+
+def doubled(a, b, shift=shifted_by_concatenation, wrong=0, fills=(1.0, 0.0)):
+    by = 1
+    while by < a.shape[0]:
+        before = shift(a, by, fills[0]), shift(b, by, fills[1])
+        a, b, by = a * before[0], a * before[1] + b, 2 * by + (wrong if by == 4 else 0)
+    return b
+
+
+DOUBLED = {
+    **{name: functools.partial(doubled, shift=shift) for name, shift in SHIFTS.items()},
+    "decays filled with zeros": functools.partial(doubled, shift=shifted_by_padding, fills=(0.0, 0.0)),
+    "reversed": lambda a, b: doubled(a[::-1], b[::-1])[::-1],
+    "mapped": lambda a, b: jax.vmap(doubled)(jnp.stack([a, b]), jnp.stack([b, a])),
+}
+
+
+@pytest.mark.parametrize("length", [8, 21])
+@pytest.mark.parametrize("name", DOUBLED)
+def test_doubling_by_hand_and_its_gradients_are_found(name, length):
+    def run(a, b):
+        return DOUBLED[name](jnp.tanh(a), b)
+
+    a, b = random(length, D), random(length, D, seed=1)
+    judged(run, a, b)
+    judged(trained(run), a, b, wanted=[0, 2])
+
+
+WRONG = {
+    "a shift": lambda a, b: doubled(a, b, wrong=1),
+    "too few levels": lambda a, b: doubled(a[:12], b[:12])[:8] + doubled(a[:8] * 2, b[:8])[::-1],
+    "states filled with ones": lambda a, b: doubled(a, b, fills=(1.0, 1.0)),
+    "states filled with a half": lambda a, b: doubled(a, b, shifted_by_padding, fills=(1.0, 0.5)),
+    "shifts to the left": lambda a, b: doubled(a, b, lambda x, by, fill: shifted_by_concatenation(x[::-1], by, fill)),
+    "a product the other way": lambda a, b: _otherwise(a, b),
+    "decays that are read too": lambda a, b: _both(a, b),
+}
+
+
+def _otherwise(a, b):
+    for by in (1, 2, 4, 8, 16):
+        before = shifted_by_concatenation(a, by, 1.0), shifted_by_concatenation(b, by, 0.0)
+        a, b = a * before[0], before[0] * b + before[1]
+    return b
+
+
+def _both(a, b):
+    for by in (1, 2, 4, 8, 16):
+        before = shifted_by_concatenation(a, by, 1.0), shifted_by_concatenation(b, by, 0.0)
+        a, b = a * before[0], a * before[1] + b
+    return a - b
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_doubling_by_hand_is_left_alone(name):
+    a, b = random(T, D), random(T, D, seed=1)
+    if name != "too few levels":  # the second is one
+        assert found(WRONG[name], a, b) == []
+    for run in (WRONG[name], trained(WRONG[name])):
+        assert compare(run, (a, b), gradients=False).complaints == []
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)

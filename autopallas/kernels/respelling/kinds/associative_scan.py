@@ -1,4 +1,5 @@
-"""Recurrences ``h[t] = a[t] h[t-1] + b[t]`` that are written with ``lax.associative_scan``, and their gradients.
+"""Recurrences ``h[t] = a[t] h[t-1] + b[t]`` that are written with ``lax.associative_scan`` or by doubling by hand, and
+their gradients.
 
 On a device with many processors the scan's tree of log T levels is worth its work; a CPU computes each level slice by
 slice, and writes T steps some times over.  A loop over the steps reads and writes each step once.  Where the program
@@ -38,12 +39,12 @@ def _match(graph: Graph, node: Node) -> Found | None:
     if scan is None:
         return None
     if isinstance(scan, Forward):
-        return _with_around(graph, scan.axis, (), (scan.decay, scan.given), (scan.result,))
+        return _with_around(graph, scan, (), (scan.decay, scan.given), (scan.result,))
     forward = scan.scan
     wanted = tuple(name for name, n in (("given", scan.of_given), ("decay", scan.of_decay)) if n is not None)
     read = (forward.result,) if scan.reads_result else ()
     operands = (forward.decay, forward.given, scan.cotangent, *read)
-    return _with_around(graph, forward.axis, wanted, operands, scan.results)
+    return _with_around(graph, forward, wanted, operands, scan.results)
 
 
 def _results(scan: Forward | Backward) -> tuple[int, ...]:
@@ -51,12 +52,14 @@ def _results(scan: Forward | Backward) -> tuple[int, ...]:
 
 
 def _with_around(
-    graph: Graph, axis: int, wanted: tuple[str, ...], operands: tuple[int, ...], results: tuple[int, ...]
+    graph: Graph, scan: Forward, wanted: tuple[str, ...], operands: tuple[int, ...], results: tuple[int, ...]
 ) -> Found:
     """Returns a scan, or its gradients, with what the loop can compute beside it."""
     known = {n for scan in scans_of(graph).values() for n in _results(scan)}
-    found = around(graph, operands, results, axis, operands[3:], known)
-    own: Parameters = (("axis", axis), ("gradients", wanted))
+    found = around(graph, operands, results, scan.axis, operands[3:], known)
+    own: Parameters = (("axis", scan.axis), ("gradients", wanted))
+    if scan.shifted:
+        own += (("shifted", True),)
     if found is None:
         return Found(own, operands, results)
     return Found((("around", found[0]), *own), found[1], found[2])
@@ -209,6 +212,22 @@ def _scan(axis: int, decay: jax.Array, given: jax.Array) -> jax.Array:
     return found
 
 
+def _shifted(axis: int, decay: jax.Array, given: jax.Array) -> jax.Array:
+    """Computes the same by shifts of all steps by 1, 2, 4, ... (Hillis and Steele, 1986)."""
+    count = decay.shape[axis]
+    by = 1
+    while by < count:
+        kept, filled = (lax.slice_in_dim(decay, 0, stop, axis=axis) for stop in (count - by, by))
+        before = lax.slice_in_dim(given, 0, count - by, axis=axis)
+        earlier = (
+            jnp.concatenate([jnp.ones_like(filled), kept], axis),
+            jnp.concatenate([jnp.zeros_like(filled), before], axis),
+        )
+        decay, given = _combined(earlier, (decay, given))
+        by *= 2
+    return given
+
+
 def _original(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
     beside = _around(spec)
     if beside is None:
@@ -219,10 +238,11 @@ def _original(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
 
 def _plain(spec: RespellingSpec, decay: jax.Array, given: jax.Array, *rest: jax.Array) -> list[jax.Array]:
     axis, wanted = cast(int, spec["axis"]), cast(tuple[str, ...], spec["gradients"])
+    scan = _shifted if dict(spec.parameters).get("shifted") else _scan
     if not wanted:
-        return [_scan(axis, decay, given)]
+        return [scan(axis, decay, given)]
     found = dict(
-        zip(("decay", "given"), jax.vjp(lambda a, b: _scan(axis, a, b), decay, given)[1](rest[0]), strict=True)
+        zip(("decay", "given"), jax.vjp(lambda a, b: scan(axis, a, b), decay, given)[1](rest[0]), strict=True)
     )
     return [found[name] for name in wanted]
 
@@ -238,6 +258,7 @@ def _feature(spec: RespellingSpec) -> str:
     where = "first" if axis == 0 else "last" if axis == len(shape) - 1 else "middle"
     where += " axis" if beside is None else " axis, expanded"
     of = "gradients" if spec["gradients"] else "states"
+    of += " by shifts" if dict(spec.parameters).get("shifted") else ""
     kind = "complex numbers" if jnp.issubdtype(dtype, jnp.complexfloating) else "floats"
     return f"{of} of {kind}, {steps} steps, {where}"
 
@@ -272,6 +293,20 @@ def _samples() -> Iterator[tuple[str, Sample]]:
 
             yield f"states-{name}", Sample(forward, (one, one))
             yield f"gradients-{name}", Sample(gradients, (one, one, one))
+    for shape in ((1024, 16), (256, 512), (4096, 32), (2048, 1024)):
+        one = jax.ShapeDtypeStruct(shape, jnp.float32)
+
+        def doubled(a: jax.Array, b: jax.Array) -> jax.Array:
+            return _shifted(0, jnp.tanh(a), jnp.tanh(b))
+
+        def of_doubled(a: jax.Array, b: jax.Array, d: jax.Array) -> tuple[jax.Array, jax.Array]:
+            a, b, d = jnp.tanh(a), jnp.tanh(b), jnp.tanh(d)
+            found: tuple[jax.Array, jax.Array] = jax.vjp(lambda a, b: _shifted(0, a, b), a, b)[1](d)
+            return found
+
+        name = "x".join(map(str, shape))
+        yield f"states-{name}-shifted", Sample(doubled, (one, one))
+        yield f"gradients-{name}-shifted", Sample(of_doubled, (one, one, one))
     for batch, steps, width, state in ((1, 256, 64, 16), (2, 1024, 256, 16), (1, 2048, 1536, 16)):
         several = [(batch, steps, width), (batch, steps, width), (width, state), *[(batch, steps, state)] * 2]
         types = tuple(jax.ShapeDtypeStruct(own, jnp.float32) for own in several)
