@@ -92,7 +92,7 @@ def scans_of(graph: Graph) -> Mapping[int, Forward | Backward]:
 
 
 def _found(graph: Graph) -> dict[int, Forward | Backward]:
-    shifted = _FIRST_SHIFTS <= {by for node in graph.nodes for by in _shifts(graph, node)}
+    shifted = {by for node in graph.nodes for by in _shifts(graph, node)} >= _FIRST_SHIFTS
     if not shifted and not any(node.name == "pad" and _interior(node) for node in graph.nodes):
         return {}
     regions = _Regions(graph, shifted)

@@ -241,9 +241,7 @@ def _plain(spec: RespellingSpec, decay: jax.Array, given: jax.Array, *rest: jax.
     scan = _shifted if dict(spec.parameters).get("shifted") else _scan
     if not wanted:
         return [scan(axis, decay, given)]
-    found = dict(
-        zip(("decay", "given"), jax.vjp(lambda a, b: scan(axis, a, b), decay, given)[1](rest[0]), strict=True)
-    )
+    found = dict(zip(("decay", "given"), jax.vjp(lambda a, b: scan(axis, a, b), decay, given)[1](rest[0]), strict=True))
     return [found[name] for name in wanted]
 
 
