@@ -465,6 +465,31 @@ def token_shift(x: Array, wk: Array, w: Array) -> Array:
     return lax.scan(step, (zeros(B, D), zeros(B, D)), x)[1]
 
 
+@found(q, v, normal(T, B, H, N), decay="channel")
+def tied_gates(q: Array, v: Array, gate: Array) -> Array:
+    """HGRN2: what a row forgets is what it takes in."""
+
+    def step(state: Array, own: Any) -> Any:
+        q, v, gate = own
+        kept = 0.5 + 0.5 * nn.sigmoid(gate)
+        state = kept[..., None] * state + (1 - kept)[..., None] * v[..., None, :]
+        return state, jnp.einsum("bhn,bhnp->bhp", q, state)
+
+    return lax.scan(step, zeros(B, H, N, P), (q, v, gate))[1]
+
+
+@found(q, k, v, normal(T, B, H), decay="scalar")
+def towards_what_is_written(q: Array, k: Array, v: Array, gate: Array) -> Array:
+    """The state moves towards what is written, read at once and unrolled."""
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, v, gate = own
+        state = state + 0.3 * nn.sigmoid(gate)[..., None, None] * (jnp.einsum("bhn,bhp->bhnp", k, v) - state)
+        return state, jnp.sum(q[..., None] * state, -2)
+
+    return lax.scan(step, zeros(B, H, N, P), (q, k, v, gate), unroll=4)[1]
+
+
 # ---------------------------------------------------------------------- loops that are not affine
 
 
@@ -707,6 +732,27 @@ def correction_by_the_norm(q: Array, k: Array, v: Array) -> Array:
         read = jnp.einsum("bhn,bhnp->bhp", k, state)
         read = read * lax.rsqrt(jnp.sum(read * read, -1, keepdims=True) + 1)
         state = 0.9 * state + k[..., None] * (v - read)[..., None, :]
+        return state, jnp.einsum("bhn,bhnp->bhp", q, state)
+
+    return lax.scan(step, zeros(B, H, N, P), (q, k, v))[1]
+
+
+@refused(x, reason="min of")
+def capped(x: Array) -> Array:
+    def step(h: Array, x: Array) -> Any:
+        h = jnp.minimum(0.9 * h + x, 1.0)
+        return h, h
+
+    return lax.scan(step, zeros(B, D), x)[1]
+
+
+@refused(q, k, v)
+def kept_as_signs(q: Array, k: Array, v: Array) -> Array:
+    """Of a matrix state only the signs are carried on."""
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, v = own
+        state = 0.5 * jnp.sign(state) + k[..., None] * v[..., None, :]
         return state, jnp.einsum("bhn,bhnp->bhp", q, state)
 
     return lax.scan(step, zeros(B, H, N, P), (q, k, v))[1]
