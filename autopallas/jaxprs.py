@@ -222,6 +222,27 @@ def zeros_equation(aval: ShapedArray) -> tuple[JaxprEqn, Var]:
     return equation.replace(params=equation.params | {"shape": aval.shape}, outvars=[result]), result
 
 
+def with_weak_types(program: ClosedJaxpr, like: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a program whose results are weakly typed where those of another one are.
+
+    Numbering takes a value for the same whether its type is weak or not, but what JAX promotes it to depends on that.
+    """
+    outputs: list[Var | Literal] = list(program.jaxpr.outvars)
+    added: list[JaxprEqn] = []
+    for i, (result, aval) in enumerate(zip(outputs, like.out_avals, strict=True)):
+        if getattr(result.aval, "weak_type", False) != getattr(aval, "weak_type", False):
+            (cast,) = jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, np.float16))(np.float32(0)).eqns
+            params = cast.params | {"new_dtype": aval.dtype, "weak_type": aval.weak_type}
+            outputs[i] = Var(aval)
+            added.append(cast.replace(invars=[result], outvars=[outputs[i]], params=params))
+    if not added:
+        return program
+    jaxpr = program.jaxpr
+    found = rebuild(program, jaxpr.constvars, program.consts, jaxpr.invars, outputs, [*jaxpr.eqns, *added])
+    assert isinstance(found, ClosedJaxpr)
+    return found
+
+
 def reader(like: JaxprEqn, operands: Sequence[Var], result: Var) -> JaxprEqn:
     """Returns an equation that stands for anything that reads some operands and gives a result; it is never run."""
     return like.replace(

@@ -141,6 +141,30 @@ def test_nothing_is_moved_at_a_place_that_is_denied_while_other_sites_are_replac
     assert optimized.report().counts() == {"attention": 1}
 
 
+@pytest.mark.parametrize("selectors", [{"deny": "scope:second"}, {"only": "scope:first"}, {"deny": "scope:first"}])
+def test_a_value_that_is_computed_at_two_places_is_denied_at_both(selectors):
+    def function(x):
+        with jax.named_scope("first"):
+            y = attend(x, x, x)
+        with jax.named_scope("second"):
+            return y, attend(x, x, x)
+
+    assert verdicts(function)[0] == [True]
+    assert verdicts(function, **selectors)[0] == [False]
+
+
+def test_what_a_checkpoint_computes_again_is_at_its_own_place():
+    def gradient(x):
+        def loss(x):
+            with jax.named_scope("layer"):
+                return jnp.sum(jnp.sin(jax.checkpoint(lambda x: jnp.sin(attend(x, x, x)))(x)))
+
+        return jax.grad(loss)(x)
+
+    for selectors in ({"only": "scope:layer"}, {"only": "function:attend"}, {"only": "test_places.py"}):
+        assert verdicts(gradient, **selectors)[0] == [True]
+
+
 def test_results_are_those_of_the_program_as_it_is_where_all_is_denied():
     x = jax.random.normal(jax.random.key(0), X.shape)
     optimized = autopallas.optimize(model, objective="always", deny="function:attend")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopallas import jaxprs
 from autopallas.compat import ClosedJaxpr
 from autopallas.fallback.bisect import bisect_failures
 from autopallas.fallback.warn import warn_not_used
@@ -52,7 +53,7 @@ def splice_what_can_be(
                 raise
             errors.update(dict.fromkeys(left, one_line(error)))
         else:
-            return result, kept
+            return jaxprs.with_weak_types(result, program), kept
         for number in (found := bisect_failures(left, fails)):
             match, name = matches[number], decisions[number].implementation or ""
             warn_not_used(match.op, match.location, name, "rewrite", errors[number])

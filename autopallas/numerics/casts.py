@@ -28,7 +28,19 @@ import numpy as np
 
 from autopallas.compat import Dtype
 
-__all__ = ["blurs", "counts_exactly", "exponential_underflows_below", "keeps_range", "rounds", "widens"]
+__all__ = ["blurs", "counts_exactly", "exponential_underflows_below", "is_quantised", "keeps_range", "rounds", "widens"]
+
+
+def is_quantised(dtype: Dtype) -> bool:
+    """Returns whether a dtype is a floating one of less than 16 bits.
+
+    Many of these have no infinities, and JAX promotes none of them to another type.
+
+    Example:
+      >>> is_quantised(jnp.dtype("float8_e4m3fn")), is_quantised(jnp.dtype("bfloat16"))
+      (True, False)
+    """
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize < 2
 
 
 @cache
@@ -41,7 +53,7 @@ def rounds(source: Dtype, target: Dtype) -> bool:
       >>> rounds(np.dtype("float32"), np.dtype("float16")), rounds(np.dtype("int32"), np.dtype("float32"))
       (True, False)
     """
-    return all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2 for dtype in (source, target))
+    return all(jnp.issubdtype(dtype, jnp.floating) and not is_quantised(dtype) for dtype in (source, target))
 
 
 @cache

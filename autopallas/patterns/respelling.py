@@ -11,6 +11,7 @@ from autopallas.kernels.respelling.kinds import kinds_by_primitive
 from autopallas.kernels.respelling.operation import OPERATION
 from autopallas.kernels.respelling.site import RespellingSite
 from autopallas.kernels.respelling.spec import ArrayType, RespellingSpec
+from autopallas.numerics.casts import is_quantised
 from autopallas.patterns.match import Match, NearMiss
 
 __all__ = ["find"]
@@ -46,6 +47,8 @@ def _match(graph: Graph, node: Node, kind: Kind, place: Found) -> Match | None:
     types = [tuple((graph.shape(n), graph.dtype(n)) for n in numbers) for numbers in (place.operands, place.results)]
     operands: tuple[ArrayType, ...]
     operands, results = types
+    if any(is_quantised(dtype) for _, dtype in (*operands, *results)):
+        return None
     return Match(
         op=OPERATION.name,
         site=RespellingSite(RespellingSpec(kind.name, place.parameters, operands, results)),

@@ -78,8 +78,12 @@ def _judged(graph: Graph, matches: Sequence[Match], settings: Sequence[_Setting]
         with contained(match.location, match.op, "plan"):
             # What several sites share is written at one of their places.
             own = [pair for pair in equations[match] if held[id(pair[1])] == 1] or equations[match]
-            places = places_of(graph, own)
-            reasons = [_reason(places, deny, only) + source for deny, only, source in settings]
+            groups = [own, *([pair] for pair in _elsewhere(graph, match, own))]
+            reasons = [
+                _reason(places, deny, only) + source
+                for places in (places_of(graph, group) for group in groups)
+                for deny, only, source in settings
+            ]
             denied = next((reason for reason in reasons if reason.startswith("denied")), "") if own else denied
         yield replace(match, denied=denied) if denied else match
 
@@ -91,6 +95,17 @@ def _reason(places: Places, deny: tuple[str, ...], only: tuple[str, ...]) -> str
     if only and not first_that_selects(only, places):
         return f"denied by its place, since only {', '.join(only)} {'is' if len(only) == 1 else 'are'} allowed"
     return ""
+
+
+def _elsewhere(graph: Graph, match: Match, own: Sequence[tuple[Body, JaxprEqn]]) -> Iterator[tuple[Body, JaxprEqn]]:
+    """Yields the other equations that compute a site's results: where a program does so twice, it is replaced twice."""
+    known = {id(equation) for _, equation in own}
+    for number in match.results:
+        for body, position in graph.occurrences(number):
+            equation = body.equations[position]
+            if id(equation) not in known and position not in body.children:
+                known.add(id(equation))
+                yield body, equation
 
 
 def _equations(graph: Graph, match: Match) -> list[tuple[Body, JaxprEqn]]:

@@ -300,3 +300,18 @@ def test_an_embedding_table_is_not_transposed_in_memory(gradients):
     compiled = jax.jit(lambda *args: optimized(*args)).lower(x, table, y).compile()
     assert optimized.report().counts()["cross_entropy"] == 1
     assert compiled.memory_analysis().temp_size_in_bytes < table.size * 4
+
+
+@pytest.mark.parametrize("rows", [(N, D), (1, D), (N, 1), (1, 1)])
+@pytest.mark.parametrize("columns", [(D, 1), (1, V), (1, 1)])
+def test_operands_that_repeat_their_numbers(rows, columns):
+    """Where a number is repeated along an axis of the product, the site reads it from an operand without that axis."""
+
+    def loss(w, x, y):
+        w, x = jnp.broadcast_to(w, (D, V)), jnp.broadcast_to(x, (N, D))
+        return -picked(log_softmax(x @ w), y).mean() + logsumexp(x @ w, axis=-1).mean()
+
+    _, _, labels = arguments()
+    compared = compare(loss, (array(*columns, seed=1), array(*rows, seed=2), labels))
+    assert compared.complaints == []
+    assert compared.report.failures == ()

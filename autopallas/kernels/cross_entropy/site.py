@@ -169,8 +169,9 @@ class CrossEntropySite:
     def _of_head(self, head: HeadSource, operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
         x = read(head.rows, operands, self.sizes, (self.batch_labels, self.row_labels, head.hidden_labels))
         shape = tuple(self._extent(labels) for labels in (self.batch_labels, self.row_labels, head.hidden_labels))
-        w = read(head.weight, operands, self.sizes, (self.batch_labels, *self.weight_groups(head)))
-        return jnp.broadcast_to(x, shape), w
+        groups = self.weight_groups(head)
+        w = read(head.weight, operands, self.sizes, (self.batch_labels, *groups))
+        return jnp.broadcast_to(x, shape), jnp.broadcast_to(w, (len(w), *map(self._extent, groups)))
 
     def _canonical(self, operands: Sequence[jax.Array]) -> Operands:
         """All arrays have an axis of the batch in front, which but for that of x may be of size 1."""

@@ -219,9 +219,9 @@ class _Pass:
                 )
 
     def _hidden(self, w: Operand, atoms: Sequence[Atom]) -> tuple[Atom, ...]:
-        """Returns the labels of a head's D, in the order in which its weight has them."""
-        hidden = set(self.region.resolved(atoms))
-        return tuple(a for a in w.labels if a in hidden)
+        """Returns the labels of a head's D, in the order in which its weight has them; what it repeats comes last."""
+        hidden = dict.fromkeys(self.region.resolved(atoms))
+        return (*(a for a in w.labels if a in hidden), *(a for a in hidden if a not in w.labels))
 
     # ------------------------------------------------------------------ programs
 

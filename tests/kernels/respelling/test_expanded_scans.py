@@ -215,3 +215,15 @@ def test_a_search_measures_numbers():
     (result,) = jax.jit(lambda *own: kind_named("associative_scan").respelt(match.spec, *own))(*given)
     assert np.isfinite(result).all()
     assert np.ptp(result) > 0
+
+
+def test_results_are_weakly_typed_where_the_originals_are():
+    """The gradient of a Python number is, and what sums it up is not: both are one value."""
+
+    def gradients(decay, x):
+        return jax.grad(lambda decay, x: jnp.sum(jnp.sin(scanned(jnp.full_like(x, decay), x))), (0, 1))(decay, x)
+
+    x = random(B, 40, D)
+    respelt = autopallas.optimize(gradients, objective="always", strict=True)
+    assert [found.weak_type for found in respelt(0.9, x)] == [True, False]
+    assert respelt.report().counts()["respelling"] == 2

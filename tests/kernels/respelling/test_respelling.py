@@ -644,3 +644,22 @@ def test_an_implementation_that_is_asked_for_in_general_does_not_concern_respell
     monkeypatch.setenv("AUTOPALLAS_BACKEND_RESPELLING", "pallas_tpu")
     with pytest.raises(autopallas.UnsupportedError, match="respelling"):
         counts()
+
+
+# ---------------------------------------------------------------------- all kinds
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_quantised_floats_are_left_alone(dtype):
+    """Many have no infinity to begin a maximum with, and none is promoted to another type."""
+
+    def function(x):
+        windows = lax.reduce_window(x, np.asarray(jnp.finfo(dtype).min, dtype), lax.max, (3, 1), (1, 1), "SAME")
+        rows = jax.nn.one_hot(jnp.arange(5), 8, dtype=dtype) @ x
+        return windows, lax.cummax(x, axis=1), lax.cumsum(x, axis=0), jnp.sort(x, 1), jnp.argmax(x, 0), rows
+
+    x = random(8, 16).astype(dtype)
+    respelt = optimized(function)
+    for found, expected in zip(respelt(x), jax.jit(function)(x), strict=True):
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
+    assert not respelt.report().counts()

@@ -27,7 +27,7 @@ def _match(graph: Graph, node: Node) -> Found | None:
     """Returns a sort by one floating key, with or without further operands."""
     params = node.equation.params
     first = graph.dtype(node.inputs[0])
-    if params["num_keys"] != 1 or not jnp.issubdtype(first, jnp.floating) or first.itemsize < 2:
+    if params["num_keys"] != 1 or not jnp.issubdtype(first, jnp.floating):
         return None
     shape = graph.shape(node.inputs[0])
     if any(n in graph.literals for n in node.inputs) or 0 in shape or shape[params["dimension"]] < 2:
