@@ -151,7 +151,8 @@ def check_sites(name: str, graph: Graph, matches: Sequence[Match]) -> None:
     """Checks sites.
 
     Operands and results are values of the program, with the types that the site's original has.  Labels of axes fit the
-    operands and results.  No site reads what it replaces, and no two sites replace the same value.
+    operands and results.  No site reads what it replaces, and no two sites replace the same value; those that come last
+    may replace what others do, until it is known which of these are applied.
 
     Raises:
       InvariantError: an invariant does not hold after the pass ``name``.
@@ -159,9 +160,10 @@ def check_sites(name: str, graph: Graph, matches: Sequence[Match]) -> None:
     taken: set[int] = set()
     for match in matches:
         where = f"the {match.op} at {match.location}"
-        if not taken.isdisjoint(match.replaced):
-            raise _broken(name, f"{where} replaces what another site replaces")
-        taken.update(match.replaced)
+        if match.site.operation.priority >= 0:
+            if not taken.isdisjoint(match.replaced):
+                raise _broken(name, f"{where} replaces what another site replaces")
+            taken.update(match.replaced)
         for number, read in match.reads.items():
             if number in read:
                 raise _broken(name, f"{where} reads what it replaces")

@@ -146,7 +146,9 @@ class Tuner:
 
     def _cannot_pay(self, match: Workload, implementation: str, seconds: float) -> bool:
         """Returns whether a quick search of so many seconds would find nothing that is worth its time."""
-        hopeless = operation_named(match.op).only_restates(implementation)
+        operation = operation_named(match.op)
+        hopeless = operation.only_restates(implementation)
+        hopeless = hopeless or not operation.may_gain(implementation, self._options.objective)
         return seconds < _QUICK_LEAST or hopeless or not takes_long(match)
 
     def _of_another(self, choice: Choice, match: Workload) -> bool:

@@ -136,6 +136,9 @@ def _checked_block_sizes(operation: DeclaredOperation, given: BlockSizes | None)
     raise TypeError(f"block_sizes is a {type(given).__name__}; {remedy}")
 
 
+_ANY_AXES = "any number of axes, or none, along which arrays are broadcast as by NumPy"
+
+
 def _docstring(operation: DeclaredOperation) -> str:
     """The formula of the spec, and the shapes of what goes in and comes out."""
     spec, first, further = type(operation.sample), operation.first_row, operation.rows.split()[1:]
@@ -157,7 +160,7 @@ def _docstring(operation: DeclaredOperation) -> str:
         "Differentiable in reverse mode once; forward mode and second derivatives are not available here",
         "(``autopallas.optimize`` has them).",
         "",
-        f"Letters: {letters}; {first}... is any number of axes, or none, along which arrays are broadcast as by NumPy.",
+        *textwrap.wrap(f"Letters: {letters}; {first}... is {_ANY_AXES}.", width=116),
         *(f"The axis {letter} may be left out where its size is 1." for letter in further),
         "",
         "Arguments:",

@@ -14,6 +14,7 @@ from autopallas.patterns.match import Match, NearMiss
 from autopallas.patterns.order import in_some_order
 from autopallas.patterns.routers import without_routers
 from autopallas.patterns.selection import looks_for
+from autopallas.sites.operation import operation_named
 from autopallas.sites.spec import kind_of
 
 __all__ = ["Match", "NearMiss", "find"]
@@ -36,7 +37,8 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
                 found, missed = importlib.import_module(f"autopallas.patterns.{name}").find(graph, assume_finite)
                 found = [match for match in found if looks_for(asked, name, kind_of(match.spec))]
                 taken = {number for match in matches for number in match.replaced}  # self-attention looks like a loss
-                matches += [match for match in found if taken.isdisjoint(match.replaced)]
+                last = operation_named(name).priority < 0  # its sites give way where another one is applied
+                matches += [match for match in found if last or taken.isdisjoint(match.replaced)]
                 misses += missed
                 if found:
                     graph.replaced = frozenset(number for match in matches for number in match.replaced)
@@ -61,11 +63,15 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
 
 
 def _once(matches: list[Match]) -> list[Match]:
-    """Drops the matches that compute a value which an earlier match computes."""
+    """Drops the matches that compute a value which an earlier match computes.
+
+    Those of operations that look last stay: whether the earlier match is applied is not known yet.
+    """
     taken: set[int] = set()
     kept = []
     for match in matches:
-        if taken.isdisjoint(match.replaced):
+        last = match.site.operation.priority < 0
+        if last or taken.isdisjoint(match.replaced):
             kept.append(match)
-            taken.update(match.replaced)
+            taken.update(() if last else match.replaced)
     return kept

@@ -25,6 +25,7 @@ def declared_match(
     letters: Mapping[str, Sequence[Atom]],
     dimensions: Sequence[Sequence[Atom]],
     sizes: Mapping[Atom, int],
+    fixed: Mapping[str, Mapping[Atom, int]] | None = None,
 ) -> Match | None:
     """Builds the forward match of a place that computes a declared operation; None where it reads other values too.
 
@@ -34,16 +35,23 @@ def declared_match(
       form: its spec; the sizes of letters are filled in.
       result: the node that gives the result.
       operands: how each canonical operand is read, by its name; None for one that the site lacks.
-      letters: the labels of each letter.
+      letters: the labels of each letter; two letters may have the same ones.
       dimensions: the labels of each axis of the result.
       sizes: the sizes of the labels.
+      fixed: by operand, the labels of which it has one index alone, and that index.
     """
     given = {name: ref for name, ref in operands.items() if ref is not None}
     values = list(dict.fromkeys(ref.value for ref in given.values()))
-    number = {atom: i for i, atom in enumerate(atom for own in letters.values() for atom in own)}
+    alone: Mapping[str, Mapping[Atom, int]] = fixed or {}
+    every = [*(atom for own in letters.values() for atom in own), *(atom for own in alone.values() for atom in own)]
+    number = {atom: i for i, atom in enumerate(dict.fromkeys(every))}
 
     def view(dimensions: Sequence[tuple[int, Sequence[Atom]]]) -> View:
         return tuple((offset, tuple(number[atom] for atom in own)) for offset, own in dimensions)
+
+    def operand(name: str, ref: Ref) -> Operand:
+        places = tuple((number[atom], index) for atom, index in alone.get(name, {}).items())
+        return Operand(values.index(ref.value), view(ref.view), places)
 
     nodes, free = nodes_between(graph, values, [result.outputs[0]])
     if free or any(node.equation.effects for node in nodes):
@@ -54,7 +62,7 @@ def declared_match(
             op=op,
             form=form,
             sizes=tuple(sizes[atom] for atom in number),
-            operands=tuple((name, Operand(values.index(r.value), view(r.view))) for name, r in given.items()),
+            operands=tuple((name, operand(name, ref)) for name, ref in given.items()),
             letters=tuple((letter, tuple(number[atom] for atom in own)) for letter, own in letters.items()),
             result=view([(0, own) for own in dimensions]),
             uses=tuple(range(len(values))),

@@ -43,7 +43,7 @@ def _size(graph: Graph, numbers: Iterable[int]) -> int:
 
 def circle(graph: Graph, matches: Sequence[Match]) -> list[Match]:
     """Returns the matches in one circle, if there is any."""
-    reads = {number: read for match in matches for number, read in match.reads.items()}
+    reads = {number: read for match in reversed(matches) for number, read in match.reads.items()}  # the first counts
     done: set[int] = set()
     path: dict[int, None] = {}  # in order
     for start in reads:

@@ -57,6 +57,7 @@ class DeclaredOperation(Operation):
       rows: the letters along which sites are computed independently: ``vmap`` adds its axis to the first, and any may
         be sharded over devices.
       sample: a typical spec.
+      stands_for: for a letter of the result, the letter whose axis it is at sites of which no operand has it.
       block_sizes: the class of its block sizes, if the declaration has them and not a module.
       mapped: whether ``vmap`` maps implementations instead of adding to the rows; their derivative is then JAX's.
       differentiable: whether implementations have a derivative; if not, the original's is used.
@@ -68,6 +69,7 @@ class DeclaredOperation(Operation):
     sizes: Mapping[str, str] = field(kw_only=True)
     rows: str = field(kw_only=True)
     sample: Spec = field(kw_only=True)
+    stands_for: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     block_sizes: BlockSizesClass = field(default=cast(BlockSizesClass, NoBlockSizes), kw_only=True)
     mapped: bool = field(default=False, kw_only=True)
     differentiable: bool = field(default=True, kw_only=True)
@@ -197,7 +199,7 @@ class DeclaredSite:
             size = getattr(self.spec, self.operation.sizes[letter])
             having = [name for name in operands if letter in letters[name].split()]
             axes = {name: letters[name].split().index(letter) for name in having}
-            if all(operands[name].shape[axis] != size for name, axis in axes.items()):
+            if axes and all(operands[name].shape[axis] != size for name, axis in axes.items()):
                 name, axis = next(iter(axes.items()))
                 shape = (*operands[name].shape[:axis], size, *operands[name].shape[axis + 1 :])
                 operands = operands | {name: jnp.broadcast_to(operands[name], shape)}

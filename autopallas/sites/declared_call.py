@@ -113,6 +113,7 @@ def site_of(
     found = _sizes(operation, axes)
     batch = _broadcast({name: own[first] for name, own in axes.items() if first in own}, first)
     label: dict[str, Labels] = {letter: (len(batch) + number,) for number, letter in enumerate(found)}
+    label |= {letter: label[other] for letter, other in operation.stands_for.items() if letter not in label}
 
     def view(letters: Iterable[str], shape: tuple[int, ...]) -> View:
         own = [(i,) if n > 1 else () for i, n in enumerate(shape, len(batch) - len(shape))]

@@ -33,7 +33,7 @@ __all__ = ["EncodingError", "SavedSite", "encoded", "saved_site"]
 
 Direction: TypeAlias = Literal["forward", "forward+backward"]
 
-FORMAT = 2
+FORMAT = 3
 """Version number, which rises whenever the encoding of sites changes."""
 
 _SHARED = ("autopallas.sites.elementwise", "autopallas.sites.index_notation", "autopallas.sites.declared")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import jax
@@ -24,20 +24,27 @@ View: TypeAlias = tuple[Dimension, ...]
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One use of a site's operand: its position, and the view under which it is read."""
+    """One use of a site's operand: its position, and the view under which it is read.
+
+    ``fixed`` gives the index of each label of the view that has only one: so every other column is read as columns of
+    two labels, of which the second is fixed.
+    """
 
     position: int
     view: View
+    fixed: tuple[tuple[Label, int], ...] = ()
 
     @property
     def labels(self) -> tuple[Label, ...]:
-        return tuple(label for _, labels in self.view for label in labels)
+        """Labels along which the use varies."""
+        fixed = dict(self.fixed)
+        return tuple(label for _, labels in self.view for label in labels if label not in fixed)
 
     def batched(self, axes: Sequence[int | None], label: tuple[Label, ...]) -> Operand:
         """Returns the same use after vmap has put the axis of operands that have it in front, under a new label."""
         if axes[self.position] is None:
             return self
-        return Operand(self.position, ((0, label), *self.view))
+        return replace(self, view=((0, label), *self.view))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +74,17 @@ def read(
         shape = [sizes[a] for a in labels]
         array = (jnp.arange(math.prod(shape), dtype=source.dtype) + jnp.asarray(offset, source.dtype)).reshape(shape)
     else:
-        labels = source.labels
+        labels, fixed = source.labels, dict(source.fixed)
         array = operands[source.position]
         for axis, (offset, parts) in enumerate(source.view):
             extent = math.prod(sizes[a] for a in parts)
             if extent != array.shape[axis]:
                 array = jax.lax.slice_in_dim(array, offset, offset + extent, axis=axis)
-        array = array.reshape([sizes[a] for a in labels])
+        every = [a for _, parts in source.view for a in parts]
+        array = array.reshape([sizes[a] for a in every])
+        for axis in reversed(range(len(every))):
+            if every[axis] in fixed:
+                array = jax.lax.index_in_dim(array, fixed[every[axis]], axis, keepdims=False)
     present = [[a for a in group if a in labels] for group in groups]
     array = array.transpose([labels.index(a) for group in present for a in group])
     full = [list(group) if have else [] for group, have in zip(groups, present, strict=True)]

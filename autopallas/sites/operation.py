@@ -256,6 +256,12 @@ class Operation:
         """Returns whether an implementation is the reference under another name, from which nothing is to be gained."""
         return name == "reference"
 
+    def may_gain(self, name: str, objective: str) -> bool:
+        """Returns whether an implementation may gain what an objective asks for, so that a first step may wait for a
+        measurement: its module states as ``GAINS`` what it is written for, and may gain anything where it does not."""
+        stated: Sequence[str] = getattr(self.implementation(name), "GAINS", (objective,))
+        return objective in stated
+
     def supports(self, name: str, spec: SiteSpec, device: Device) -> Supported | Unsupported:
         """Returns whether the named implementation can compute ``spec`` on ``device``."""
         try:

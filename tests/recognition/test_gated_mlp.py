@@ -1,0 +1,223 @@
+"""Gated MLPs in any spelling: found, with their backward, and right; what resembles one is left alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from support.compare import compare, optimized_like_a_user, with_gradients
+
+import autopallas
+from autopallas.sites.operation import operation_named
+
+K, H, N = 10, 14, 9
+
+
+def array(*shape, seed=0, dtype=jnp.float32, scale=1.0):
+    return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape) * scale, dtype)
+
+
+X, GATE, UP, DOWN = array(2, 5, K), array(K, H, seed=1), array(K, H, seed=2), array(H, N, seed=3)
+BOTH = array(K, 2 * H, seed=4)
+SIDE = array(H, seed=5), array(H, seed=6)
+
+
+def halves(act):
+    def program(x, both, down):
+        gate, up = jnp.split(x @ both, 2, -1)
+        return (act(gate) * up) @ down
+
+    return program, (X, BOTH, DOWN)
+
+
+def interleaved(x, both, bias, down):
+    """Every other column, both bounded, as in a public model."""
+    units = x @ both + bias
+    gate, up = jnp.minimum(units[..., ::2], 7.0), jnp.clip(units[..., 1::2], -7.0, 7.0)
+    return (gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)) @ down
+
+
+def side_by_side(x, both, down):
+    units = (x @ both).reshape(2, 5, H, 2)
+    return (jax.nn.silu(units[..., 0]) * units[..., 1]) @ down
+
+
+def stacked(x, both, down):
+    units = jnp.einsum("btd,dgf->gbtf", x, both.reshape(K, 2, H))
+    return jnp.einsum("btf,fd->btd", jax.nn.relu(units[0]) ** 2 * units[1], down)
+
+
+def by_heads(x, gate, up, down):
+    units = jnp.einsum("btd,dhf->bhtf", x, gate.reshape(K, 2, H // 2))
+    units = jax.nn.silu(units) * jnp.einsum("dhf,btd->bhtf", up.reshape(K, 2, H // 2), x)
+    return jnp.einsum("bhtf,hfd->btd", units, down.reshape(2, H // 2, N))
+
+
+def written_out(x, gate, up, down):
+    gate, up = x @ gate, x @ up
+    return (up / (1 + jnp.exp(-gate)) * gate) @ down
+
+
+def layers(x, gate, up, down):
+    def layer(x, own):
+        gate, up = own
+        return x + (jax.nn.silu(x @ gate) * (x @ up)) @ down[:, :1] * 0.1, None
+
+    return lax.scan(layer, x, (jnp.stack([gate, 2 * gate]), jnp.stack([up, -up])))[0]
+
+
+def in_float32(x, gate, up, down):
+    units = jax.nn.silu((x @ gate).astype(jnp.float32)).astype(x.dtype) * (x @ up)
+    return units @ down
+
+
+PLAIN = (X, GATE, UP, DOWN)
+SPELLINGS = {
+    "silu": (lambda x, g, u, d: (jax.nn.silu(x @ g) * (x @ u)) @ d, PLAIN),
+    "halves": halves(jax.nn.gelu),
+    "alternating": (interleaved, (X, BOTH, array(2 * H, seed=7), DOWN)),
+    "biases": (
+        lambda x, g, u, d, a, b: (jax.nn.gelu(x @ g + a, approximate=False) * (x @ u + b)) @ d,
+        (*PLAIN, *SIDE),
+    ),
+    "relu": (lambda x, g, u, d: ((x @ u) * jax.nn.relu(x @ g)) @ d, PLAIN),
+    "sigmoid": (lambda x, g, u, d: jax.nn.sigmoid(x @ g) * (x @ u), PLAIN[:3] + PLAIN[3:]),
+    "learnt": (lambda x, g, u, d, b: ((x @ g) * jax.nn.sigmoid(b[0] * (x @ g)) * (x @ u)) @ d, (*PLAIN, SIDE[0])),
+    "side by side": (side_by_side, (X, BOTH, DOWN)),
+    "stacked": (stacked, (X, BOTH, DOWN)),
+    "heads": (by_heads, PLAIN),
+    "written out": (written_out, PLAIN),
+    "transposed": (lambda x, g, u, d: (jax.nn.silu(x @ g.T) * (x @ u.T)) @ d.T, (X, GATE.T, UP.T, DOWN.T)),
+    "checkpoint": (jax.checkpoint(lambda x, g, u, d: (jax.nn.silu(x @ g) * (x @ u)) @ d), PLAIN),
+    "scan": (layers, PLAIN),
+    "examples": (
+        jax.vmap(lambda x, g, u, d: (jax.nn.silu(x @ g) * (x @ u)) @ d, (0, None, None, None)),
+        PLAIN,
+    ),
+    "models": (
+        jax.vmap(lambda x, g, u, d: (jax.nn.silu(x @ g) * (x @ u)) @ d),
+        (X, *(jnp.stack([a, -a]) for a in PLAIN[1:])),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_a_spelling_is_found_with_its_backward_and_right(name):
+    program, arguments = SPELLINGS[name]
+    outcome = compare(program, arguments)
+    assert outcome.complaints == []
+    assert outcome.counts("gated_mlp") == 1, outcome.reasons()
+    report = autopallas.explain(optimized_like_a_user(with_gradients(program, arguments)), *arguments)
+    assert [site.direction for site in report.sites if site.op == "gated_mlp"] == ["forward+backward"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [
+        (jnp.bfloat16, 1),
+        (jnp.float16, 1),
+        (jnp.float32, 1000),
+        (jnp.bfloat16, 30),
+        (jnp.bfloat16, 1000),
+        (jnp.float16, 30),
+    ],
+)
+def test_numbers_are_right_at_every_scale_of_activations(dtype, scale):
+    x = array(3, 7, K, dtype=dtype, scale=scale)
+    weights = [array(*a.shape, seed=n, dtype=dtype, scale=a.shape[0] ** -0.5) for n, a in enumerate(PLAIN[1:])]
+    outcome = compare(in_float32, (x, *weights))
+    assert outcome.complaints == []
+    assert outcome.counts("gated_mlp") == 1
+
+
+def test_blocks_of_rows_give_what_all_rows_give():
+    from autopallas.kernels.gated_mlp import gated_mlp
+    from autopallas.kernels.gated_mlp.operation import OPERATION
+
+    rows = OPERATION.part("block_sizes").BlockSizes
+
+    def both(size, x, gate, up, down, bias, models):
+        x = x if models == 1 else x[None]
+        weights = [w if models == 1 else jnp.stack([w, 2 * w])[:, None][:, 0] for w in (gate, up, down)]
+
+        def loss(*given):
+            return gated_mlp(*given, gate_bias=bias, block_sizes=rows(rows=size), activation="gelu").sum()
+
+        x = x.reshape(-1, K) if models == 1 else jnp.broadcast_to(x.reshape(1, -1, K), (2, 10, K))
+        return jax.value_and_grad(loss, (0, 1, 2, 3))(x, *weights)
+
+    for models in (1, 2):
+        whole, parts = (both(size, *PLAIN, SIDE[0], models) for size in (64, 3))
+        for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-4)
+
+
+def test_a_backward_stores_no_hidden_units_but_those_of_a_block():
+    rows, width, wide = 2048, 32, 128
+    arguments = [jnp.ones(shape) for shape in ((rows, width), (width, wide), (width, wide), (wide, width))]
+
+    def loss(x, gate, up, down):
+        return jnp.sum(jnp.square((jax.nn.silu(x @ gate) * (x @ up)) @ down))
+
+    original = jax.jit(jax.grad(loss, (0, 1, 2, 3)))
+    ours = autopallas.optimize(jax.grad(loss, (0, 1, 2, 3)), objective="always", strict=True)
+    used = [f.lower(*arguments).compile().memory_analysis().temp_size_in_bytes for f in (jax.jit(ours), original)]
+    assert used[0] < used[1] / 2
+
+
+REFUSED = {
+    "bilinear": (lambda x, g, u, d: ((x @ g) * (x @ u + 1)) @ d, "neither of the two projections is activated"),
+    "both": (lambda x, g, u, d: (jnp.tanh(x @ g) * jax.nn.sigmoid(x @ u)) @ d, "both projections are activated"),
+    "gate needed": (lambda x, g, u, d: ((jax.nn.silu(x @ g) * (x @ u)) @ d, x @ g), "also used by"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_a_near_miss_with_a_reason(name):
+    program, reason = REFUSED[name]
+    outcome = compare(program, PLAIN, gradients=name == "bilinear")
+    assert outcome.counts("gated_mlp") == 0 or name == "gate needed"
+    if name != "gate needed":
+        assert any(reason in one for one in outcome.reasons())
+        assert all(miss.advice for miss in outcome.report.near_misses)
+
+
+def lstm(x, weight, state):
+    i, f, o, c = jnp.split(x @ weight, 4, -1)
+    state = jax.nn.sigmoid(f) * state + jax.nn.sigmoid(i) * jnp.tanh(c)
+    return jax.nn.sigmoid(o) * jnp.tanh(state)
+
+
+LOOK_ALIKES = {
+    "one projection": (lambda x, g: jax.nn.silu(x @ g), (X, GATE)),
+    "another input": (lambda x, y, g, u: jax.nn.silu(x @ g) * (y @ u), (X, X + 1, GATE, UP)),
+    "a gate for each row": (lambda x, g, u: jax.nn.sigmoid(x @ g[:, :1]) * (x @ u), (X, GATE, UP)),
+    "a cell": (lstm, (X, array(K, 4 * H, seed=8), array(H, seed=9))),
+    "softmax": (lambda x, g, u: jax.nn.softmax(x @ g) * (x @ u), (X, GATE, UP)),
+}
+
+
+@pytest.mark.parametrize("name", LOOK_ALIKES)
+def test_what_resembles_one_is_left_alone(name):
+    program, arguments = LOOK_ALIKES[name]
+    report = autopallas.explain(optimized_like_a_user(with_gradients(program, arguments)), *arguments)
+    assert report.counts()["gated_mlp"] == 0
+    assert [miss for miss in report.near_misses if miss.op == "gated_mlp"] == []
+
+
+def test_other_sites_stay_where_it_is_found_and_not_applied():
+    """Products whose results are transposed, as gradients of its weights are, are respelt all the same."""
+    program = with_gradients(SPELLINGS["silu"][0], PLAIN)
+    chosen = autopallas.optimize(program, objective="always", strict=True, ops=("respelling",))
+    wanted = autopallas.explain(chosen, *PLAIN).counts()
+    denied = autopallas.optimize(program, objective="always", strict=True, ops=("-gated_mlp",))
+    assert wanted["respelling"] == autopallas.explain(denied, *PLAIN).counts()["respelling"] > 0
+    report = autopallas.explain(autopallas.optimize(program), *PLAIN)
+    assert {site.op for site in report.sites} == {"gated_mlp", "respelling"}
+
+
+def test_its_first_step_waits_for_a_measurement_only_where_memory_counts():
+    operation = operation_named("gated_mlp")
+    assert not operation.may_gain("xla", "time")
+    assert operation.may_gain("xla", "memory")
+    assert operation_named("attention").may_gain("xla", "time")
