@@ -66,7 +66,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             else:
                 misses.append(first[own[-1][1].outputs[0]])
         waiting = left
-    return matches, misses
+    return matches, list({(miss.location, miss.reason): miss for miss in reversed(misses)}.values())[::-1]
 
 
 def _matches(graph: Graph, tries: Sequence[Candidate]) -> list[tuple[Match, Node]]:
@@ -102,6 +102,8 @@ def _match(graph: Graph, units: Node, reader: Node | None) -> Match | None:
     reading = Units(scope)
     program = reading.read(at)
     projections = _projections(space, reading.products)
+    if any(_is_chosen(space, use) for use in (projections.gate, projections.up)):
+        raise Unlike("the matrices are those of experts")
     if not roles(program):
         program, projections = _exchanged(program), replace(projections, gate=projections.up, up=projections.gate)
     place = _Place(graph, space, whole, projections, None if down is None else Use(_earlier(space, down), ()))
@@ -183,6 +185,14 @@ def _projections(space: Space, products: Sequence[Use]) -> _Projections:
             features = tuple(atom for _, own in summed for atom in space.resolve(own))
             return _Projections(Use(x, ()), Use(gate, first.fixed), Use(up, second.fixed), features)
     raise Unlike("the two products have no operand in common")
+
+
+def _is_chosen(space: Space, use: Use) -> bool:
+    """Returns whether a matrix is gathered by numbers, as those of experts are."""
+    at = space.canonical(use.ref)
+    while space.graph.name(at.value) == "convert_element_type" and (operands := space.operands(at)):
+        (at,) = operands
+    return space.graph.name(at.value) == "gather"
 
 
 def _earlier(space: Space, ref: Ref) -> Ref:
