@@ -13,6 +13,7 @@ from autopallas.autotune.tuner import Tuner
 from autopallas.cli import CommandError
 from autopallas.cli.shapes import shapes_of
 from autopallas.compat import ArrayFunction, ClosedJaxpr, PyTree, make_jaxpr
+from autopallas.custom.check import without_nested
 from autopallas.custom.registry import declared
 from autopallas.environment import OPERATIONS
 from autopallas.errors import OptionError, UnsupportedError
@@ -107,8 +108,8 @@ def sites_of(name: str, function: ArrayFunction, arguments: Sequence[PyTree], op
         tuned = (pattern.name for pattern in declared() if pattern.block_sizes)  # of others there is nothing to lock
         ops = (*OPERATIONS, *tuned) if resolved.ops is None else resolved.ops
         searched = replace(resolved, ops=ops)
-        _, matches, misses = find_sites(Passes(program, checked=False), program, searched, divided=False)
-        decisions = plan(matches, device, resolved, tuner)
+        graph, matches, misses = find_sites(Passes(program, checked=False), program, searched, divided=False)
+        matches, decisions = without_nested(graph, matches, plan(matches, device, resolved, tuner))
     except (OptionError, UnsupportedError) as error:
         raise CommandError(one_line(error)) from None
     return Sites(tuple(matches), tuple(decisions), tuple(misses), resolved, device, tuner)
