@@ -135,7 +135,7 @@ def test_train_steps_are_found_and_equal():
             x = jnp.tanh(x @ weight)
         return (x**2).sum()
 
-    weights, x = [random(5, 7), random(7, 3)], random(2, 6, 5, seed=1)
+    weights, x = [random(5, 7), random(7, 9)], random(2, 6, 5, seed=1)
     step = jax.grad(loss)
     assert found(step, weights, x) == ["product"] * 2
     optimized = autopallas.optimize(step, objective="always", strict=True)
@@ -144,3 +144,10 @@ def test_train_steps_are_found_and_equal():
     examples = jax.vmap(optimized, in_axes=(None, 0))(weights, jnp.stack([x, 2 * x]))
     original = jax.vmap(step, in_axes=(None, 0))(weights, jnp.stack([x, 2 * x]))
     np.testing.assert_allclose(*map(flat, (examples, original)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "times"), [(jnp.float32, 0), (jnp.bfloat16, 1)])
+def test_the_wider_operand_does_not_come_first_in_float32(dtype, times):
+    """As in the gradient of a block's second layer: what computes the operand would be turned with it."""
+    x, weight, y = random(3, 10, 9, dtype=dtype), random(9, 7, dtype=dtype), random(3, 10, 7, dtype=dtype)
+    assert found(lambda x, w, y: jax.vjp(lambda w: x @ w, w)[1](y)[0], x, weight, y) == ["product"] * times

@@ -3,11 +3,15 @@
 The gradient of a weight is such a product in every program: JAX multiplies cotangents by activations, and transposes
 the result.  XLA's CPU compiler multiplies faster where the operands change places instead, and, in bfloat16, where two
 matrices that are summed along their rows have these rows on two axes.
+
+XLA turns the operand that comes first, together with what computes it.  So in float32 the wider of two operands is not
+to come first: such gradients, of a block's second layer, gained 1.5x alone, and in whole train steps nothing to -8%.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import cast
 
@@ -44,6 +48,8 @@ def _match(graph: Graph, node: Node) -> Found | None:
     turned = order != sorted(order)
     narrow = graph.dtype(product.inputs[0]) == jnp.bfloat16
     if not (_exchanged(order, summed, shapes) if turned else narrow and _rows(summed, shapes)):
+        return None
+    if turned and not narrow and _width(summed, shapes, 1) > _width(summed, shapes, 0):
         return None
     return Found((("result", tuple(order)), ("summed", summed)), product.inputs, node.outputs)
 
@@ -83,6 +89,11 @@ def _rows(summed: tuple[_Axes, _Axes], shapes: Sequence[Sequence[int]]) -> int:
     """Returns the number of rows along which two matrices are summed, if it is even; else 0."""
     first, second = _letters(summed, shapes)
     return first[0][1] if len(first) == len(second) == 2 and first[0] == second[0] and first[0][1] % 2 == 0 else 0
+
+
+def _width(summed: tuple[_Axes, _Axes], shapes: Sequence[Sequence[int]], which: int) -> int:
+    """Returns the number of columns of an operand."""
+    return math.prod(size for axis, size in enumerate(shapes[which]) if axis not in summed[which])
 
 
 def _exchanged(order: Sequence[int], summed: tuple[_Axes, _Axes], shapes: Sequence[Sequence[int]]) -> bool:
