@@ -36,9 +36,9 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
             with contained(op=name, stage="recognition"):
                 found, missed = importlib.import_module(f"autopallas.patterns.{name}").find(graph, assume_finite)
                 found = [match for match in found if looks_for(asked, name, kind_of(match.spec))]
-                taken = {number for match in matches for number in match.replaced}  # self-attention looks like a loss
-                last = operation_named(name).priority < 0  # its sites give way where another one is applied
-                matches += [match for match in found if last or taken.isdisjoint(match.replaced)]
+                last = operation_named(name).priority < 0
+                taken = {n for match in matches for n in _taken(match, last)}  # self-attention looks like a loss
+                matches += [match for match in found if taken.isdisjoint(match.replaced)]
                 misses += missed
                 if found:
                     graph.replaced = frozenset(number for match in matches for number in match.replaced)
@@ -65,13 +65,22 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
 def _once(matches: list[Match]) -> list[Match]:
     """Drops the matches that compute a value which an earlier match computes.
 
-    Those of operations that look last stay: whether the earlier match is applied is not known yet.
+    Those of operations that look last may compute gradients that it computes: see :func:`_taken`.
     """
-    taken: set[int] = set()
+    taken: dict[bool, set[int]] = {False: set(), True: set()}
     kept = []
     for match in matches:
-        last = match.site.operation.priority < 0
-        if last or taken.isdisjoint(match.replaced):
+        if taken[match.site.operation.priority < 0].isdisjoint(match.replaced):
             kept.append(match)
-            taken.update(() if last else match.replaced)
+            for last, numbers in taken.items():
+                numbers.update(_taken(match, last))
     return kept
+
+
+def _taken(match: Match, last: bool) -> tuple[int, ...]:
+    """Returns the values of a match that no later match may compute.
+
+    For operations that look last these are its results alone: such a site of one of its gradients is dropped where the
+    match is applied, and stays where it is not, which is not known yet.
+    """
+    return tuple(number for part in match.passes for number in part.results) if last else match.replaced
