@@ -94,13 +94,16 @@ class Oracle:
             with _device(arguments):
                 if self._compiled is None:
                     # Values that no decision reads are not computed twice.
-                    twice = jaxprs.without_dead_code(compat.make_jaxpr(self._evaluate, np.uint32(seed), *arguments))
+                    twice = jaxprs.without_dead_code(compat.make_jaxpr(self._seeded, np.uint32(seed), *arguments))
                     self._compiled = jax.jit(compat.jaxpr_as_fun(twice))
                 results = self._compiled(np.uint32(seed), *arguments)
             return [x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x) for x in results]
 
-    def _evaluate(self, seed: jax.Array, *arguments: ArrayLike) -> list[jax.Array]:
+    def _seeded(self, seed: jax.Array, *arguments: ArrayLike) -> list[jax.Array]:
         self._key = jax.random.key(seed) if self._rounds else None
+        return self._evaluate(*arguments)
+
+    def _evaluate(self, *arguments: ArrayLike) -> list[jax.Array]:
         return [v.high for v in self._run(self._program, [decided(jnp.asarray(x)) for x in arguments])]
 
     # ------------------------------------------------------------------ bodies
