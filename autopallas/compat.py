@@ -198,6 +198,7 @@ __all__ = [
     "jaxpr_as_fun",
     "jit_settings",
     "lowered_call",
+    "lowered_on_mesh_of",
     "lowering_device",
     "make_jaxpr",
     "make_jaxpr_and_shapes",
@@ -540,6 +541,15 @@ def on_mesh_of(avals: Sequence[object]) -> AbstractContextManager[object]:
     if mesh is None or mesh == jax.sharding.get_abstract_mesh():
         return contextlib.nullcontext()
     return jax.sharding.use_abstract_mesh(mesh)
+
+
+def lowered_on_mesh_of(avals: Sequence[object]) -> AbstractContextManager[object]:
+    """Returns the same context, but an empty mesh where there is none: JAX lowers under one, and finds there again what
+    was traced under one before."""
+    meshes = [getattr(getattr(aval, "sharding", None), "mesh", None) for aval in avals]
+    if jax.sharding.get_abstract_mesh().empty and all(mesh is None or mesh.empty for mesh in meshes):
+        return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+    return on_mesh_of(avals)
 
 
 def shape_of(aval: Shaped) -> jax.ShapeDtypeStruct:

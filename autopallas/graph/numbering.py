@@ -10,6 +10,7 @@ Numbers grow from operands to results, so a smaller number never depends on a la
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Container, Hashable, Iterable, Sequence
 from typing import Protocol
@@ -23,7 +24,7 @@ from autopallas import compat, jaxprs
 from autopallas.compat import Dtype, JaxprEqn, Literal, Params, ShapedArray, Var
 from autopallas.graph.custom_rules import called_program, is_elementwise_call, same_rule
 from autopallas.graph.equal_loops import Loop, Loops, loops
-from autopallas.graph.flatten import Body, Child
+from autopallas.graph.flatten import Body, Child, may_hold_bodies
 from autopallas.graph.keys import (
     branch_key,
     chosen_key,
@@ -152,6 +153,18 @@ class Graph:
             for position, children in body.children.items():
                 self.holders.update((child.body, (body, position)) for child in children)
         self.steps = Steps(len(self.nodes))
+
+    @functools.cached_property
+    def primitives(self) -> frozenset[str]:
+        """Names of the primitives of all equations, those of functions with rules of their own included."""
+        found: set[str] = set()
+        todo = [equation for body in self.root.walk() for equation in body.equations]
+        while todo:
+            equation = todo.pop()
+            found.add(equation.primitive.name)
+            if not may_hold_bodies(equation):  # the others' are walked
+                todo += [inner for body in jaxprs.bodies(equation) for inner in jaxprs.open_jaxpr(body[2])[0].eqns]
+        return frozenset(found)
 
     def shape(self, number: int) -> tuple[int, ...]:
         return tuple(self.avals[number].shape)

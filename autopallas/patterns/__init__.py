@@ -14,7 +14,7 @@ from autopallas.patterns.match import Match, NearMiss
 from autopallas.patterns.order import in_some_order
 from autopallas.patterns.routers import without_routers
 from autopallas.patterns.selection import looks_for
-from autopallas.sites.operation import operation_named
+from autopallas.sites.operation import Operation, operation_named
 from autopallas.sites.spec import kind_of
 
 __all__ = ["Match", "NearMiss", "find"]
@@ -31,7 +31,7 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
     misses: list[NearMiss] = []
     asked = None if ops is None else tuple(ops)
     for name in OPERATIONS:
-        if looks_for(asked, name):
+        if looks_for(asked, name) and _may_have(graph, operation_named(name)):
             graph.steps.begin()
             with contained(op=name, stage="recognition"):
                 found, missed = importlib.import_module(f"autopallas.patterns.{name}").find(graph, assume_finite)
@@ -60,6 +60,11 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
         still = surviving(graph, {number for match in counted for number in match.replaced}, reads)
         misses = [miss for miss in misses if miss.value < 0 or miss.value in still]
     return without_routers(graph, matches, misses)
+
+
+def _may_have(graph: Graph, operation: Operation) -> bool:
+    """Returns whether a program may have sites of an operation; if not, its pattern is not even imported."""
+    return not operation.anchors or not operation.anchors.isdisjoint(graph.primitives)
 
 
 def _once(matches: list[Match]) -> list[Match]:

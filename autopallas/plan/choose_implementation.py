@@ -129,7 +129,7 @@ def _decide_by_evidence(match: Match, device: Device, options: Options, tuner: T
             objection = prober.objection(measured, name, sizes, again=isinstance(wanted, str), measured=found_now)
         if objection is None:
             try:
-                with device.targeted(), settled(), compat.on_mesh_of(match.original.in_avals):
+                with device.checked(), settled(), compat.lowered_on_mesh_of(match.original.in_avals):
                     for part in match.passes:
                         _check_types(part, decision)
                 return replace(decision, kind=device.kind, direction=match.direction, options=options)
@@ -274,7 +274,10 @@ def _decide_by_lockfile(
 
 
 def _check_types(match: Match, decision: Decision) -> None:
-    """Checks by tracing that the kernels give the types that the original and its derivative give."""
+    """Checks by tracing that the kernels give the types that the original and its derivative give.
+
+    Lowering finds what is traced here, since it calls the same functions with tuples of the same types.
+    """
     name, sizes = decision.implementation or "", decision.block_sizes
     original, of = match.original, compat.shape_of if isinstance(match.site, ShardedSite) else _shape
     operands, cotangents = [list(map(of, avals)) for avals in (original.in_avals, original.out_avals)]
@@ -284,7 +287,8 @@ def _check_types(match: Match, decision: Decision) -> None:
         return
     for active in {tuple(position for position, _ in backward.gradients) for backward in match.backwards}:
         backward = kernel_backward(match.site, name, sizes, active)
-        gradients = jax.eval_shape(backward, operands, list(results), list(residuals), cotangents)
+        given = (operands, results, residuals, cotangents)
+        gradients = jax.eval_shape(backward, *map(tuple, given))
         _same(gradients, [operands[position] for position in active])
 
 

@@ -49,11 +49,18 @@ class Device:
         """Returns a context in which code is traced and lowered for this device, whatever this process runs on."""
         return _target(self)
 
+    def checked(self) -> AbstractContextManager[None]:
+        """Returns the context in which planning traces what this device will run, so that lowering finds it again.
+
+        The kind of a CPU is left out: lowering does not always know it, and no kernel depends on it.
+        """
+        return Device("cpu", "").targeted() if self.platform == "cpu" else self.targeted()
+
     @contextmanager
     def lowered(self) -> Iterator[None]:
         """Does the same for code that is traced and lowered at once, and also tells JAX's own rules the device."""
         with ExitStack() as contexts:
-            contexts.enter_context(self.targeted())
+            contexts.enter_context(self.checked())
             if self.platform == "tpu" and jax.default_backend() != "tpu":
                 device = jax.sharding.AbstractDevice(self.kind or _ANY_TPU, 1, "tpu")
                 mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)

@@ -154,6 +154,8 @@ class Operation:
       name: its name in options, reports, tables and caches, and of its module in ``patterns``.
       order: the implementations to ask on each platform, in order.
       priority: patterns of operations with a higher priority look first, and win where several match.
+      anchors: names of primitives, without any of which a program has neither a site nor a near miss, so that it is not
+        searched; none where that cannot be said.
       folder: its folder in ``kernels``; by default it has the operation's name.  A declaration in a folder of another
         name is a part of the operation: it is selected, counted, filed and reported as the operation is, but has a
         description, a site and implementations of its own.
@@ -163,6 +165,7 @@ class Operation:
     order: Mapping[str, tuple[str, ...]] = field(default_factory=_order)
     priority: int = 0
     folder: str = ""
+    anchors: frozenset[str] = frozenset()
 
     @property
     def package(self) -> str:

@@ -9,7 +9,9 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType
 from typing import TypedDict
 
 import jax
@@ -125,8 +127,8 @@ def version_of_provided(operation: str, implementation: str) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _version_of_modules(operation: str) -> str:
-    """Returns a hash of the syntax of kernels' modules, without comments and docstrings; a table of block sizes is not
-    included."""
+    """Returns a hash of what Python makes of kernels' modules, without comments; a table of block sizes is not
+    included.  Python keeps that beside the modules, so that a first step need not read their syntax."""
     package = Path(__file__).parents[1]
     paths = [*(package / "sites").glob("*.py"), *(package / "kernels").glob("*.py")]
     for folder in operation_folders(operation):
@@ -134,8 +136,26 @@ def _version_of_modules(operation: str) -> str:
     total = hashlib.sha256(__version__.encode())
     for path in sorted(paths):
         if path.name != "tuned_block_sizes.py":
-            total.update(f"\n{path.name}\n{syntax(path.read_text())}".encode())
+            code = SourceFileLoader(path.stem, str(path)).get_code(path.stem)
+            total.update(f"\n{path.name}\n{_without_lines(code)}".encode())
     return total.hexdigest()[:16]
+
+
+def _without_lines(constant: object) -> str:
+    """Returns the text of a constant of compiled code, or of such code, without the places in its source."""
+    if isinstance(constant, CodeType):
+        own = (getattr(constant, name) for name in _CODE)
+        return f"{tuple(own)!r} {_without_lines(constant.co_consts)}"
+    if isinstance(constant, tuple):
+        return f"({', '.join(map(_without_lines, constant))})"
+    return repr(sorted(map(_without_lines, constant)) if isinstance(constant, frozenset) else constant)
+
+
+_CODE = tuple(
+    "co_name co_code co_names co_varnames co_freevars co_cellvars co_flags co_argcount co_posonlyargcount "
+    "co_kwonlyargcount co_exceptiontable".split()
+)
+"""What code does, its constants aside."""
 
 
 def syntax(source: str) -> str:

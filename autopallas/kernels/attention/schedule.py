@@ -25,6 +25,7 @@ __all__ = [
     "Window",
     "accumulate",
     "cut",
+    "divided",
     "edges",
     "loop",
     "schedule",
@@ -41,7 +42,7 @@ Window: TypeAlias = Sequence[tuple[Start, int] | None]
 def cut(array: jax.Array, window: Window) -> jax.Array:
     """Returns the part of ``array`` in ``window``."""
     starts, sizes = _resolved(array, window)
-    return array if sizes == array.shape else lax.dynamic_slice(array, starts, sizes)
+    return array if sizes == array.shape else lax.dynamic_slice(array, starts, sizes, allow_negative_indices=False)
 
 
 def accumulate(array: jax.Array, window: Window, update: jax.Array) -> jax.Array:
@@ -49,19 +50,44 @@ def accumulate(array: jax.Array, window: Window, update: jax.Array) -> jax.Array
     starts, sizes = _resolved(array, window)
     if sizes == array.shape:
         return array + update
-    return lax.dynamic_update_slice(array, lax.dynamic_slice(array, starts, sizes) + update, starts)
+    return _written(array, lax.dynamic_slice(array, starts, sizes, allow_negative_indices=False) + update, starts)
 
 
 def store(array: jax.Array, window: Window, update: jax.Array) -> jax.Array:
     """Returns ``array`` with ``update`` written in ``window``."""
     starts, sizes = _resolved(array, window)
     update = update.astype(array.dtype)
-    return update if sizes == array.shape else lax.dynamic_update_slice(array, update, starts)
+    return update if sizes == array.shape else _written(array, update, starts)
+
+
+def _written(array: jax.Array, update: jax.Array, starts: list[jax.Array]) -> jax.Array:
+    return lax.dynamic_update_slice(array, update, starts, allow_negative_indices=False)
+
+
+def element(table: np.ndarray, *place: Start) -> jax.Array:
+    """Returns a number of a table, int32, at a place that is known to be in it.
+
+    Indexing would spend several equations on negative numbers, as slices do where these are allowed: to compile and to
+    run them is a good part of what loops over small tiles cost.
+    """
+    at = [jnp.asarray(index, jnp.int32) for index in place]
+    found = lax.dynamic_slice(table.astype(np.int32), at, (1,) * table.ndim, allow_negative_indices=False)
+    return found.reshape(())
 
 
 def _resolved(array: jax.Array, window: Window) -> tuple[list[jax.Array], tuple[int, ...]]:
     parts = [(0, size) if part is None else part for part, size in zip(window, array.shape, strict=True)]
     return [jnp.asarray(start, jnp.int32) for start, _ in parts], tuple(size for _, size in parts)
+
+
+def divided(number: Start, divisor: int) -> tuple[Start, Start]:
+    """Returns the quotient and the remainder of a number that is not negative."""
+    if divisor == 1:
+        return number, 0
+    if isinstance(number, int):
+        return divmod(number, divisor)
+    wide, by = number.astype(jnp.uint32), np.uint32(divisor)  # XLA spends more equations on numbers with signs
+    return lax.div(wide, by).astype(number.dtype), lax.rem(wide, by).astype(number.dtype)
 
 
 def loop(count: int | jax.Array, body: Callable[[Start, Carry], Carry], carry: Carry) -> Carry:
@@ -171,12 +197,12 @@ class Schedule:
             if np.all(order == order[:, :1] + np.arange(order.shape[1])) and np.all(order[:, 0] == order[0, 0]):
                 block: Start = int(order[0, 0]) + n
             else:
-                block = jnp.asarray(order)[row, n]
+                block = element(order, row, n)
             return tile(block * self.key_block, self.key_block, programs, carry)
 
         def of_row(numbers: np.ndarray) -> int | jax.Array:
             same = bool(np.all(numbers == numbers[0]))
-            return int(numbers[0]) if same else jnp.asarray(numbers.astype(np.int32))[row]
+            return int(numbers[0]) if same else element(numbers, row)
 
         if first is None or reveals is None or np.all(first == hits):
             return loop(of_row(counts), visit, carry)

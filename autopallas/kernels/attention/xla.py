@@ -32,6 +32,7 @@ from autopallas.kernels.attention.schedule import (
     Window,
     accumulate,
     cut,
+    divided,
     loop,
     schedule,
     store,
@@ -472,9 +473,8 @@ def _over_rows(plan: Schedule, spec: AttentionSpec, body: Callable[[_Rows, Carry
     batch_steps, head_steps = spec.batch // plan.batch_step, spec.key_heads // plan.head_step
 
     def place(n: Start, blocks: int, size: int) -> _Rows:
-        block = n % blocks if blocks > 1 else 0
-        outer = n // blocks if blocks > 1 else n
-        heads, batch = (outer % head_steps, outer // head_steps) if head_steps > 1 else (0, outer)
+        outer, block = divided(n, blocks)
+        batch, heads = divided(outer, head_steps)
         return _Rows(
             (batch * plan.batch_step if batch_steps > 1 else 0, plan.batch_step),
             (heads * plan.head_step, plan.head_step),

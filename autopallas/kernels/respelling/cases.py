@@ -15,7 +15,7 @@ from autopallas.workbench.cases import Case, Direction
 __all__ = ["ORIGINALS", "case_of", "direct", "in_direction", "table_grid", "types"]
 
 _SAMPLES: Mapping[str, Sample] = {
-    f"{name}:{sample}": given for name in kind_names() for sample, given in kind_named(name).samples.items()
+    f"{name}:{sample}": given for name in kind_names() for sample, given in kind_named(name).samples()
 }
 ORIGINALS: Mapping[str, ArrayFunction] = {name: sample.function for name, sample in _SAMPLES.items()}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -57,7 +57,7 @@ class Kind:
       original: ``original(spec, *operands)`` computes the original, as a list.
       respelt: ``respelt(spec, *operands)`` computes the same otherwise, as a list.
       feature: ``feature(spec)`` names what, beside the size, decides which of the two is faster.
-      samples: what to measure, by name.
+      samples: yields what to measure, with a name; programs that only run have no need of it.
       assumptions: what has to hold for the results to be equal, in words.
       may_round_sums: whether a platform may round the original's sums of 16-bit numbers to 16 bits, so that a search
         compares with the original in float32; all its operands are floating.
@@ -72,7 +72,7 @@ class Kind:
     original: Callable[..., list[jax.Array]]
     respelt: Callable[..., list[jax.Array]]
     feature: Callable[[RespellingSpec], str]
-    samples: Mapping[str, Sample]
+    samples: Callable[[], Iterable[tuple[str, Sample]]]
     assumptions: tuple[str, ...] = ()
     may_round_sums: bool = False
     fill: Callable[[RespellingSpec, np.random.Generator, Sequence[np.ndarray]], list[np.ndarray]] | None = field(

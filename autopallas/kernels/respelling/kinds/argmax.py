@@ -81,5 +81,5 @@ KIND = Kind(
     original=_original,
     respelt=_respelt,
     feature=_feature,
-    samples=dict(_samples()),
+    samples=_samples,
 )

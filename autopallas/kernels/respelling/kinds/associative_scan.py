@@ -339,6 +339,6 @@ KIND = Kind(
     original=_original,
     respelt=_respelt,
     feature=_feature,
-    samples=dict(_samples()),
+    samples=_samples,
     fill=_fill,
 )

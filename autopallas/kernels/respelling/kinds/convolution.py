@@ -183,6 +183,11 @@ def _slice(
     return lax.slice(x, low, high, strides)
 
 
+def _from(array: jax.Array, start: int | jax.Array, size: int, axis: int) -> jax.Array:
+    """Returns so many elements from ``start`` on, which is not negative, along an axis."""
+    return lax.dynamic_slice_in_dim(array, start, size, axis, allow_negative_indices=False)
+
+
 def _weighted(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
     """Computes a depthwise convolution: the sum of shifted slices, each times a weight for each channel."""
     weights = lax.transpose(w, (*own.rhs[2:], own.rhs[1], own.rhs[0]))[..., 0, :].astype(own.accumulation)
@@ -205,8 +210,8 @@ def _weighted(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
     axis, reach = own.lhs[2], (own.result[0] - 1) * own.strides[0] + 1
 
     def add(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
-        part = lax.dynamic_slice_in_dim(x, row * own.rhs_dilation[0], reach, axis)
-        return total + some(part, lax.dynamic_slice_in_dim(weights, row, 1)), None
+        part = _from(x, row * own.rhs_dilation[0], reach, axis)
+        return total + some(part, _from(weights, row, 1, 0)), None
 
     sizes = dict(zip(own.lhs, (own.examples, own.groups, *own.result), strict=True))
     start = jnp.zeros([sizes[a] for a in range(x.ndim)], own.accumulation)
@@ -239,8 +244,8 @@ def _correlated(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
 
         def of(first: int | jax.Array, size: int) -> list[jax.Array]:
             start = begin * own.strides[0] + first * step
-            part = lax.dynamic_slice_in_dim(x, start, span + (size - 1) * step, axis)
-            wide = lax.dynamic_slice_in_dim(w, first, size, axis).astype(own.accumulation)
+            part = _from(x, start, span + (size - 1) * step, axis)
+            wide = _from(w, first, size, axis).astype(own.accumulation)
             sizes = [wide.shape[a] for a in own.lhs[2:]]
             starts = ([i * stride for i, stride in zip(o, own.strides, strict=True)] for o in places)
             return [_slice(own, part, s, sizes, own.rhs_dilation).astype(own.accumulation) * wide for s in starts]
@@ -386,5 +391,5 @@ KIND = Kind(
     original=_original,
     respelt=_respelt,
     feature=_feature,
-    samples=dict(_samples()),
+    samples=_samples,
 )

@@ -208,7 +208,7 @@ KIND = Kind(
     original=_original,
     respelt=_respelt,
     feature=_feature,
-    samples=dict(_samples()),
+    samples=_samples,
     assumptions=("the other operand of a product with a one-hot matrix is finite",),
     fill=_fill,
 )

@@ -131,5 +131,5 @@ KIND = Kind(
     original=_original,
     respelt=_respelt,
     feature=_feature,
-    samples=dict(_samples()),
+    samples=_samples,
 )

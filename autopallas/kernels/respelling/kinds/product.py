@@ -175,6 +175,6 @@ KIND = Kind(
     original=_original,
     respelt=_respelt,
     feature=_feature,
-    samples=dict(_samples()),
+    samples=_samples,
     may_round_sums=True,
 )

@@ -1,0 +1,119 @@
+"""What a first step is spared: kernels that are traced twice, patterns that cannot match, samples of the benchmark."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import autopallas
+from autopallas.graph import Graph, flatten
+from autopallas.kernels.attention import xla
+from autopallas.kernels.attention.schedule import divided, element
+from autopallas.patterns import find
+from autopallas.tuning import key
+
+
+def attend(q, k, v):
+    return jax.nn.softmax(q @ k.swapaxes(-1, -2)) @ v
+
+
+def test_lowering_finds_what_planning_traced(monkeypatch):
+    traced = []
+    for name in ("forward", "backward"):
+        own = getattr(xla, name)
+
+        def counted(*args, name=name, own=own, **options):
+            traced.append(name)
+            return own(*args, **options)
+
+        monkeypatch.setattr(xla, name, counted)
+
+    def loss(q, k, v):
+        return (attend(attend(q, k, v), k, v) ** 2).sum()
+
+    x = jnp.ones((2, 3, 19, 5))
+    function = autopallas.optimize(jax.grad(loss, (0, 1, 2)), objective="always", ops=["attention"])
+    planned = function.trace(x, x, x)
+    assert function.report().counts()["attention"] == 2
+    before = list(traced)
+    assert set(before) == {"forward", "backward"}
+    planned.lower()
+    assert traced == before
+
+
+def graph_of(function, *arguments):
+    return Graph(flatten(jax.make_jaxpr(function)(*arguments)))
+
+
+def test_the_primitives_of_a_graph_are_those_of_its_bodies_and_of_custom_rules():
+    @jax.custom_jvp
+    def smooth(x):
+        return jnp.exp(x) + 1
+
+    smooth.defjvps(lambda t, out, x: t * jnp.tanh(x))
+
+    def function(x):
+        return lax.scan(lambda c, y: (jnp.sin(c) + y, None), smooth(x[0]), x)[0]
+
+    assert {"scan", "sin", "exp"} <= graph_of(function, jnp.ones((3, 2))).primitives
+    assert "tanh" not in graph_of(function, jnp.ones((3, 2))).primitives
+
+
+@pytest.mark.parametrize(
+    "function, searched",
+    [
+        (lambda x: x @ x, set()),
+        (lambda x: jnp.exp(x @ x), {"attention", "cross_entropy"}),
+        (lambda x: lax.scan(lambda c, y: (c * 0.5 + y, c), x[0], x), {"recurrence"}),
+    ],
+)
+def test_patterns_are_walked_only_where_a_program_has_their_anchors(monkeypatch, function, searched):
+    asked = set()
+    for name in ("attention", "cross_entropy", "recurrence"):
+        pattern = importlib.import_module(f"autopallas.patterns.{name}")
+
+        def spied(graph, assume_finite, name=name, own=pattern.find):
+            asked.add(name)
+            return own(graph, assume_finite)
+
+        monkeypatch.setattr(pattern, "find", spied)
+    find(graph_of(function, jnp.ones((4, 4))), None, True)
+    assert asked == searched
+
+
+def test_kinds_of_respellings_are_known_without_their_samples():
+    code = (
+        "import jax; jax.eval_shape = None\n"
+        "from autopallas.kernels.respelling.kinds import kind_named, kind_names\n"
+        "print(all(kind_named(name).primitives for name in kind_names()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
+
+
+def test_numbers_and_parts_of_tables_inside_of_loops():
+    table = np.arange(12).reshape(3, 4)
+    picked = jax.jit(lambda i, j: element(table, i, j))(2, 1)
+    assert (picked.shape, picked.dtype, int(picked)) == ((), jnp.int32, 9)
+    for by in (1, 2, 3, 4):
+        found = jax.jit(lambda n, by=by: divided(n, by))(11)
+        assert tuple(map(int, found)) == divmod(11, by) == divided(11, by)
+
+
+def test_a_kernels_version_is_that_of_its_code(tmp_path):
+    def version(text):
+        path = tmp_path / "kernel.py"
+        path.write_text(text)
+        return key._without_lines(compile(text, str(path), "exec"))
+
+    plain = version("def f(x):\n    return x in {1, 2}\n")
+    assert version("# Why.\n\n\ndef f(x):\n    return x in {1, 2}  # or not\n") == plain
+    assert version("def f(x):\n    return x in {1, 3}\n") != plain
+    assert version("def f(x):\n    return x not in {1, 2}\n") != plain
