@@ -12,7 +12,6 @@ import pytest
 from jax import export
 
 import autopallas
-from autopallas import compat
 from autopallas.report import at_exit
 from autopallas.sites.calls import kernel_backward, kernel_forward
 from tests.faults.programs import OPERATIONS, attention, gradient, program, warned
@@ -21,14 +20,15 @@ from tests.faults.programs import OPERATIONS, attention, gradient, program, warn
 def broken_after(monkeypatch, op, name, times):
     """Lets a kernel fail from the trace after ``times`` on: planning, which traces it first, finds nothing wrong.
 
-    Planning traces under another mesh than lowering, so that lowering does not find its trace and traces anew.
+    What was traced is forgotten, so that lowering does not find it and traces anew.
     """
-    monkeypatch.setattr(compat, "lowered_on_mesh_of", compat.on_mesh_of)
     module = importlib.import_module(f"autopallas.kernels.{op}.xla")
     real, seen = getattr(module, name), []
 
     def fails(*arguments, **keywords):
         seen.append(name)
+        kernel_forward.cache_clear()
+        kernel_backward.cache_clear()
         if len(seen) > times:
             raise RuntimeError("broken later")
         return real(*arguments, **keywords)
