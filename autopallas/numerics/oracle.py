@@ -134,10 +134,12 @@ class Oracle:
         rule = _STRUCTURES.get(name)
         if rule is not None:
             return rule(self, equation, values)
+        key, self._key = self._key, None  # the combiners of an equation, as of a scatter, draw nothing
         results = equation_twice(equation, values, self._run, self._notes)
-        if self._key is None or name in EXACT_PRIMITIVES or name in FROZEN:
+        self._key = key
+        if key is None or name in EXACT_PRIMITIVES or name in FROZEN:
             return results
-        return [self._rounded(value, self._key) for value in results]
+        return [self._rounded(value, key) for value in results]
 
     def _rounded(self, value: Value, key: jax.Array) -> Value:
         """Adds a rounding to the dtype of a value's own form."""

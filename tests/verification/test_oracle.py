@@ -279,3 +279,19 @@ def test_printing_is_not_repeated(capfd):
     close(evaluate(prints, X), X64 / 3)
     jax.effects_barrier()
     assert "seen" not in capfd.readouterr().out
+
+
+def test_roundings_are_drawn_beside_combiners_and_in_loops():
+    """Samples differ by roundings of the program's own dtype, from the exact results and from each other."""
+
+    def function(x, places):
+        total, _ = jax.lax.scan(lambda c, row: (c + row / 3, None), jnp.zeros(4), x)
+        return jnp.zeros(5).at[places].add(total)
+
+    x, places = jnp.arange(12.0).reshape(3, 4), jnp.array([0, 2, 2, 4])
+    program = jax.make_jaxpr(function)(x, places)
+    (exact,), rounding = Oracle(program)(x, places), Oracle(program, rounds=True)
+    samples = [rounding(x, places, seed=seed)[0] for seed in range(3)]
+    for sample, other in zip(samples, samples[1:] + samples[:1], strict=True):
+        assert (sample != other).any()
+        np.testing.assert_allclose(sample, exact, rtol=1e-6)
