@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from autopallas.kernels.gated_mlp.operation import GatedMlpSpec, hidden, product
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Score, Side
 from autopallas.sites.operation import Supported, Unsupported
 from autopallas.sites.spec import BlockSizes
 
@@ -119,8 +120,7 @@ class _Layout:
         self.spec = spec
         self.weights = {name: array for name, array in operands.items() if name != "x"}
         self.vectors = [self.weights.get(name) for name in _VECTORS]
-        self.models = max((array.shape[0] for array in self.weights.values()), default=1)
-        self.is_merged = self.models == 1
+        self.is_merged = all(array.shape[0] == 1 for array in self.weights.values())
         self.batch = spec.batch
         self.rows = spec.rows * (spec.batch if self.is_merged else 1)
         size = None if block_sizes is None else block_sizes.to_dict()["rows"]
@@ -131,8 +131,8 @@ class _Layout:
     def dtypes(self) -> tuple[jnp.dtype, jnp.dtype]:
         """Dtypes in which the program that is replaced has the two products."""
         inputs = self.spec.program.inputs
-        score = next((i.dtype for i in inputs if type(i).__name__ == "Score"), self.spec.accumulation_dtype)
-        side = next((i.dtype for i in inputs if getattr(i, "position", None) == 0), self.spec.accumulation_dtype)
+        score = next((i.dtype for i in inputs if isinstance(i, Score)), self.spec.accumulation_dtype)
+        side = next((i.dtype for i in inputs if isinstance(i, Side) and i.position == 0), self.spec.accumulation_dtype)
         return score, side
 
     def blocks(self, array: jax.Array) -> jax.Array:
