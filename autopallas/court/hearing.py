@@ -26,8 +26,10 @@ _NO_DIGIT = 0.2
 """Limit of an array's error from which on it tells nothing: the reference itself is off by half of that."""
 _SAMPLES = 4
 """How often the reference runs on arguments a rounding away, where a result would be in breach otherwise."""
-_ROUNDED_SAMPLES = 4
-"""How often its steps are a rounding away then."""
+_ROUNDED_SAMPLES = (2, 8, 20)
+"""How often its steps are a rounding away then: more often while the error is near its limit."""
+_NEAR = 8
+"""Ratio of an error to its limit up to which further samples may decide: their largest error grows slowly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,7 @@ def hear(reference: Reference, kernel: Gives, arguments: Sequence[Array]) -> Hea
     plain, exact = reference(*arguments), reference.exactly(*arguments)
     found = list(kernel(*arguments))
     findings: list[Finding] = []
-    samples: list[list[Array]] | None = None
+    samples: list[list[Array]] = []
     maximum = row = 0.0
     hidden = undecided = 0
     if len(found) != len(plain):
@@ -138,10 +140,14 @@ def hear(reference: Reference, kernel: Gives, arguments: Sequence[Array]) -> Hea
             findings.append(Finding(what, "type", float("inf"), 0.0, f"is {mine} where the reference's is {theirs}"))
             continue
         verdict = _judged(what, gradient, plain[i], found[i], exact[i], ())
-        if any(f.kind in ("maximum", "row") for f in verdict.findings) and jnp.issubdtype(plain[i].dtype, jnp.inexact):
-            if samples is None:
-                samples = [reference(*_perturbed(arguments, seed)) for seed in range(_SAMPLES)]
-                samples += [reference.rounded(arguments, plain, seed) for seed in range(_ROUNDED_SAMPLES)]
+        for count in _ROUNDED_SAMPLES if jnp.issubdtype(plain[i].dtype, jnp.inexact) else ():
+            breach = _breach(verdict)
+            if breach <= 1 or (count > _ROUNDED_SAMPLES[0] and breach > _NEAR):
+                break
+            while len(samples) < _SAMPLES + count:
+                seed, moved = len(samples), len(samples) < _SAMPLES
+                sample = reference(*_perturbed(arguments, seed)) if moved else reference.rounded(arguments, plain, seed)
+                samples.append(sample)
             verdict = _judged(what, gradient, plain[i], found[i], exact[i], [sample[i] for sample in samples])
         findings += verdict.findings
         if reference.numerics == "identical" and (share := _unlike(found[i], plain[i])):
@@ -150,6 +156,12 @@ def hear(reference: Reference, kernel: Gives, arguments: Sequence[Array]) -> Hea
         maximum, row = max(maximum, verdict.maximum), max(row, verdict.row)
         hidden, undecided = hidden + verdict.hidden, undecided + verdict.undecided
     return Heard(tuple(findings), maximum, row, hidden, undecided)
+
+
+def _breach(heard: Heard) -> float:
+    """Returns the largest ratio of an error to its limit; of what is not an error, zero."""
+    ratios = [f.error / f.allowed for f in heard.findings if f.kind in ("maximum", "row")]
+    return max((float("inf") if ratio != ratio else ratio for ratio in ratios), default=0.0)
 
 
 def _type(x: Array) -> str:
