@@ -136,9 +136,15 @@ def _version_of_modules(operation: str) -> str:
     total = hashlib.sha256(__version__.encode())
     for path in sorted(paths):
         if path.name != "tuned_block_sizes.py":
-            code = SourceFileLoader(path.stem, str(path)).get_code(path.stem)
-            total.update(f"\n{path.name}\n{_without_lines(code)}".encode())
+            total.update(_version_of_module(path))
     return total.hexdigest()[:16]
+
+
+@functools.lru_cache(maxsize=1024)
+def _version_of_module(path: Path) -> bytes:
+    """Returns a hash of what Python makes of one module: most are part of every operation."""
+    code = SourceFileLoader(path.stem, str(path)).get_code(path.stem)
+    return hashlib.sha256(f"\n{path.name}\n{_without_lines(code)}".encode()).digest()
 
 
 def _without_lines(constant: object) -> str:
