@@ -196,7 +196,7 @@ def usual(spec: AttentionSpec, operands: Operands, dout: Array | None = None) ->
         """Returns the greatest norm of a row; infinity if its square is beyond the dtype, or if there is a NaN, which a
         maximum does not show on every platform."""
         squares = jnp.sum(jnp.square(x.astype(dtype)), axis=-1)
-        return jnp.where(jnp.all(squares < jnp.inf), jnp.sqrt(jnp.max(squares)), jnp.inf)
+        return jnp.sqrt(jnp.max(jnp.where(squares < jnp.inf, squares, jnp.inf)))
 
     value = norm(operands.value)
     found = jnp.isfinite(value if dout is None else value * norm(dout))

@@ -319,9 +319,11 @@ class _BackwardRows(NamedTuple):
         bounded = self.attention.bounded
         if bounded is None:
             return None
+        usual = self.shift >= self.attention.plan.least
         # A weight of 0 contributes 0 unless it is multiplied by infinity or NaN.
-        finite = [jnp.all(jnp.isfinite(x)) for x in (self.delta, self.factor, *self.sums)]
-        return ~(bounded & jnp.all(self.shift >= self.attention.plan.least) & jnp.all(jnp.stack(finite)))
+        for x in (self.delta, self.place.ungrouped(self.factor), *self.sums):
+            usual &= jnp.isfinite(x)
+        return ~(bounded & jnp.all(usual))
 
 
 def _add_rows(own: _Backward, place: _Rows, gradients: _Accumulators) -> _Accumulators:
@@ -473,7 +475,7 @@ def _over_rows(plan: Schedule, spec: AttentionSpec, body: Callable[[_Rows, Carry
     batch_steps, head_steps = spec.batch // plan.batch_step, spec.key_heads // plan.head_step
 
     def place(n: Start, blocks: int, size: int) -> _Rows:
-        outer, block = divided(n, blocks)
+        outer, block = divided(n, blocks) if batch_steps * head_steps > 1 else (0, n)
         batch, heads = divided(outer, head_steps)
         return _Rows(
             (batch * plan.batch_step if batch_steps > 1 else 0, plan.batch_step),
