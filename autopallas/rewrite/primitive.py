@@ -40,7 +40,7 @@ from autopallas.report.late import Entry
 from autopallas.sites.calls import SiteDescription, kernel_backward, kernel_forward, with_residuals
 from autopallas.sites.device import Device
 from autopallas.sites.interpret import settled
-from autopallas.sites.operation import NOT_EXPORTED
+from autopallas.sites.operation import NOT_EXPORTED, Supported
 from autopallas.sites.sharded_site import ShardedSite
 from autopallas.tuning.cache import WARNED
 
@@ -196,7 +196,7 @@ def _primitive(
         if decision.verdict == "kept" or not device.platform or compute is _tangent:
             return decision
         same_kind = decision.options is None or not device.kind or decision.kind == device.kind
-        if same_kind and decision.platform == device.platform:
+        if same_kind and decision.platform == device.platform and _supports(params["site"], decision, device):
             return decision
         found = replan_for(decision, device, params["site"], params["original"], params.get("active"))
         if found.verdict == "kept":
@@ -294,6 +294,13 @@ def _primitive(
 
     with_marks: Lowering = mlir.lower_fun(marked, multiple_results=True)
     return primitive
+
+
+def _supports(site: SiteDescription, decision: Decision, device: Device) -> bool:
+    """Returns whether the implementation of a decision computes a site, which may be what vmap made of the one that
+    was decided about."""
+    answer = site.operation.supports(decision.implementation or "", site.spec, device)
+    return isinstance(answer, Supported)
 
 
 mark_p = Primitive("autopallas_mark")

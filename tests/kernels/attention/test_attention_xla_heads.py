@@ -82,3 +82,26 @@ def test_a_program_without_an_array_of_all_scores():
     scores = 8 * 1024 * 1024 * 4
     assert compiled.memory_analysis().temp_size_in_bytes < scores / 2
     np.testing.assert_allclose(compiled(q, k, v), attention(q, k, v), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_under_vmap_another_implementation_computes_several_sequences(wrap, recwarn):
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 3, 1, 64, 4, 8))
+    own = autopallas.optimize(attention, objective="always", implementation=("xla_heads", "xla"))
+
+    def loss(function):
+        return lambda *arrays: jnp.sum(jax.vmap(wrap(function))(*arrays) ** 2)
+
+    found, wanted = (jax.value_and_grad(loss(f), (0, 1, 2))(q, k, v) for f in (own, attention))
+    (site,) = own.report().sites
+    assert site.implementation == "xla_heads"
+    assert not [w for w in recwarn if "autopallas" in str(w.message)]
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_under_vmap_an_implementation_asked_for_by_name_refuses_several_sequences():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 3, 1, 64, 4, 8))
+    own = autopallas.optimize(attention, implementation="xla_heads")
+    with pytest.raises(autopallas.UnsupportedError, match="one sequence"):
+        jax.vmap(own)(q, k, v)
