@@ -15,7 +15,17 @@ from autopallas.compat import ArrayFunction, PyTree
 from autopallas.sites.operation import Kernel, Operation
 from autopallas.sites.spec import BlockSizes, SiteSpec
 
-__all__ = ["SiteDescription", "kernel_backward", "kernel_forward", "mapped", "replaced_at", "with_residuals"]
+__all__ = [
+    "SiteDescription",
+    "Vmaps",
+    "kernel_backward",
+    "kernel_forward",
+    "mapped",
+    "replaced_at",
+    "under_vmaps",
+    "vjp_at",
+    "with_residuals",
+]
 
 Arrays: TypeAlias = tuple[jax.Array, ...]
 
@@ -102,6 +112,29 @@ def replaced_at(arrays: Sequence[jax.Array], positions: Sequence[int], others: S
     """Returns the arrays with others at some positions, as for a function of active operands alone."""
     given = dict(zip(positions, others, strict=True))
     return [given.get(position, array) for position, array in enumerate(arrays)]
+
+
+def vjp_at(
+    function: ArrayFunction, arrays: Sequence[jax.Array], positions: Sequence[int], has_aux: bool = False
+) -> PyTree:
+    """Returns what ``jax.vjp`` does for ``function(arrays)``, as a function of the arrays at some positions alone."""
+
+    def varied(*chosen: jax.Array) -> PyTree:
+        return function(replaced_at(arrays, positions, chosen))
+
+    chosen = [arrays[position] for position in positions]
+    return jax.vjp(varied, *chosen, has_aux=True) if has_aux else jax.vjp(varied, *chosen)
+
+
+Vmaps: TypeAlias = tuple[tuple[tuple[int | None, ...], int], ...]
+"""Each ``vmap`` around a site, the innermost first: for each operand 0 or None, and the size of the axis."""
+
+
+def under_vmaps(function: ArrayFunction, vmaps: Vmaps) -> ArrayFunction:
+    """Returns a function of arrays under each ``vmap``, whose results have the axes in front."""
+    for axes, size in vmaps:
+        function = jax.vmap(function, in_axes=axes, axis_size=size)
+    return function
 
 
 def mapped(function: ArrayFunction, axes: int) -> ArrayFunction:

@@ -7,7 +7,7 @@ implementations "xla" and "reference", search inputs, and empty tables.
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,10 +20,11 @@ import numpy as np
 
 from autopallas.compat import PyTree, Shaped
 from autopallas.numerics.classes import Numerics
-from autopallas.sites.calls import mapped, replaced_at
+from autopallas.sites.calls import mapped, vjp_at
 from autopallas.sites.device import Device
-from autopallas.sites.division import Division, PositionOperand, ShardableAxes
-from autopallas.sites.index_notation import Label, Operand, View, read, write
+from autopallas.sites.division import ShardableAxes
+from autopallas.sites.index_notation import Label, Labels, Operand, View, read, write
+from autopallas.sites.indexed_site import IndexedSite
 from autopallas.sites.operation import Kernel, Operation, Supported, Unsupported, operation_named
 from autopallas.sites.spec import BlockSizes, BlockSizesClass, Dtype, NoBlockSizes, Spec
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MAPPED", "DeclaredOperation", "DeclaredSite", "Differentiated", "Labels"]
 
-Labels: TypeAlias = tuple[Label, ...]
 Arrays: TypeAlias = Mapping[str, jax.Array]
 
 MAPPED = "*"
@@ -122,7 +122,7 @@ class DeclaredOperation(Operation):
 
 
 @dataclass(frozen=True)
-class DeclaredSite:
+class DeclaredSite(IndexedSite):
     """A site in a program that computes a declared operation.
 
     Attributes:
@@ -156,15 +156,18 @@ class DeclaredSite:
     @cached_property
     def spec(self) -> Spec:
         """Canonical description, which kernels and tables know."""
-        extents = {letter: math.prod(self.sizes[label] for label in labels) for letter, labels in self.letters}
+        extents = {letter: self.extent(labels) for letter, labels in self.letters}
         return replace(self.form, **{name: extents[letter] for letter, name in self.operation.sizes.items()})
 
     @property
     def has_backward(self) -> bool:
         return self.operation.differentiable
 
-    def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return ()
+    @property
+    def types(self) -> tuple[Dtype, ...]:  # type: ignore[override]  # here not a field: the form has them
+        """The dtype of each array passed to the site."""
+        of_values = {own.position: getattr(self.form, f"{name}_dtype") for name, own in self.operands}
+        return tuple(of_values[value] for value in self.uses)
 
     # ------------------------------------------------------------------ to canonical arrays and back
 
@@ -235,17 +238,14 @@ class DeclaredSite:
         values = self._values(operands)
         wanted = list(dict.fromkeys(self.uses[position] for position in active))
 
-        def prepare(*chosen: jax.Array) -> dict[str, jax.Array]:
-            return self._as_large_as_the_result(self._canonical(replaced_at(values, wanted, chosen)))
-
-        def result(*chosen: jax.Array) -> jax.Array:
-            return self._result(kernel, block_sizes, replaced_at(values, wanted, chosen))
+        def prepare(values: Sequence[jax.Array]) -> dict[str, jax.Array]:
+            return self._as_large_as_the_result(self._canonical(values))
 
         given: PyTree = cotangents[0]
         if self.operation.mapped:
-            _, pull = jax.vjp(result, *(values[value] for value in wanted))
+            _, pull = vjp_at(functools.partial(self._result, kernel, block_sizes), values, wanted)
         else:
-            canonical, pull = jax.vjp(prepare, *(values[value] for value in wanted))
+            canonical, pull = vjp_at(prepare, values, wanted)
             cotangent = read(Operand(0, self.result), (given,), self.sizes, self._groups(self.operation.result))
             names = frozenset(name for name, own in self.operands if own.position in wanted)
             gradients = kernel.backward(self.spec, block_sizes, canonical, cotangent, names)
@@ -258,46 +258,35 @@ class DeclaredSite:
 
     # ------------------------------------------------------------------ on several devices, and under vmap
 
+    def shardable_labels(self) -> frozenset[Label]:
+        """Returns those of the rows, since each is computed without the others."""
+        return frozenset(label for group in self._groups(self.operation.rows) for label in group)
+
     def shardable_axes(self) -> ShardableAxes:
-        """Allows sharding of the rows, since each is computed without the others."""
-        rows = self.operation.rows
-        labels = frozenset(label for group in self._groups(rows) for label in group)
+        """Returns the labels of each array passed to the site: its uses of one value read that in the same way."""
         reads = (
             Operand(position, own.view)
             for position, value in enumerate(self.uses)
             for _, own in self.operands
             if own.position == value and (not self.read_at or self.read_at[value] == position)
         )
-        whole = "" if rows else f"{self.op} has no rule for it"
-        return ShardableAxes(tuple(reads), (self.result,), (), labels, (frozenset(),), whole=whole)
+        whole = "" if self.operation.rows else f"{self.op} has no rule for it"
+        return replace(super().shardable_axes(), operands=tuple(reads), whole=whole)
 
-    def per_device(self, division: Division) -> tuple[DeclaredSite, tuple[PositionOperand, ...]]:
-        """Returns the site that each device computes."""
-        return self.standalone(division), ()
-
-    def standalone(self, division: Division) -> DeclaredSite:
-        """Returns the same site as for :meth:`per_device`, since no device needs another."""
-        return replace(self, sizes=division.local(self.sizes))
+    def fields_under_vmap(self, axes: Sequence[int | None], label: Labels) -> Mapping[str, object]:
+        """Adds the label to the first of the rows, or to the axes over which implementations are mapped."""
+        first = MAPPED if self.operation.mapped else self.operation.first_row
+        letters = dict(self.letters)
+        letters[first] = (*label, *letters.get(first, ()))
+        return {"letters": tuple(letters.items())}
 
     def batched(self, axes: Sequence[int | None], size: int) -> DeclaredSite:
-        """Returns the site under vmap: operands with an axis have it in front, and so has the result."""
-        label: Labels = (len(self.sizes),)
+        """Returns the site under vmap, which reads each value from a use that has the axis, if any has."""
         positions = [
             next((p for p, used in enumerate(self.uses) if used == value and axes[p] is not None), before)
             for value, before in enumerate(self._positions())
         ]
-        of_values = [axes[position] for position in positions]
-        first = MAPPED if self.operation.mapped else self.operation.first_row
-        letters = dict(self.letters)
-        letters[first] = (*label, *letters.get(first, ()))
-        return replace(
-            self,
-            sizes=(*self.sizes, size),
-            read_at=tuple(positions),
-            operands=tuple((name, own.batched(of_values, label)) for name, own in self.operands),
-            letters=tuple(letters.items()),
-            result=((0, label), *self.result),
-        )
+        return replace(super().batched([axes[p] for p in positions], size), read_at=tuple(positions))
 
 
 class Differentiated:

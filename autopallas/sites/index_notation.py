@@ -7,9 +7,9 @@ of the array: the elements ``offset + mixed radix of the labels``.  Labels are s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import Field, dataclass, fields, replace
+from typing import ClassVar, Self, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,10 @@ import numpy as np
 from autopallas.compat import Dtype
 
 Label: TypeAlias = int
-Dimension: TypeAlias = tuple[int, tuple[Label, ...]]
+Labels: TypeAlias = tuple[Label, ...]
+Dimension: TypeAlias = tuple[int, Labels]
 View: TypeAlias = tuple[Dimension, ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,49 @@ class Positions:
 
     def batched(self, axes: Sequence[int | None], label: tuple[Label, ...]) -> Positions:
         return self
+
+
+Source: TypeAlias = Operand | Positions
+
+
+class Reader:
+    """Base class of dataclasses that say what is read: their fields hold sources, also in tuples and in other readers.
+
+    Nothing else is looked into, such as elementwise programs.
+    """
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Field[object]]]
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Everything that is read, in the order of the fields."""
+        return tuple(sources_in(tuple(getattr(self, f.name) for f in fields(self))))
+
+    def with_sources(self, change: Callable[[Source], Source]) -> Self:
+        """Returns the same with ``change(source)`` in the place of each source."""
+        return replace(self, **{f.name: _changed(getattr(self, f.name), change) for f in fields(self) if f.init})
+
+
+def sources_in(value: object) -> Iterator[Source]:
+    """Yields a source itself, or all that a reader, or a tuple, holds."""
+    if isinstance(value, Operand | Positions):
+        yield value
+    elif isinstance(value, Reader):
+        yield from value.sources
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from sources_in(item)
+
+
+def _changed(value: T, change: Callable[[Source], Source]) -> T:
+    if isinstance(value, Operand | Positions):
+        return cast(T, change(value))
+    if isinstance(value, Reader):
+        return value.with_sources(change)
+    if isinstance(value, tuple):
+        return cast(T, tuple(_changed(item, change) for item in value))
+    return value
 
 
 def read(

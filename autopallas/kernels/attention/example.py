@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas.compat import Shaped
-from autopallas.kernels.attention.site import AttentionSite, Joined
+from autopallas.kernels.attention.site import AttentionSite
+from autopallas.kernels.attention.site_parts import Joined
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
 from autopallas.kernels.example import harmless, is_float, normal
 from autopallas.sites.index_notation import Operand, fill

@@ -5,142 +5,44 @@ Here the program's layouts become the kernels' canonical shapes, and canonical r
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, TypeVar
+from typing import ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from autopallas.compat import Dtype
+from autopallas.kernels.attention.canonical import factor_of_rows, kernel_operands
 from autopallas.kernels.attention.operands import Cotangents, Operands, Results
 from autopallas.kernels.attention.operation import OPERATION
+from autopallas.kernels.attention.site_parts import (
+    Joined,
+    KeyBlock,
+    RowProgram,
+    RowStatistic,
+    RowTerm,
+    ScoreTerm,
+    SideSource,
+)
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight
-from autopallas.sites.division import Division, PositionOperand, PositionOperands, ShardableAxes
+from autopallas.sites.calls import replaced_at, vjp_at
+from autopallas.sites.division import Division, PositionOperand, PositionOperands
 from autopallas.sites.elementwise import ElementwiseProgram, Index, Input, Side
-from autopallas.sites.index_notation import Label, Operand, Positions, View, read, write
+from autopallas.sites.index_notation import Label, Labels, Operand, Positions, View, read, write
+from autopallas.sites.indexed_site import IndexedSite
 from autopallas.sites.operation import Kernel, Operation
 from autopallas.sites.spec import BlockSizes
+
+__all__ = ["AttentionSite"]
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class RowTerm:
-    """A term ``coefficient * f(source)`` of a sum over logarithms, without the key axis and without the scores.
-
-    ``constant``: the coefficient itself.  ``value``: f is the identity.  ``log``: f is the logarithm.
-    """
-
-    coefficient: float
-    kind: Literal["constant", "value", "log"]
-    source: Operand | Positions | None = None
-
-    def batched(self, axes: Sequence[int | None], label: tuple[Label, ...]) -> RowTerm:
-        return self if self.source is None else replace(self, source=self.source.batched(axes, label))
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreTerm:
-    """A product of further queries and keys, with its own head axis, that is added to the scores.
-
-    Kernels take the concatenation of all head axes.  The queries are multiplied by ``scale``, a power of two or its
-    negative, so that nothing is rounded.
-    """
-
-    query: Operand
-    key: Operand
-    head_labels: tuple[Label, ...]
-    scale: float = 1.0
-
-    def batched(self, axes: Sequence[int | None], label: tuple[Label, ...]) -> ScoreTerm:
-        return replace(self, query=self.query.batched(axes, label), key=self.key.batched(axes, label))
-
-
-@dataclass(frozen=True, slots=True)
-class KeyBlock:
-    """Keys and values of one part of the key axis, with the labels of this part; the parts are concatenated."""
-
-    key: Operand
-    value: Operand
-    key_labels: tuple[Label, ...]
-
-    def batched(self, axes: Sequence[int | None], label: tuple[Label, ...]) -> KeyBlock:
-        return replace(self, key=self.key.batched(axes, label), value=self.value.batched(axes, label))
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """A side input that varies along the keys, one part for each block of keys; None for a part that is not read."""
-
-    parts: tuple[Operand | Positions | None, ...]
-
-    @property
-    def labels(self) -> tuple[Label, ...]:
-        return tuple(dict.fromkeys(label for part in self.parts if part is not None for label in part.labels))
-
-    @property
-    def first(self) -> Operand | Positions:
-        """One of the parts, which all have the same dtype."""
-        return next(part for part in self.parts if part is not None)
-
-    def batched(self, axes: Sequence[int | None], label: tuple[Label, ...]) -> Joined:
-        return Joined(tuple(None if part is None else part.batched(axes, label) for part in self.parts))
-
-
-@dataclass(frozen=True, slots=True)
-class RowStatistic:
-    """A number that the kernel computes for each row, as an input of a row program.
-
-    ``sum``: the sum of the exponentials.  ``shift``: the maximum, which is subtracted in them.  ``further``: the spec's
-    statistic number ``position``.
-    """
-
-    kind: Literal["sum", "shift", "further"]
-    position: int = 0
-
-    @property
-    def place(self) -> int:
-        """Its position among the kernel's numbers for each row."""
-        return {"sum": 0, "shift": 1, "further": 2 + self.position}[self.kind]
-
-
-@dataclass(frozen=True, slots=True)
-class RowProgram:
-    """A factor of each row, computed outside the kernel; side input n of the program is number n of ``inputs``.
-
-    Attributes:
-      program: computes the factor.
-      inputs: what the program reads.
-      statistics: further statistics that the kernel computes for each row.
-      follows_maximum: whether the factor's derivative runs through a maximum, which kernels do not differentiate.
-    """
-
-    program: ElementwiseProgram
-    inputs: tuple[Operand | Positions | RowStatistic, ...]
-    statistics: tuple[ElementwiseProgram | tuple[Weight, ...], ...]
-    follows_maximum: bool
-
-    @property
-    def sources(self) -> tuple[Operand | Positions, ...]:
-        return tuple(x for x in self.inputs if not isinstance(x, RowStatistic))
-
-    @property
-    def sums(self) -> list[int]:
-        """Positions, among the kernel's numbers for each row, of the statistics that are sums."""
-        return [2 + i for i, statistic in enumerate(self.statistics) if isinstance(statistic, tuple)]
-
-    def batched(self, axes: Sequence[int | None], label: tuple[Label, ...]) -> RowProgram:
-        return replace(
-            self, inputs=tuple(x if isinstance(x, RowStatistic) else x.batched(axes, label) for x in self.inputs)
-        )
-
-
 @dataclass(frozen=True)
-class AttentionSite:
+class AttentionSite(IndexedSite):
     """One attention of a program.
 
     Attributes:
@@ -161,14 +63,16 @@ class AttentionSite:
       weights_dtype: dtype of the probabilities in the product with the values; None for that of the exponentials.
     """
 
+    VIEWS: ClassVar[tuple[str, ...]] = ("result", "rows")
+
     sizes: tuple[int, ...]
     query: Operand
     key: Operand
     value: Operand
-    query_labels: tuple[Label, ...]
-    key_labels: tuple[Label, ...]
-    head_labels: tuple[Label, ...]
-    value_labels: tuple[Label, ...]
+    query_labels: Labels
+    key_labels: Labels
+    head_labels: Labels
+    value_labels: Labels
     result: View
     rows: View
     types: tuple[Dtype, ...]
@@ -177,7 +81,7 @@ class AttentionSite:
     score: ElementwiseProgram
     terms: tuple[ScoreTerm, ...] = ()
     blocks: tuple[KeyBlock, ...] = ()
-    sides: tuple[Operand | Positions | Joined, ...] = ()
+    sides: tuple[SideSource, ...] = ()
     inner_weights: tuple[Weight, ...] = ()
     weights: tuple[Weight, ...] = ()
     sinks: tuple[tuple[RowTerm, ...], ...] = ()
@@ -215,7 +119,7 @@ class AttentionSite:
     # ------------------------------------------------------------------ canonical axes
 
     @cached_property
-    def axes(self) -> tuple[tuple[Label, ...], ...]:
+    def axes(self) -> tuple[Labels, ...]:
         """The labels that make up each of the canonical axes (B, K, G, T, S)."""
         special = {*self.query_labels, *self.value_labels}
         special.update(label for product in self.products for label in product.head_labels)
@@ -244,21 +148,17 @@ class AttentionSite:
                     first, second = first[:-1], [first[-1], *second]
         return tuple(first), tuple(second), group, self.query_labels, self.key_labels
 
-    def _varies(self, source: Operand | Positions | Joined) -> tuple[bool, bool, bool, bool, bool]:
+    def _varies(self, source: SideSource) -> tuple[bool, bool, bool, bool, bool]:
         b, k, g, t, s = (any(a in source.labels for a in group) for group in self.axes)
         return b, k, g, t, s or isinstance(source, Joined)
 
     @cached_property
     def spec(self) -> AttentionSpec:
         """Canonical description, which kernels and tables know."""
+        batch, heads, groups, query, _ = map(self.extent, self.axes)
+        key = sum(self.extent(block.key_labels) for block in self.key_blocks)
 
-        def extent(labels: Iterable[Label]) -> int:
-            return math.prod(self.sizes[a] for a in labels)
-
-        batch, heads, groups, query, _ = (extent(group) for group in self.axes)
-        key = sum(extent(block.key_labels) for block in self.key_blocks)
-
-        def dtype(source: Operand | Positions | Joined) -> Dtype:
+        def dtype(source: SideSource) -> Dtype:
             if isinstance(source, Joined):
                 return dtype(source.first)
             return source.dtype if isinstance(source, Positions) else self.types[source.position]
@@ -276,8 +176,8 @@ class AttentionSite:
             groups=groups,
             query_length=query,
             key_length=key,
-            head_size=sum(extent(product.head_labels) for product in self.products),
-            value_head_size=extent(self.value_labels),
+            head_size=sum(self.extent(product.head_labels) for product in self.products),
+            value_head_size=self.extent(self.value_labels),
             query_dtype=self.types[self.query.position],
             key_dtype=self.types[self.key.position],
             value_dtype=self.types[self.value.position],
@@ -296,91 +196,6 @@ class AttentionSite:
             assume_finite=self.assume_finite,
         )
 
-    # ------------------------------------------------------------------ canonical arrays
-
-    def _canonical(self, operands: Sequence[jax.Array]) -> Operands:
-        """Reads the kernel's operands from those of the program."""
-        b, k_, g, t, s = self.axes
-        spec = self.spec
-
-        def whole(source: Operand, groups: Sequence[Sequence[Label]], shape: tuple[int, ...]) -> jax.Array:
-            return jnp.broadcast_to(read(source, operands, self.sizes, groups), shape)
-
-        batch = (spec.batch, spec.key_heads)
-        queries, keys = [], []
-        for product in self.products:
-            d = product.head_labels
-            size = math.prod(self.sizes[a] for a in d)
-            part = whole(product.query, (b, k_, g, t, d), (*batch, spec.groups, spec.query_length, size))
-            queries.append(part if product.scale == 1 else part * jnp.asarray(product.scale, part.dtype))
-            length = math.prod(self.sizes[a] for a in s)
-            keys.append(whole(product.key, (b, k_, s, d), (*batch, length, size)))
-        q, k = (x[0] if len(x) == 1 else jnp.concatenate(x, -1) for x in (queries, keys))
-        values = []
-        for block in self.key_blocks:
-            s, length = block.key_labels, math.prod(self.sizes[a] for a in block.key_labels)
-            values.append(whole(block.value, (b, k_, s, self.value_labels), (*batch, length, spec.value_head_size)))
-        v = values[0] if len(values) == 1 else jnp.concatenate(values, 2)
-        if self.blocks:
-            d = self.head_labels
-            further = [
-                whole(
-                    x.key,
-                    (b, k_, x.key_labels, d),
-                    (*batch, math.prod(self.sizes[a] for a in x.key_labels), q.shape[-1]),
-                )
-                for x in self.blocks
-            ]
-            k = jnp.concatenate([k, *further], 2)
-        sides = tuple(self._side(side, operands) for side in self.sides)
-        sink = None
-        if self.sinks:
-            sink = self._rows(self.sinks[0], operands)
-            for terms in self.sinks[1:]:
-                sink = jnp.logaddexp(sink, self._rows(terms, operands))
-        return Operands(q, k, v, sides, sink)
-
-    def _side(self, side: Operand | Positions | Joined, operands: Sequence[jax.Array]) -> jax.Array:
-        """Reads a side input, [B|1, K|1, G|1, T|1, S|1]."""
-        if not isinstance(side, Joined):
-            return read(side, operands, self.sizes, self.axes)
-        parts: list[jax.Array | None] = []
-        lengths = []
-        for block, part in zip(self.key_blocks, side.parts, strict=True):
-            axes = (*self.axes[:4], block.key_labels)
-            parts.append(None if part is None else read(part, operands, self.sizes, axes))
-            lengths.append(math.prod(self.sizes[a] for a in block.key_labels))
-        known = [part for part in parts if part is not None]
-        outer = jnp.broadcast_shapes(*(part.shape[:4] for part in known))
-        full = [
-            jnp.zeros((*outer, n), known[0].dtype) if part is None else jnp.broadcast_to(part, (*outer, n))
-            for part, n in zip(parts, lengths, strict=True)
-        ]
-        return jnp.concatenate(full, -1)
-
-    def _rows(self, terms: Sequence[RowTerm], operands: Sequence[jax.Array]) -> jax.Array:
-        """Computes a sum of row terms, [B|1, K|1, G|1, T|1, 1]."""
-        dtype = self.spec.accumulation_dtype
-        total = jnp.zeros((1,) * 5, dtype)
-        for term in terms:
-            if term.source is None:
-                total = total + jnp.asarray(term.coefficient, dtype)
-                continue
-            row = read(term.source, operands, self.sizes, self.axes).astype(dtype)
-            total = total + term.coefficient * (jnp.log(row) if term.kind == "log" else row)
-        return total
-
-    def _factor(self, operands: Sequence[jax.Array]) -> jax.Array:
-        """Computes the product of the factors, [B|1, K|1, G|1, T|1, 1]; it is exact for negative factors too."""
-        dtype = self.spec.accumulation_dtype
-        product = jnp.exp(self._rows([t for t in self.factors if t.kind != "log"], operands))
-        for term in self.factors:
-            if term.kind == "log":
-                assert term.source is not None
-                row = read(term.source, operands, self.sizes, self.axes).astype(dtype)
-                product = product * row if term.coefficient == 1 else product * row ** int(term.coefficient)
-        return product
-
     def _row_factor(self, statistics: Sequence[jax.Array], operands: Sequence[jax.Array]) -> jax.Array:
         """Evaluates the row program, [B|1, K|1, G|1, T|1, 1]."""
         assert self.row_program is not None
@@ -398,7 +213,7 @@ class AttentionSite:
     def _finish(self, out: jax.Array, statistics: Sequence[jax.Array], operands: Sequence[jax.Array]) -> jax.Array:
         """Computes the program's result from the kernel's, [B, K, G, T, Dv]."""
         if self.factors:
-            out = out * self._factor(operands)
+            out = out * factor_of_rows(self, operands)
         if self.row_program is not None:
             factor = self._row_factor(statistics, operands)
             out = jnp.where(factor == 0, 0, out * factor)  # what 0 replaces may be NaN
@@ -415,7 +230,7 @@ class AttentionSite:
         The result is the program's.  The residuals are the kernel's numbers for each row, and the kernel's own result,
         if it cannot be computed from the program's.
         """
-        out, rows, factor = kernel.forward(self.spec, block_sizes, self._canonical(operands))
+        out, rows, factor = kernel.forward(self.spec, block_sizes, kernel_operands(self, operands))
         saved = rows
         if self.spec.has_factor:
             saved += (jnp.ones_like(rows[0]) if factor is None else factor,)
@@ -434,13 +249,11 @@ class AttentionSite:
         """Number of residuals with one number for each row."""
         return self.spec.row_results + self.spec.has_factor
 
-    def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns shapes and dtypes of the residuals."""
-        rows = tuple(math.prod(self.sizes[a] for a in labels) for _, labels in self.rows)
-        found = (jax.ShapeDtypeStruct(rows, self.spec.accumulation_dtype),) * self._row_residuals
-        if not self.finishes:
-            return found
-        return *found, jax.ShapeDtypeStruct((*rows, self.spec.value_head_size), self.spec.result_dtype)
+    @property
+    def residuals(self) -> tuple[tuple[View, Dtype], ...]:
+        """View and dtype of each residual."""
+        rows = ((self.rows, self.spec.accumulation_dtype),) * self._row_residuals
+        return (*rows, (self._inner_result, self.spec.result_dtype)) if self.finishes else rows
 
     def backward(
         self,
@@ -454,18 +267,12 @@ class AttentionSite:
     ) -> tuple[jax.Array, ...]:
         """Returns the cotangents of the operands at the positions ``active``."""
 
-        def rebuild(chosen: Sequence[jax.Array]) -> list[jax.Array]:
-            filled = list(operands)
-            for position, array in zip(active, chosen, strict=True):
-                filled[position] = array
-            return filled
-
-        def prepare(*chosen: jax.Array) -> tuple[Operands, Operands]:
+        def prepare(operands: Sequence[jax.Array]) -> tuple[Operands, Operands]:
             """Returns the kernel's operands without side inputs that are not differentiable, and all of them."""
-            given = self._canonical(rebuild(chosen))
+            given = kernel_operands(self, operands)
             return given._replace(sides=self._differentiable(given.sides)), given
 
-        _, pull, given = jax.vjp(prepare, *(operands[i] for i in active), has_aux=True)
+        _, pull, given = vjp_at(prepare, operands, active, has_aux=True)
         axes = (*self.axes[:4], self.value_labels)
         count = self._row_residuals
         saved = [read(Operand(0, self.rows), (x,), self.sizes, axes[:4]) for x in residuals[:count]]
@@ -477,8 +284,7 @@ class AttentionSite:
             sums = [] if self.row_program is None else [0, *self.row_program.sums]
 
             def finish(out: jax.Array, moved: Sequence[jax.Array], *chosen: jax.Array) -> jax.Array:
-                known = dict(zip(sums, moved, strict=True))
-                return self._finish(out, [known.get(i, row) for i, row in enumerate(rows)], rebuild(chosen))
+                return self._finish(out, replaced_at(rows, sums, moved), replaced_at(operands, active, chosen))
 
             _, pull_finish = jax.vjp(finish, out, [rows[i] for i in sums], *(operands[i] for i in active))
             dout, dsums, *outside = pull_finish(cotangents[0])
@@ -495,36 +301,21 @@ class AttentionSite:
         """Selects what belongs to differentiable side inputs."""
         return tuple(x for x, spec in zip(sides, self.spec.sides, strict=True) if spec.differentiable)
 
-    # ------------------------------------------------------------------ on several devices
+    # ------------------------------------------------------------------ on several devices, and under vmap
 
-    def shardable_axes(self) -> ShardableAxes:
-        """Returns batches, heads and queries: these may be divided, and each device then needs all keys of its rows."""
-        terms = (x for term in self.terms for x in (term.query, term.key))
-        sides = (x for side in self.sides for x in (side.parts if isinstance(side, Joined) else (side,)))
-        further = (x for block in self.blocks for x in (block.key, block.value))
-        sources = [self.query, self.key, self.value, *terms, *further, *sides]
-        sources += [t.source for terms in (*self.sinks, self.factors) for t in terms if t.source is not None]
-        sources += [] if self.row_program is None else self.row_program.sources
-        residuals = (self.rows,) * self._row_residuals + (self._inner_result,) * self.finishes
-        labels = frozenset(label for group in self.axes[:4] for label in group)
-        uses = tuple(source for source in sources if isinstance(source, Operand))
-        return ShardableAxes(uses, (self.result,), residuals, labels, (frozenset(),))
+    def shardable_labels(self) -> frozenset[Label]:
+        """Returns those of batches, heads and queries; each device then needs all keys of its rows."""
+        return frozenset(label for group in self.axes[:4] for label in group)
 
-    def per_device(self, division: Division) -> tuple[AttentionSite, tuple[PositionOperand, ...]]:
-        """Returns what each device computes, and the positions that it reads from further operands."""
-        extras = PositionOperands(len(self.types))
-
-        def placed_side(side: Operand | Positions | Joined) -> Operand | Positions | Joined:
-            if not isinstance(side, Joined):
-                return extras.source(side, division)
-            return Joined(tuple(None if part is None else extras.source(part, division) for part in side.parts))
-
-        sides = [placed_side(side) for side in self.sides]
-        rows = division.divides(self.query_labels)
+    def divided(self, division: Division, extras: PositionOperands) -> AttentionSite:
+        """Returns one device's part; where rows are divided, the programs read their positions from side inputs."""
+        site = super().divided(division, extras)
+        if not division.divides(self.query_labels):
+            return site
+        sides = list(site.sides)
 
         def placed(i: Input) -> Input:
-            """Reads a row's position from an operand if rows are divided."""
-            if not (rows and isinstance(i, Index) and i.axis == "query"):
+            if not (isinstance(i, Index) and i.axis == "query"):
                 return i
             operand = extras.operand(PositionOperand(self.query_labels, i.dtype, i.offset, i.stride, i.extent))
             if operand not in sides:
@@ -537,65 +328,30 @@ class AttentionSite:
         def weights(given: tuple[Weight, ...]) -> tuple[Weight, ...]:
             return tuple(replace(weight, program=program(weight.program)) for weight in given)
 
-        def term(given: RowTerm) -> RowTerm:
-            return given if given.source is None else replace(given, source=extras.source(given.source, division))
-
-        row_program = self.row_program
+        row_program = site.row_program
         if row_program is not None:
-            row_program = replace(
-                row_program,
-                inputs=tuple(
-                    x if isinstance(x, RowStatistic) else extras.source(x, division) for x in row_program.inputs
-                ),
-                statistics=tuple(
-                    program(s) if isinstance(s, ElementwiseProgram) else weights(s) for s in row_program.statistics
-                ),
-            )
+            statistics = row_program.statistics
+            moved = (program(s) if isinstance(s, ElementwiseProgram) else weights(s) for s in statistics)
+            row_program = replace(row_program, statistics=tuple(moved))
         site = replace(
-            self,
-            sizes=division.local(self.sizes),
-            score=program(self.score),
-            inner_weights=weights(self.inner_weights),
-            weights=weights(self.weights),
-            live=self.live if self.live is None else program(self.live),
-            sinks=tuple(tuple(map(term, terms)) for terms in self.sinks),
-            factors=tuple(map(term, self.factors)),
+            site,
+            score=program(site.score),
+            inner_weights=weights(site.inner_weights),
+            weights=weights(site.weights),
+            live=site.live if site.live is None else program(site.live),
             row_program=row_program,
         )
-        site = replace(site, sides=tuple(sides), types=(*self.types, *extras.types))
-        return site, tuple(extras.counted)
+        return replace(site, sides=tuple(sides))
 
-    def standalone(self, division: Division) -> AttentionSite:
-        """Returns what each device computes; none needs another."""
-        return self.per_device(division)[0]
+    def fields_under_vmap(self, axes: Sequence[int | None], label: Labels) -> Mapping[str, object]:
+        """Makes the new axis that of the query, where it is one query under vmap; it is a batch's or a group's else."""
+        queries = {product.query.position for product in self.products}
+        others = {product.key.position for product in self.products}
+        others |= {source.position for block in self.key_blocks for source in (block.key, block.value)}
+        only_query = not self.query_labels and _any(axes, queries) and not _any(axes, others)
+        return {"query_labels": label} if only_query else {}
 
-    # ------------------------------------------------------------------ transformations
 
-    def batched(self, axes: Sequence[int | None], size: int) -> AttentionSite:
-        """Returns the site under vmap: operands with a mapped axis have it in front, and so has the result."""
-        label: tuple[Label, ...] = (len(self.sizes),) if size != 1 else ()
-        query = self.query.batched(axes, label)
-        key, value = self.key.batched(axes, label), self.value.batched(axes, label)
-        terms = tuple(term.batched(axes, label) for term in self.terms)
-        queries = (*query.labels, *(a for term in terms for a in term.query.labels))
-        blocks = tuple(block.batched(axes, label) for block in self.blocks)
-        others = (*key.labels, *value.labels, *(a for term in terms for a in term.key.labels))
-        others += tuple(a for block in blocks for a in (*block.key.labels, *block.value.labels))
-        only_query = bool(label) and label[0] in queries and label[0] not in others
-        return replace(
-            self,
-            sizes=(*self.sizes, *(size for _ in label)),
-            query=query,
-            key=key,
-            value=value,
-            terms=terms,
-            blocks=blocks,
-            # one query under vmap: the mapped axis is the query axis
-            query_labels=label if only_query and not self.query_labels else self.query_labels,
-            sides=tuple(s.batched(axes, label) for s in self.sides),
-            sinks=tuple(tuple(t.batched(axes, label) for t in terms) for terms in self.sinks),
-            factors=tuple(t.batched(axes, label) for t in self.factors),
-            row_program=None if self.row_program is None else self.row_program.batched(axes, label),
-            result=((0, label), *self.result),
-            rows=((0, label), *self.rows),
-        )
+def _any(axes: Sequence[int | None], positions: Iterable[int]) -> bool:
+    """Whether any of these operands has an axis."""
+    return any(axes[position] is not None for position in positions)

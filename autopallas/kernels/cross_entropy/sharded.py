@@ -50,23 +50,9 @@ class DividedCrossEntropySite(CrossEntropySite):
         """Of what every device has, the gradient on one of them only, since it will be summed over all."""
         return jnp.where(lax.axis_index(self.across) == 0, gradient, jnp.zeros_like(gradient))
 
-    def forward(
-        self, kernel: Kernel, block_sizes: BlockSizes | None, operands: Sequence[Array]
-    ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        return super().forward(_Kernel(kernel, self.across, self.vocabulary), block_sizes, operands)
-
-    def backward(
-        self,
-        kernel: Kernel,
-        block_sizes: BlockSizes | None,
-        operands: Sequence[Array],
-        results: Sequence[Array],
-        residuals: Sequence[Array],
-        cotangents: Sequence[Array],
-        active: Sequence[int],
-    ) -> tuple[Array, ...]:
-        own = _Kernel(kernel, self.across, self.vocabulary)
-        return super().backward(own, block_sizes, operands, results, residuals, cotangents, active)
+    def running(self, kernel: Kernel) -> Kernel:
+        """An implementation, of the part of the vocabulary here."""
+        return _Kernel(kernel, self.across, self.vocabulary)
 
 
 def divide(site: CrossEntropySite, division: Division) -> tuple[CrossEntropySite, tuple[PositionOperand, ...]]:

@@ -5,11 +5,10 @@ This is the thin boundary at which the program's layouts become the kernels' can
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar, cast
+from typing import ClassVar, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,59 +17,23 @@ import numpy as np
 from autopallas.compat import Dtype, PyTree
 from autopallas.kernels.cross_entropy.operands import Gradients, Operands, Residuals, Results
 from autopallas.kernels.cross_entropy.operation import OPERATION
+from autopallas.kernels.cross_entropy.site_parts import HeadSource, Result, SideSource
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Head, Product, SideArray, SideSpec, Statistic
-from autopallas.sites.calls import mapped, replaced_at
-from autopallas.sites.division import Division, PositionOperand, PositionOperands, ShardableAxes
+from autopallas.sites.calls import mapped, vjp_at
+from autopallas.sites.division import ShardableAxes
 from autopallas.sites.elementwise import ElementwiseProgram, Index
-from autopallas.sites.index_notation import Label, Operand, Positions, View, read, write
+from autopallas.sites.index_notation import Label, Labels, Operand, Positions, View, read, sources_in, write
+from autopallas.sites.indexed_site import IndexedSite
 from autopallas.sites.operation import Kernel, Operation
 from autopallas.sites.spec import BlockSizes
+
+__all__ = ["CrossEntropySite"]
 
 S = TypeVar("S")
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One result of the site.
-
-    Attributes:
-      source: a program of the side inputs and statistics (as those of ``CrossEntropySpec.finish``), which gives one
-        number per row; or the position of a product.
-      view: its dimensions.  What it lacks of the labels of rows, and of the batch, is summed over.
-      dtype: its dtype.
-    """
-
-    source: ElementwiseProgram | int
-    view: View
-    dtype: Dtype
-
-
-@dataclass(frozen=True, slots=True)
-class HeadSource:
-    """A side input that is the logits of a further head.
-
-    Attributes:
-      rows, weight: how activations and weight are read from the operands.
-      hidden_labels: the labels over which they are multiplied.
-      dtype: that of the logits.
-    """
-
-    rows: Operand
-    weight: Operand
-    hidden_labels: tuple[Label, ...]
-    dtype: Dtype
-
-    @property
-    def labels(self) -> tuple[Label, ...]:
-        return tuple(a for a in (*self.rows.labels, *self.weight.labels) if a not in self.hidden_labels)
-
-    def batched(self, axes: Sequence[int | None], label: tuple[Label, ...]) -> HeadSource:
-        """The same under vmap."""
-        return replace(self, rows=self.rows.batched(axes, label), weight=self.weight.batched(axes, label))
-
-
 @dataclass(frozen=True)
-class CrossEntropySite:
+class CrossEntropySite(IndexedSite):
     """One pass over the logits of a program: the forward's, or the backward's.
 
     Attributes:
@@ -85,12 +48,14 @@ class CrossEntropySite:
       precision, doubled: as in the spec.
     """
 
+    VIEWS: ClassVar[tuple[str, ...]] = ("residual",)
+
     sizes: tuple[int, ...]
     rows: Operand
     weight: Operand
-    row_labels: tuple[Label, ...]
-    vocabulary_labels: tuple[Label, ...]
-    hidden_labels: tuple[Label, ...]
+    row_labels: Labels
+    vocabulary_labels: Labels
+    hidden_labels: Labels
     results: tuple[Result, ...]
     residual: View
     types: tuple[Dtype, ...]
@@ -98,9 +63,9 @@ class CrossEntropySite:
     statistics: tuple[Statistic, ...] = ()
     finish: tuple[ElementwiseProgram, ...] = ()
     products: tuple[Product, ...] = ()
-    sides: tuple[Operand | Positions | HeadSource, ...] = ()
+    sides: tuple[SideSource, ...] = ()
     clipped: tuple[int, ...] = ()
-    batch_labels: tuple[Label, ...] = ()
+    batch_labels: Labels = ()
     precision: str | None = None
     doubled: bool = False
     has_custom_rule: bool = False
@@ -115,10 +80,7 @@ class CrossEntropySite:
         """Whether kernels give its derivative.  That of a backward pass is left to the original."""
         return not self.products and not self.has_custom_rule
 
-    def _extent(self, labels: Iterable[Label]) -> int:
-        return math.prod(self.sizes[a] for a in labels)
-
-    def _varies(self, source: Operand | Positions | HeadSource) -> tuple[bool, bool]:
+    def _varies(self, source: SideSource) -> tuple[bool, bool]:
         own = set(source.labels)
         return bool(own & set(self.row_labels)), bool(own & set(self.vocabulary_labels))
 
@@ -126,9 +88,9 @@ class CrossEntropySite:
     def spec(self) -> CrossEntropySpec:
         """The canonical description, which kernels and tables know."""
         return CrossEntropySpec(
-            rows=self._extent(self.row_labels),
-            hidden=self._extent(self.hidden_labels),
-            vocabulary=self._extent(self.vocabulary_labels),
+            rows=self.extent(self.row_labels),
+            hidden=self.extent(self.hidden_labels),
+            vocabulary=self.extent(self.vocabulary_labels),
             row_dtype=self.types[self.rows.position],
             weight_dtype=self.types[self.weight.position],
             logit_dtype=self.logit_dtype,
@@ -141,15 +103,15 @@ class CrossEntropySite:
             doubled=self.doubled,
         )
 
-    def _side(self, source: Operand | Positions | HeadSource) -> SideSpec:
+    def _side(self, source: SideSource) -> SideSpec:
         varies = self._varies(source)
         if isinstance(source, HeadSource):
             types = (self.types[source.rows.position], self.types[source.weight.position])
             major = self._vocabulary_major(source.weight, source.hidden_labels)
-            return SideSpec(source.dtype, varies, Head(self._extent(source.hidden_labels), *types, major))
+            return SideSpec(source.dtype, varies, Head(self.extent(source.hidden_labels), *types, major))
         return SideSpec(source.dtype if isinstance(source, Positions) else self.types[source.position], varies)
 
-    def _vocabulary_major(self, weight: Operand, hidden: tuple[Label, ...]) -> bool:
+    def _vocabulary_major(self, weight: Operand, hidden: Labels) -> bool:
         first = next((a for a in weight.labels if a in self.vocabulary_labels or a in hidden), None)
         return first in self.vocabulary_labels
 
@@ -161,17 +123,17 @@ class CrossEntropySite:
         own = HeadSource(self.rows, self.weight, self.hidden_labels, self.logit_dtype)
         return (own, *(side for side in self.sides if isinstance(side, HeadSource)))
 
-    def weight_groups(self, head: HeadSource) -> tuple[tuple[Label, ...], ...]:
+    def weight_groups(self, head: HeadSource) -> tuple[Labels, ...]:
         """The labels of the two axes of a head's weight."""
         groups = (self.vocabulary_labels, head.hidden_labels)
         return groups if self._vocabulary_major(head.weight, head.hidden_labels) else groups[::-1]
 
     def _of_head(self, head: HeadSource, operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
         x = read(head.rows, operands, self.sizes, (self.batch_labels, self.row_labels, head.hidden_labels))
-        shape = tuple(self._extent(labels) for labels in (self.batch_labels, self.row_labels, head.hidden_labels))
+        shape = tuple(self.extent(labels) for labels in (self.batch_labels, self.row_labels, head.hidden_labels))
         groups = self.weight_groups(head)
         w = read(head.weight, operands, self.sizes, (self.batch_labels, *groups))
-        return jnp.broadcast_to(x, shape), jnp.broadcast_to(w, (len(w), *map(self._extent, groups)))
+        return jnp.broadcast_to(x, shape), jnp.broadcast_to(w, (len(w), *map(self.extent, groups)))
 
     def _canonical(self, operands: Sequence[jax.Array]) -> Operands:
         """All arrays have an axis of the batch in front, which but for that of x may be of size 1."""
@@ -191,7 +153,7 @@ class CrossEntropySite:
         # No program of these reads the logits of a further head.
         environment = [*cast(Sequence[jax.Array], sides), *(s[..., None] for s in statistics)]
         query = jnp.arange(self.spec.rows, dtype=jnp.int32)[None, :, None]
-        shape = (self._extent(self.batch_labels), self.spec.rows)
+        shape = (self.extent(self.batch_labels), self.spec.rows)
         found = []
         for result in self.results:
             if isinstance(result.source, ElementwiseProgram):
@@ -216,6 +178,7 @@ class CrossEntropySite:
         self, kernel: Kernel, block_sizes: BlockSizes | None, operands: Sequence[jax.Array]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         """(results, residuals): the residuals are the statistics."""
+        kernel = self.running(kernel)
         canonical = self._canonical(operands)
         found = Results(())  # [B, N] each
         if self.statistics or self.products:
@@ -227,7 +190,7 @@ class CrossEntropySite:
                 results.append(next(rows))
                 continue
             head = self.heads[self.products[result.source].head]
-            axes: tuple[tuple[Label, ...], ...] = {
+            axes: tuple[Labels, ...] = {
                 "rows": (self.row_labels, head.hidden_labels),
                 "columns": self.weight_groups(head),
                 "column_sum": (self.vocabulary_labels,),
@@ -238,11 +201,11 @@ class CrossEntropySite:
         groups = (self.batch_labels, self.row_labels)
         return tuple(results), tuple(write(s, self.residual, self.sizes, groups) for s in found.statistics)
 
-    def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes and dtypes of the residuals."""
-        shape = tuple(self._extent(labels) for _, labels in self.residual)
+    @property
+    def residuals(self) -> tuple[tuple[View, Dtype], ...]:
+        """The statistics."""
         wide, index = self.spec.accumulation_dtype, np.dtype(np.int32)
-        return tuple(jax.ShapeDtypeStruct(shape, index if s.kind == "argmax" else wide) for s in self.statistics)
+        return tuple((self.residual, index if s.kind == "argmax" else wide) for s in self.statistics)
 
     def backward(
         self,
@@ -255,13 +218,14 @@ class CrossEntropySite:
         active: Sequence[int],
     ) -> tuple[jax.Array, ...]:
         """Cotangents of the operands at the positions ``active``."""
+        kernel = self.running(kernel)
 
-        def prepare(*chosen: jax.Array) -> tuple[PyTree, tuple[SideArray, ...]]:
+        def prepare(operands: Sequence[jax.Array]) -> tuple[PyTree, tuple[SideArray, ...]]:
             """What depends differentiably on the active operands; the rest is handed through beside it."""
-            x, w, sides = self._canonical(replaced_at(operands, active, chosen))
+            x, w, sides = self._canonical(operands)
             return (x, w, self._floating(sides)), sides
 
-        (x, w, floating), pull, sides = jax.vjp(prepare, *(operands[i] for i in active), has_aux=True)
+        (x, w, floating), pull, sides = vjp_at(prepare, operands, active, has_aux=True)
         groups = (self.batch_labels, self.row_labels)
         residuals = [read(Operand(0, self.residual), (r,), self.sizes, groups) for r in residuals]
         values = [r for s, r in zip(self.statistics, residuals, strict=True) if s.kind != "argmax"]
@@ -308,7 +272,8 @@ class CrossEntropySite:
 
     def _wanted(self, active: Sequence[int]) -> tuple[bool, ...]:
         """Of (x, w, *sides), those that come from active operands."""
-        return tuple(any(o.position in active for o in _operands(s)) for s in (self.rows, self.weight, *self.sides))
+        reads = (sources_in(source) for source in (self.rows, self.weight, *self.sides))
+        return tuple(any(isinstance(s, Operand) and s.position in active for s in own) for own in reads)
 
     @property
     def _counts_rows(self) -> bool:
@@ -317,61 +282,32 @@ class CrossEntropySite:
         programs += [r.source for r in self.results if isinstance(r.source, ElementwiseProgram)]
         return any(isinstance(i, Index) and i.axis == "query" for p in programs for i in p.inputs)
 
-    # ------------------------------------------------------------------ on several devices
+    # ------------------------------------------------------------------ on several devices, and under vmap
+
+    @property
+    def result_views(self) -> tuple[View, ...]:
+        return tuple(result.view for result in self.results)
+
+    def shardable_labels(self) -> frozenset[Label]:
+        """Those of rows, and that of the vocabulary: the statistics of its parts are combined."""
+        rows = () if self._counts_rows else self.row_labels
+        vocabulary = self.vocabulary_labels if len(self.vocabulary_labels) == 1 else ()
+        return frozenset((*self.batch_labels, *rows, *vocabulary))
 
     def shardable_axes(self) -> ShardableAxes:
-        """Rows may be divided, and so may the vocabulary: the statistics of its parts are combined."""
-        uses = tuple(o for s in (self.rows, self.weight, *self.sides) for o in _operands(s))
-        labels = {*self.batch_labels, *(() if self._counts_rows else self.row_labels)}
+        """A result that is a number per row is of the whole vocabulary."""
         whole = frozenset(self.vocabulary_labels)
-        if len(whole) == 1:
-            labels |= whole
-        return ShardableAxes(
-            uses,
-            tuple(r.view for r in self.results),
-            (self.residual,) * len(self.statistics),
-            frozenset(labels),
-            tuple(whole if isinstance(r.source, ElementwiseProgram) else frozenset() for r in self.results),
-        )
+        combined = (whole if isinstance(r.source, ElementwiseProgram) else frozenset[Label]() for r in self.results)
+        return replace(super().shardable_axes(), combined=tuple(combined))
 
-    def standalone(self, division: Division) -> CrossEntropySite:
-        """A cross-entropy over the part of the vocabulary."""
-        return self.per_device(division)[0]
-
-    def per_device(self, division: Division) -> tuple[CrossEntropySite, tuple[PositionOperand, ...]]:
-        """What each device computes, of its part of the vocabulary."""
-        extras = PositionOperands(len(self.types))
-        sides = tuple(side if isinstance(side, HeadSource) else extras.source(side, division) for side in self.sides)
-        site = replace(self, sizes=division.local(self.sizes), sides=sides)
-        return replace(site, types=(*self.types, *extras.types)), tuple(extras.counted)
-
-    # ------------------------------------------------------------------ transformations
-
-    def batched(self, axes: Sequence[int | None], size: int) -> CrossEntropySite:
-        """The site under vmap: operands with an axis have it in front, and so has every result."""
-        label: tuple[Label, ...] = (len(self.sizes),) if size != 1 else ()
-        # One more axis of rows where the examples share the weight, and rows are neither summed nor counted.
+    def fields_under_vmap(self, axes: Sequence[int | None], label: Labels) -> Mapping[str, object]:
+        """One more axis of rows where the examples share the weight, and rows are neither summed nor counted."""
         summed = any(p.kind != "rows" for p in self.products)
         weights = any(axes[head.weight.position] is not None for head in self.heads)
         apart = summed or self._counts_rows or bool(self.batch_labels) or weights
-        return replace(
-            self,
-            sizes=(*self.sizes, *(size for _ in label)),
-            rows=self.rows.batched(axes, label),
-            weight=self.weight.batched(axes, label),
-            row_labels=self.row_labels if apart else (*label, *self.row_labels),
-            batch_labels=(*label, *self.batch_labels) if apart else self.batch_labels,
-            sides=tuple(s.batched(axes, label) for s in self.sides),
-            results=tuple(replace(r, view=((0, label), *r.view)) for r in self.results),
-            residual=((0, label), *self.residual),
-        )
-
-
-def _operands(source: Operand | Positions | HeadSource) -> tuple[Operand, ...]:
-    """The uses of operands that one source is."""
-    if isinstance(source, HeadSource):
-        return source.rows, source.weight
-    return (source,) if isinstance(source, Operand) else ()
+        field = "batch_labels" if apart else "row_labels"
+        results = tuple(replace(r, view=((0, label), *r.view)) for r in self.results)
+        return {field: (*label, *getattr(self, field)), "results": results}
 
 
 def _summed(full: jax.Array, like: jax.Array) -> jax.Array:

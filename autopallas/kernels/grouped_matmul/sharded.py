@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.kernels.grouped_matmul.operands import Gradients, Operands
-from autopallas.kernels.grouped_matmul.site import GroupedMatmulSite, Labels
+from autopallas.kernels.grouped_matmul.site import GroupedMatmulSite
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.sites.calls import SiteDescription
-from autopallas.sites.division import Division, PositionOperand, ShardableAxes
-from autopallas.sites.index_notation import Label, Operand
+from autopallas.sites.division import Division, PositionOperands, ShardableAxes
+from autopallas.sites.index_notation import Label, Labels, Operand
 from autopallas.sites.operation import Kernel
 from autopallas.sites.spec import BlockSizes
 
@@ -51,33 +51,19 @@ class ShardedGroupsSite(GroupedMatmulSite):
         labels, combined = parts.labels | set(self.group_labels), frozenset(self.group_labels)
         return replace(parts, labels=labels, combined=(combined,))
 
-    def per_device(self, division: Division) -> tuple[GroupedMatmulSite, tuple[PositionOperand, ...]]:
+    def divided(self, division: Division, extras: PositionOperands) -> ShardedGroupsSite:
         across = tuple(axis for label in self.group_labels for axis in division.of(label))
-        return replace(self, sizes=division.local(self.sizes), across=across), ()
+        return replace(super().divided(division, extras), across=across)
 
-    def standalone(self, division: Division) -> GroupedMatmulSite:
+    def standalone(self, division: Division) -> GroupedMatmulSite:  # type: ignore[override]  # of no group's peers
         """The first device's groups, which have the first of the sizes."""
         own = {f.name: getattr(self, f.name) for f in fields(GroupedMatmulSite)}
         sizes = _renamed(self.group_sizes, self.everywhere[0], self.group_labels[0])
         return GroupedMatmulSite(**own | {"sizes": division.local(self.sizes), "group_sizes": sizes})
 
-    def forward(
-        self, kernel: Kernel, block_sizes: BlockSizes | None, operands: Sequence[Array]
-    ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        return super().forward(_Kernel(kernel, self.across), block_sizes, operands)
-
-    def backward(
-        self,
-        kernel: Kernel,
-        block_sizes: BlockSizes | None,
-        operands: Sequence[Array],
-        results: Sequence[Array],
-        residuals: Sequence[Array],
-        cotangents: Sequence[Array],
-        active: Sequence[int],
-    ) -> tuple[Array, ...]:
-        own = _Kernel(kernel, self.across)
-        return super().backward(own, block_sizes, operands, results, residuals, cotangents, active)
+    def running(self, kernel: Kernel) -> Kernel:
+        """An implementation, of the groups here."""
+        return _Kernel(kernel, self.across)
 
 
 def with_sharded_groups(site: SiteDescription) -> ShardedGroupsSite | None:

@@ -5,8 +5,7 @@ This is the thin boundary at which the program's layouts become the kernels' can
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,20 +16,18 @@ from autopallas.compat import Dtype
 from autopallas.kernels.grouped_matmul.operands import Operands
 from autopallas.kernels.grouped_matmul.operation import OPERATION
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, Use
-from autopallas.sites.calls import replaced_at
-from autopallas.sites.division import Division, PositionOperand, ShardableAxes
+from autopallas.sites.calls import vjp_at
 from autopallas.sites.elementwise import ElementwiseProgram
-from autopallas.sites.index_notation import Label, Operand, View, read, write
+from autopallas.sites.index_notation import Label, Labels, Operand, View, read, write
+from autopallas.sites.indexed_site import IndexedSite
 from autopallas.sites.operation import Kernel, Operation
 from autopallas.sites.spec import BlockSizes
 
 __all__ = ["GroupedMatmulSite"]
 
-Labels = tuple[Label, ...]
-
 
 @dataclass(frozen=True)
-class GroupedMatmulSite:
+class GroupedMatmulSite(IndexedSite):
     """One grouped matmul of a program.
 
     Attributes:
@@ -68,24 +65,16 @@ class GroupedMatmulSite:
     def operation(self) -> Operation:
         return OPERATION
 
-    @property
-    def has_backward(self) -> bool:
-        return True
-
     @cached_property
     def spec(self) -> GroupedMatmulSpec:
         """The canonical description, which kernels and tables know."""
-
-        def extent(labels: Labels) -> int:
-            return math.prod(self.sizes[a] for a in labels)
-
         return GroupedMatmulSpec(
             use=self.use,
-            batch=extent(self.batch_labels),
-            rows=extent(self.row_labels),
-            groups=extent(self.group_labels),
-            contracting=extent(self.contracting_labels),
-            columns=extent(self.column_labels),
+            batch=self.extent(self.batch_labels),
+            rows=self.extent(self.row_labels),
+            groups=self.extent(self.group_labels),
+            contracting=self.extent(self.contracting_labels),
+            columns=self.extent(self.column_labels),
             first_dtype=self.types[self.first.position],
             second_dtype=self.types[self.second.position],
             result_dtype=self.result_dtype,
@@ -122,6 +111,7 @@ class GroupedMatmulSite:
         self, kernel: Kernel, block_sizes: BlockSizes | None, operands: Sequence[jax.Array]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         """(the program's result, and the product if it is saved)."""
+        kernel = self.running(kernel)
         # A kernel without epilogues is given none.  Where the product is saved, it is computed, epilogue or not.
         fused = not self.saves_product and getattr(kernel, "EPILOGUES", False)
         spec = self.spec if fused else self.spec.product
@@ -131,10 +121,10 @@ class GroupedMatmulSite:
     def _written(self, out: jax.Array) -> jax.Array:
         return write(out, self.result, self.sizes, self.axes[2])
 
-    def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+    @property
+    def residuals(self) -> tuple[tuple[View, Dtype], ...]:
         """The product, for the derivative of the epilogue; the gradients themselves are products of the operands."""
-        shape = tuple(math.prod(self.sizes[a] for a in labels) for _, labels in self.result)
-        return (jax.ShapeDtypeStruct(shape, self.result_dtype),) if self.saves_product else ()
+        return ((self.result, self.result_dtype),) if self.saves_product else ()
 
     def with_residuals(self) -> GroupedMatmulSite:
         """The site where a backward follows: what a kernel applies its epilogue to is lost otherwise."""
@@ -151,15 +141,15 @@ class GroupedMatmulSite:
         active: Sequence[int],
     ) -> tuple[jax.Array, ...]:
         """Cotangents of the operands at the positions ``active``."""
-        spec = self.spec
+        kernel, spec = self.running(kernel), self.spec
 
-        def prepare(*chosen: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-            first, second, sizes = self._canonical(replaced_at(operands, active, chosen))
+        def prepare(operands: Sequence[jax.Array]) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+            first, second, sizes = self._canonical(operands)
             # An operand that all examples share has the sum of their gradients: the derivative of a broadcast.
             first, second = (jnp.broadcast_to(x, (spec.batch, *x.shape[1:])) for x in (first, second))
             return (first, second), sizes
 
-        (first, second), pull, sizes = jax.vjp(prepare, *(operands[i] for i in active), has_aux=True)
+        (first, second), pull, sizes = vjp_at(prepare, operands, active, has_aux=True)
         canonical, given = Operands(first, second, sizes), cotangents[0]
         if self.epilogue is not None:
             found = residuals or (self._written(kernel.forward(spec.product, block_sizes, canonical)),)
@@ -173,35 +163,15 @@ class GroupedMatmulSite:
         )
         return tuple(pull(filled))
 
-    # ------------------------------------------------------------------ on several devices
+    # ------------------------------------------------------------------ on several devices, and under vmap
 
-    def shardable_axes(self) -> ShardableAxes:
-        """All may be divided but the rows, which belong to groups in their order, and the groups."""
+    def shardable_labels(self) -> frozenset[Label]:
+        """All but the rows, which belong to groups in their order, and the groups."""
         labels = frozenset((*self.batch_labels, *self.contracting_labels, *self.column_labels))
         if self.epilogue is not None:  # is not a sum of what it makes of parts of a sum
             labels &= {label for _, own in self.result for label in own}
-        uses = (self.first, self.second, self.group_sizes)
-        return ShardableAxes(uses, (self.result,), (self.result,) * self.saves_product, labels, (frozenset(),))
+        return labels
 
-    def per_device(self, division: Division) -> tuple[GroupedMatmulSite, tuple[PositionOperand, ...]]:
-        """What each device computes."""
-        return self.standalone(division), ()
-
-    def standalone(self, division: Division) -> GroupedMatmulSite:
-        """No device needs another."""
-        return replace(self, sizes=division.local(self.sizes))
-
-    # ------------------------------------------------------------------ transformations
-
-    def batched(self, axes: Sequence[int | None], size: int) -> GroupedMatmulSite:
-        """The site under vmap: operands with an axis have it in front, and so has the result."""
-        label: Labels = (len(self.sizes),)
-        return replace(
-            self,
-            sizes=(*self.sizes, size),
-            first=self.first.batched(axes, label),
-            second=self.second.batched(axes, label),
-            group_sizes=self.group_sizes.batched(axes, label),
-            batch_labels=(*label, *self.batch_labels),
-            result=((0, label), *self.result),
-        )
+    def fields_under_vmap(self, axes: Sequence[int | None], label: Labels) -> Mapping[str, object]:
+        """One more axis of the batch."""
+        return {"batch_labels": (*label, *self.batch_labels)}

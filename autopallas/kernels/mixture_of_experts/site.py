@@ -8,8 +8,7 @@ Letters: T tokens, G experts.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
@@ -19,9 +18,10 @@ import jax
 from autopallas.compat import Dtype
 from autopallas.kernels.mixture_of_experts.operation import OPERATION
 from autopallas.kernels.mixture_of_experts.spec import ExpertsSpec
-from autopallas.kernels.mixture_of_experts.steps import Gathered, Labels, Pointwise, Prelude, Product, Reads, Step
-from autopallas.sites.division import Division, PositionOperand, ShardableAxes
-from autopallas.sites.index_notation import Label, Operand, View
+from autopallas.kernels.mixture_of_experts.steps import Pointwise, Prelude, Product, Reads, Step
+from autopallas.sites.division import Division, PositionOperands, ShardableAxes
+from autopallas.sites.index_notation import Label, Labels, Operand, View
+from autopallas.sites.indexed_site import IndexedSite
 from autopallas.sites.operation import Kernel, Operation
 from autopallas.sites.spec import BlockSizes
 
@@ -31,7 +31,7 @@ Array: TypeAlias = jax.Array
 
 
 @dataclass(frozen=True)
-class ExpertsSite:
+class ExpertsSite(IndexedSite):
     """One such mixture of a program.
 
     Attributes:
@@ -74,24 +74,17 @@ class ExpertsSite:
     def operation(self) -> Operation:
         return OPERATION
 
-    @property
-    def has_backward(self) -> bool:
-        return True
-
-    def _extent(self, labels: Labels) -> int:
-        return math.prod(self.sizes[a] for a in labels)
-
     @cached_property
     def spec(self) -> ExpertsSpec:
         """Canonical description, which implementations and tables know."""
         products = [step for step in self.steps if isinstance(step, Product)]
-        largest = max(products, key=lambda p: self._extent(p.inner) * self._extent(p.labels))
+        largest = max(products, key=lambda p: self.extent(p.inner) * self.extent(p.labels))
         return ExpertsSpec(
-            tokens=self._extent(self.token_labels),
-            choices=sum(self._extent(several) for _, several in self.choices),
-            groups=self._extent((*self.batch_labels, *self.expert_labels)),
-            contracting=self._extent(largest.inner),
-            columns=self._extent(largest.labels),
+            tokens=self.extent(self.token_labels),
+            choices=sum(self.extent(several) for _, several in self.choices),
+            groups=self.extent((*self.batch_labels, *self.expert_labels)),
+            contracting=self.extent(largest.inner),
+            columns=self.extent(largest.labels),
             widest_dtype=max((self.types[p.weights.position] for p in products), key=lambda d: d.itemsize),
             products=len(products),
             assume_finite=self.assume_finite,
@@ -104,12 +97,8 @@ class ExpertsSite:
     def forward(
         self, kernel: Kernel, block_sizes: BlockSizes | None, operands: Sequence[Array]
     ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        """Returns (the program's result,) and no residuals."""
+        """Returns (the program's result,) and no residuals: the backward computes the rows again."""
         return (kernel.forward(self, block_sizes, operands),), ()
-
-    def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns no types: the backward computes the rows again."""
-        return ()
 
     def backward(
         self,
@@ -127,21 +116,22 @@ class ExpertsSite:
 
     # ------------------------------------------------------------------ on several devices
 
-    def shardable_axes(self) -> ShardableAxes:
-        """Returns the labels along which devices may divide the site.
+    def shardable_labels(self) -> frozenset[Label]:
+        """Returns those of tokens.
 
-        Tokens may be divided. Where it is known how the original divides the products, so may the experts, the columns,
-        and labels over which the last products sum. Where tokens have slots, devices would have to exchange them.
+        Where it is known how the original divides the products, the experts may be divided too, and the columns, and
+        labels over which the last products sum.
         """
         labels = set(self.token_labels) - set(self.summed_labels)
         if self.products:
             labels |= {*self.expert_labels[:1], *self._summed_last()}
             labels |= {label for _, own in self.result for label in own}
-        uses = [source for source, _ in self.choices]
-        uses += [s.source if isinstance(s, Gathered) else s.weights for s in self.steps if isinstance(s, Reads)]
+        return frozenset(labels)
+
+    def shardable_axes(self) -> ShardableAxes:
+        """Returns the labels of each array.  Where tokens have slots, devices would have to exchange them."""
         tokens, whole = frozenset(self.token_labels), "tokens are sent to slots of experts" if self.slots else ""
-        combined = (frozenset[Label](),)
-        return ShardableAxes(tuple(uses), (self.result,), (), frozenset(labels), combined, self.products, tokens, whole)
+        return replace(super().shardable_axes(), between=self.products, rows=tokens, whole=whole)
 
     def _summed_last(self) -> set[Label]:
         """Returns labels over which products sum whose results are then only scaled: parts of such a sum add up to the
@@ -163,45 +153,35 @@ class ExpertsSite:
                 scaled.add(position)
         return len(self.steps) - 1 in scaled
 
-    def per_device(self, division: Division) -> tuple[ExpertsSite, tuple[PositionOperand, ...]]:
-        """Returns what each device computes from the arrays that the prelude gives."""
-        across = tuple(axis for label in self.expert_labels for axis in division.of(label))
-        return replace(self.standalone(division), across=across), ()
+    def divided(self, division: Division, extras: PositionOperands) -> ExpertsSite:
+        """Returns one device's part, computed from the arrays that the prelude gives.
+
+        It may have rows of other devices' experts among its own.
+        """
+        return replace(
+            super().divided(division, extras),
+            prelude=Prelude.nothing(len(self.types)),
+            across=tuple(axis for label in self.expert_labels for axis in division.of(label)),
+            everywhere=self.extent(self.expert_labels) if division.divides(self.expert_labels) else 0,
+        )
 
     def standalone(self, division: Division) -> ExpertsSite:
-        """Returns one device's part of the site, which may have rows of other devices' experts among its own."""
-        return replace(
-            self,
-            sizes=division.local(self.sizes),
-            prelude=Prelude.nothing(len(self.types)),
-            everywhere=self._extent(self.expert_labels) if division.divides(self.expert_labels) else 0,
-        )
+        """Returns the same without an exchange with the devices that have other experts."""
+        return replace(super().standalone(division), across=self.across)
 
-    # ------------------------------------------------------------------ transformations
+    # ------------------------------------------------------------------ under vmap
 
     def batched(self, axes: Sequence[int | None], size: int) -> ExpertsSite:
-        """Returns the site under vmap: with more tokens, and if the experts differ between examples, more experts
-        too."""
-        label: Labels = (len(self.sizes),)
-        inner = self.prelude.axes(axes)
-        sources = [s.weights for s in self.steps if isinstance(s, Product)]
-        sources += [s.source for s in self.steps if isinstance(s, Gathered)]
-        own = any(inner[s.position] is not None for s in sources if not set(self.token_labels) & set(s.labels))
+        """Returns the site under vmap; what the sources read are the prelude's results under it."""
+        site = super().batched(self.prelude.axes(axes), size)
+        return replace(site, prelude=replace(self.prelude, mapped=(*self.prelude.mapped, tuple(axes))))
 
-        def moved(step: Step) -> Step:
-            if isinstance(step, Gathered):
-                return replace(step, source=step.source.batched(inner, label))
-            if isinstance(step, Product):
-                return replace(step, weights=step.weights.batched(inner, label))
-            return step
-
-        return replace(
-            self,
-            sizes=(*self.sizes, size),
-            token_labels=(*label, *self.token_labels),
-            batch_labels=(*label, *self.batch_labels) if own or self.batch_labels else (),
-            prelude=replace(self.prelude, mapped=(*self.prelude.mapped, tuple(axes))),
-            choices=tuple((source.batched(inner, label), several) for source, several in self.choices),
-            steps=tuple(map(moved, self.steps)),
-            result=((0, label), *self.result),
-        )
+    def fields_under_vmap(self, axes: Sequence[int | None], label: Labels) -> Mapping[str, object]:
+        """Adds an axis of tokens, and if the experts differ between examples, one of examples' experts."""
+        read = (s.weights if isinstance(s, Product) else s.source for s in self.steps if isinstance(s, Reads))
+        shared = (source for source in read if set(self.token_labels).isdisjoint(source.labels))
+        own = any(axes[source.position] is not None for source in shared)
+        return {
+            "token_labels": (*label, *self.token_labels),
+            "batch_labels": (*label, *self.batch_labels) if own or self.batch_labels else (),
+        }

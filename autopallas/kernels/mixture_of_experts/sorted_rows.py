@@ -8,6 +8,7 @@ Letters: T tokens, k choices of each token, R = T k rows, G experts.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,12 +23,12 @@ from autopallas.kernels.grouped_matmul.api import apply
 from autopallas.kernels.grouped_matmul.operation import OPERATION as GROUPED_MATMUL
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.kernels.mixture_of_experts.spec import ExpertsSpec
-from autopallas.kernels.mixture_of_experts.steps import Gathered, Labels, Pointwise, Product, Step
+from autopallas.kernels.mixture_of_experts.steps import Gathered, Pointwise, Product, Step
 from autopallas.numerics.classes import Numerics
-from autopallas.sites.calls import replaced_at
+from autopallas.sites.calls import vjp_at
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import Constant
-from autopallas.sites.index_notation import Operand, read, write
+from autopallas.sites.index_notation import Labels, Operand, read, write
 from autopallas.sites.operation import Implementation, Supported, Unsupported
 from autopallas.sites.spec import BlockSizes
 
@@ -80,11 +81,7 @@ class SortedRows:
         active: Sequence[int],
     ) -> tuple[Array, ...]:
         """Returns the cotangents of the operands at the positions ``active``."""
-
-        def function(*chosen: Array) -> Array:
-            return self.forward(site, block_sizes, replaced_at(operands, active, chosen))
-
-        _, pull = jax.vjp(function, *(operands[i] for i in active))
+        _, pull = vjp_at(functools.partial(self.forward, site, block_sizes), operands, active)
         return tuple(pull(cotangent))
 
 

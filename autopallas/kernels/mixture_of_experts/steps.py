@@ -11,15 +11,13 @@ import jax
 from autopallas import compat
 from autopallas.compat import ArrayFunction, ClosedJaxpr, Dtype
 from autopallas.sites.elementwise import Constant, ElementwiseProgram
-from autopallas.sites.index_notation import Label, Operand
+from autopallas.sites.index_notation import Labels, Operand, Reader
 
-__all__ = ["Gathered", "Labels", "Pointwise", "Prelude", "Product", "Reads", "Step"]
-
-Labels: TypeAlias = tuple[Label, ...]
+__all__ = ["Gathered", "Pointwise", "Prelude", "Product", "Reads", "Step"]
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class Gathered(Reader):
     """An array at the row's token, at its expert, or at both: [R, ...] over its other ``labels``."""
 
     source: Operand
@@ -46,7 +44,7 @@ class Pointwise:
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class Product(Reader):
     """The result of an earlier step times the matrix of the row's expert, summed over ``inner``."""
 
     rows: int

@@ -12,6 +12,7 @@ from autopallas.kernels.recurrence.loop import Loop
 from autopallas.kernels.recurrence.operation import OPERATION
 from autopallas.kernels.recurrence.spec import RecurrenceSpec
 from autopallas.kernels.recurrence.structure import Known, MatrixState
+from autopallas.sites.calls import Vmaps, under_vmaps
 from autopallas.sites.operation import Kernel, Operation
 from autopallas.sites.spec import BlockSizes
 
@@ -40,7 +41,7 @@ class RecurrenceSite:
     known: tuple[Known, ...]
     sizes: tuple[tuple[int, int], ...]
     results: tuple[int, ...]
-    mapped: tuple[tuple[tuple[int | None, ...], int], ...] = ()
+    mapped: Vmaps = ()
 
     @property
     def operation(self) -> Operation:
@@ -70,9 +71,8 @@ class RecurrenceSite:
         def one(*given: jax.Array) -> tuple[jax.Array, ...]:
             return tuple(self.chosen(kernel.forward(self, block_sizes, given)))
 
-        for axes, size in self.mapped:
-            one = jax.vmap(one, in_axes=axes, axis_size=size)
-        return one(*operands), ()
+        found: tuple[jax.Array, ...] = under_vmaps(one, self.mapped)(*operands)
+        return found, ()
 
     def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Returns no types: the backward computes the states of chunks again."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
 
 from autopallas.kernels.respelling.operation import OPERATION
 from autopallas.kernels.respelling.spec import RespellingSpec
-from autopallas.sites.calls import replaced_at
+from autopallas.sites.calls import Vmaps, under_vmaps, vjp_at
 from autopallas.sites.operation import Kernel, Operation
 from autopallas.sites.spec import BlockSizes
 
@@ -26,7 +26,7 @@ class RespellingSite:
     """
 
     form: RespellingSpec
-    axes: tuple[tuple[tuple[int | None, ...], int], ...] = ()
+    axes: Vmaps = ()
 
     @property
     def operation(self) -> Operation:
@@ -57,10 +57,8 @@ class RespellingSite:
         def one(*given: jax.Array) -> tuple[jax.Array, ...]:
             return tuple(kernel.forward(self.form, block_sizes, given))
 
-        run: Callable[..., tuple[jax.Array, ...]] = one
-        for axes, size in self.axes:
-            run = jax.vmap(run, in_axes=axes, axis_size=size)
-        return run(*operands), ()
+        found: tuple[jax.Array, ...] = under_vmaps(one, self.axes)(*operands)
+        return found, ()
 
     def backward(
         self,
@@ -73,12 +71,8 @@ class RespellingSite:
         active: Sequence[int],
     ) -> tuple[jax.Array, ...]:
         """Returns the cotangents of the operands at the positions ``active``, by JAX's derivative."""
-
-        def varied(*chosen: jax.Array) -> tuple[jax.Array, ...]:
-            return self.forward(kernel, block_sizes, replaced_at(operands, active, chosen))[0]
-
-        found: tuple[jax.Array, ...] = jax.vjp(varied, *(operands[i] for i in active))[1](tuple(cotangents))
-        return found
+        _, pull = vjp_at(lambda operands: self.forward(kernel, block_sizes, operands)[0], operands, active)
+        return tuple(pull(tuple(cotangents)))
 
     def batched(self, axes: Sequence[int | None], size: int) -> RespellingSite:
         """Returns the site under vmap: operands with an axis have it in front, and so has each result."""

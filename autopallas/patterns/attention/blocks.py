@@ -19,7 +19,8 @@ from jax import lax
 from autopallas.compat import Dtype, Primitive
 from autopallas.graph import Body, Graph, Node, Ref
 from autopallas.graph.labels import Atom, Dimension
-from autopallas.kernels.attention.site import AttentionSite, Joined, KeyBlock
+from autopallas.kernels.attention.site import AttentionSite
+from autopallas.kernels.attention.site_parts import Joined, KeyBlock
 from autopallas.numerics.casts import keeps_range, rounds
 from autopallas.patterns.advice import FLOATS, NORMALISE
 from autopallas.patterns.attention.draft import AttentionDraft, Proved

@@ -18,7 +18,7 @@ from jax import lax
 from autopallas import compat
 from autopallas.compat import Dtype
 from autopallas.graph import Ref
-from autopallas.kernels.attention.site import RowProgram, RowStatistic
+from autopallas.kernels.attention.site_parts import RowProgram, RowStatistic
 from autopallas.kernels.attention.spec import Weight
 from autopallas.numerics.casts import rounds
 from autopallas.patterns.advice import NORMALISE, OWN_DTYPE, SAME_SUM, SIDE_DTYPES

@@ -16,7 +16,8 @@ from autopallas import jaxprs
 from autopallas.compat import Dtype
 from autopallas.graph import Body, Graph, Node, Ref, Space
 from autopallas.graph.labels import Atom
-from autopallas.kernels.attention.site import AttentionSite, RowProgram, RowStatistic, RowTerm, ScoreTerm
+from autopallas.kernels.attention.site import AttentionSite
+from autopallas.kernels.attention.site_parts import RowProgram, RowStatistic, RowTerm, ScoreTerm
 from autopallas.kernels.attention.spec import Weight
 from autopallas.numerics.casts import rounds
 from autopallas.patterns.advice import (

@@ -15,7 +15,8 @@ from autopallas.compat import Dtype
 from autopallas.graph import Body, Ref
 from autopallas.graph.extract import jaxpr_of, nodes_between
 from autopallas.graph.labels import Atom, View
-from autopallas.kernels.cross_entropy.site import CrossEntropySite, HeadSource, Result
+from autopallas.kernels.cross_entropy.site import CrossEntropySite
+from autopallas.kernels.cross_entropy.site_parts import HeadSource, Result
 from autopallas.kernels.cross_entropy.spec import Product, Statistic
 from autopallas.patterns.advice import (
     LOGITS_APART,
