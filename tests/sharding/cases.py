@@ -1,7 +1,7 @@
 """Programs over a mesh, and how their arguments are divided; run as a module, on as many devices as there are.
 
-Prints one line of JSON: per case the largest error against one device, what is left of the sites, and the collective
-operations of both programs after compilation.
+Prints one line of JSON: for each case that is named, or for all, the largest error against one device, what is left of
+the sites, and the collective operations of both programs after compilation.
 """
 
 from __future__ import annotations
@@ -335,7 +335,11 @@ def meshes():
     return {1: (1, 1), 2: (2, 1), 4: (2, 2), 8: (4, 2)}[jax.device_count()]
 
 
+def answer(calls):
+    """Prints what the calls give whose names are arguments of this process; of all where there are none."""
+    print(json.dumps({name: calls[name]() for name in sys.argv[1:] or calls}))
+
+
 if __name__ == "__main__":
     mesh = jax.make_mesh(meshes(), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    chosen = [name for name in CASES if any(name.startswith(prefix) for prefix in sys.argv[1:] or [""])]
-    print(json.dumps({name: run(name, mesh) for name in chosen}))
+    answer({name: functools.partial(run, name, mesh) for name in CASES})

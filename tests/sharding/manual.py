@@ -6,8 +6,7 @@ Prints one line of JSON: per case what :mod:`sharding.cases` finds.
 
 from __future__ import annotations
 
-import json
-import sys
+import functools
 import warnings
 
 import jax
@@ -161,7 +160,6 @@ def run(name):
 
 if __name__ == "__main__":
     warnings.simplefilter("error", autopallas.AutopallasWarning)  # it would say that a site runs as it is written
-    chosen = [name for name in CASES if any(name.startswith(prefix) for prefix in sys.argv[1:] or [""])]
-    others = {"pmap": pmapped(), "constraints alone": constraints_alone()}
-    others["demanded beside static arguments"] = demanded_beside_static_arguments()
-    print(json.dumps({name: run(name) for name in chosen} | others))
+    others = {"pmap": pmapped, "constraints alone": constraints_alone}
+    others["demanded beside static arguments"] = demanded_beside_static_arguments
+    cases.answer({name: functools.partial(run, name) for name in CASES} | others)

@@ -18,6 +18,13 @@ FEW = [
 ]
 
 
+@pytest.fixture
+def chosen(request):
+    """The cases of a parametrized test that this session runs: one process computes them, and no others."""
+    of_test = [item for item in request.session.items if item.path == request.path]
+    return tuple(x.callspec.params["name"] for x in of_test if x.originalname == request.node.originalname)
+
+
 @functools.cache
 def finished(devices, chosen, module):
     environment = dict(os.environ)
@@ -59,8 +66,8 @@ def wrong_with(sites, outcome):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_on_eight_devices(name):
-    assert complaints(name, found(8)[name]) == []
+def test_on_eight_devices(name, chosen):
+    assert complaints(name, found(8, chosen)[name]) == []
 
 
 @pytest.mark.parametrize("devices", [2, 4])
@@ -69,67 +76,66 @@ def test_on_fewer_devices(devices):
         assert complaints(name, outcome) == [], name
 
 
-FEW_TYPED = ["train step", "loss backward: gathered weights", "mixture backward: tokens", "attention backward: rows"]
+FEW_TYPED = ("train step", "loss backward: gathered weights", "mixture backward: tokens", "attention backward: rows")
 
 
-def test_divided_by_types():
-    of_case = found(4, module="sharding.typed")
-    wrong = {name: wrong_with(sites, of_case[name]) for name, (*_, sites) in typed.CASES.items()}
+def wrong_with_typed(name, outcome):
+    before, after = outcome["types"]
+    other = [] if before == after else [f"results are {after}, and the original's {before}"]
+    return wrong_with(typed.CASES[name][-1], outcome) + other
+
+
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.nightly), 2, 4])
+def test_a_few_divided_by_types(devices):
+    of_case = found(devices, FEW_TYPED if devices > 1 else FEW_TYPED[-2:], "sharding.typed")
+    assert of_case
+    wrong = {name: wrong_with_typed(name, outcome) for name, outcome in of_case.items()}
     assert {name: complaints for name, complaints in wrong.items() if complaints} == {}
 
 
-def test_types_are_those_of_the_original():
-    given = {name: outcome["types"] for name, outcome in found(4, module="sharding.typed").items()}
-    assert {name: (original, own) for name, (original, own) in given.items() if original != own} == {}
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", typed.CASES)
+def test_divided_by_types(name, chosen):
+    assert wrong_with_typed(name, found(4, chosen, "sharding.typed")[name]) == []
 
 
 @pytest.mark.parametrize("name", typed.EDGES)
-def test_transformations_outside_of_what_is_divided_by_types(name):
-    assert wrong_with(1, found(4, module="sharding.typed")[name]) == []
+def test_transformations_outside_of_what_is_divided_by_types(name, chosen):
+    assert wrong_with(1, found(4, chosen, "sharding.typed")[name]) == []
 
 
 def test_meshes_with_explicit_axes():
-    of_case = found(4, module="sharding.typed")
+    of_case = found(4, ("mesh in force", "several kinds of axes"), "sharding.typed")
     assert wrong_with(1, of_case["mesh in force"]) == []
     assert wrong_with(0, of_case["several kinds of axes"]) == []
 
 
-@pytest.mark.parametrize("name", typed.KINDS)
-def test_meshes_with_explicit_and_automatic_axes(name):
-    assert wrong_with(1, found(4, module="sharding.typed")[f"several kinds of axes: {name}"]) == []
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("devices", [1, 2])
-def test_divided_by_types_on_fewer_devices(devices):
-    chosen = FEW_TYPED if devices > 1 else FEW_TYPED[-2:]
-    of_case = found(devices, tuple(chosen), "sharding.typed")
-    assert of_case
-    wrong = {name: wrong_with(typed.CASES[name][3], outcome) for name, outcome in of_case.items()}
-    assert {name: complaints for name, complaints in wrong.items() if complaints} == {}
+@pytest.mark.parametrize("name", [f"several kinds of axes: {name}" for name in typed.KINDS])
+def test_meshes_with_explicit_and_automatic_axes(name, chosen):
+    assert wrong_with(1, found(4, chosen, "sharding.typed")[name]) == []
 
 
 @pytest.mark.parametrize("name", manual.CASES)
-def test_inside_of_maps_over_some_axes(name):
-    assert wrong_with(manual.CASES[name][-1], found(4, module="sharding.manual")[name]) == []
+def test_inside_of_maps_over_some_axes(name, chosen):
+    assert wrong_with(manual.CASES[name][-1], found(4, chosen, "sharding.manual")[name]) == []
 
 
 @pytest.mark.parametrize("use", ["inside", "around", "inside a derivative"])
 def test_pmap(use):
-    outcome = found(4, module="sharding.manual")["pmap"][use]
+    outcome = found(4, ("pmap",), "sharding.manual")["pmap"][use]
     assert outcome["error"] <= 2e-5
     assert outcome["applied"] == 1, outcome["kept"]
 
 
 @pytest.mark.parametrize("name", ["constraints alone", "demanded beside static arguments"])
-def test_a_mesh_that_no_argument_is_on(name):
-    outcome = found(4, module="sharding.manual")[name]
+def test_a_mesh_that_no_argument_is_on(name, chosen):
+    outcome = found(4, chosen, "sharding.manual")[name]
     assert outcome["error"] <= 2e-5
     assert outcome["applied"] == 1, outcome["kept"]
 
 
 def test_a_site_in_a_map_over_some_axes_needs_to_know_how_the_rest_is_divided():
-    outcome = found(4, module="sharding.manual")["keys divided inside"]
+    outcome = found(4, ("keys divided inside",), "sharding.manual")["keys divided inside"]
     assert outcome["kept"] == [
         "divided among devices as it is, no kernel can compute it: an axis over which it sums or looks is divided over "
         "the mesh axis 'model'"

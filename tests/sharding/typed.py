@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
-import sys
 import warnings
 
 import jax
@@ -204,7 +202,6 @@ def mixed(function, make, specs, kinds):
 if __name__ == "__main__":
     warnings.simplefilter("error", autopallas.AutopallasWarning)  # it would say that a site runs as it is written
     chosen = {name: (lambda f: f, *case[:3]) for name, case in CASES.items()} | EDGES | OTHERS
-    prefixes = sys.argv[1:] or [""]
     calls = {name: functools.partial(run, name, *case) for name, case in chosen.items()}
     calls |= {f"several kinds of axes: {name}": functools.partial(mixed, *case) for name, case in KINDS.items()}
-    print(json.dumps({name: call() for name, call in calls.items() if any(name.startswith(p) for p in prefixes)}))
+    cases.answer(calls)
