@@ -38,3 +38,5 @@ class Decision:
     """Entry of the site in the report, updated if the original runs after all; every replaced site has its own."""
     mark: int | None = None
     """Number of the site when the original is lowered with marks, to find out how a program is sharded."""
+    mapped: bool = False
+    """Whether ``vmap`` has made another site of it, of which the evidence does not tell."""

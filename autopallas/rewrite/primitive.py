@@ -196,7 +196,8 @@ def _primitive(
         if decision.verdict == "kept" or not device.platform or compute is _tangent:
             return decision
         same_kind = decision.options is None or not device.kind or decision.kind == device.kind
-        if same_kind and decision.platform == device.platform and _supports(params["site"], decision, device):
+        planned = same_kind and decision.platform == device.platform and not decision.mapped
+        if planned and _supports(params["site"], decision, device):
             return decision
         found = replan_for(decision, device, params["site"], params["original"], params.get("active"))
         if found.verdict == "kept":
@@ -476,6 +477,9 @@ def _batched_params(params: _Params, axes: Sequence[int | None], size: int, type
             entry_of(decision).keeps(decision.platform, _MAPPED.partition(": ")[2])
             decision = replace(decision, verdict="kept", reason=_MAPPED)
         site = further or site
+    by_evidence = decision.evidence is not None and decision.block_sizes_from != "explicit"
+    if by_evidence and decision.options is not None and decision.options.objective != "always":
+        decision = replace(decision, mapped=True)
     function = jax.vmap(compat.jaxpr_as_fun(original), in_axes=tuple(axes), axis_size=size)
     shapes = [compat.shape_of(t) for t in types[: len(original.in_avals)]]
     return params | {"site": site, "decision": decision, "original": compat.make_jaxpr(function, *shapes)}

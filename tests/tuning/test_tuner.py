@@ -110,6 +110,21 @@ def test_a_cached_result_that_says_the_kernel_is_slower_keeps_the_original(user_
     assert (site.verdict, site.block_sizes_from) == ("kept", "cache")
 
 
+def test_evidence_of_a_site_does_not_license_what_vmap_makes_of_it(user_cache):
+    operands = qkv()
+    user_cache.put(entry_for(match_of(attend, *operands), BlockSizes(64, 64), kernel_us=10.0, original_us=30.0))
+    assert traced(attend, *operands)[0].verdict == "applied"
+    several = [np.stack([x, 2 * x, -x]) for x in operands]
+    for function in (attend, gradient):
+        own = autopallas.optimize(function)
+        found, wanted = jax.vmap(own)(*several), jax.vmap(function)(*several)
+        assert {site.verdict for site in own.report().sites} == {"kept"}
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), found, wanted)
+    own = autopallas.optimize(attend, objective="always")
+    jax.vmap(own)(*several)
+    assert own.report().sites[0].verdict == "applied"
+
+
 @pytest.mark.parametrize(
     ("platform", "asked", "searches"),
     [
