@@ -1,0 +1,242 @@
+"""The backward of attention in plain JAX: recomputes each tile from a number for each row.
+
+Letters: B batch, K key heads, G query heads per key head, T query length, S key length, D and Dv head sizes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.fills import usual
+from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Residuals
+from autopallas.kernels.attention.schedule import Start, TilePrograms, accumulate, schedule, store
+from autopallas.kernels.attention.spec import AttentionSpec
+from autopallas.kernels.attention.tile_values import exponentials, exponentials_vjp, logits, weighted, weighted_vjp
+from autopallas.kernels.attention.xla_blocks import (
+    RowBlock,
+    TiledAttention,
+    add_sides,
+    over_rows,
+    reduced,
+    rows_by_columns,
+    rows_by_score_gradients,
+    rows_by_weights,
+    scores,
+    tile,
+    times_keys,
+)
+
+__all__ = ["backward"]
+
+Array: TypeAlias = jax.Array
+
+
+class _Accumulators(NamedTuple):
+    """Gradients of the whole operands.  The rows of ``query`` are written once, so that it has its final dtype.
+
+    Those of keys and values are transposed: a product rows^T tile contracts the minor axis of the one and the major
+    axis of the other, which suits XLA's CPU dots; tile^T rows takes them twice as long.
+    """
+
+    query: Array
+    key: Array  # [B, K, D, S]
+    value: Array  # [B, K, Dv, S]
+    sides: tuple[Array, ...]  # of the differentiable side inputs
+    sink: Array | None
+
+    @staticmethod
+    def zeros(spec: AttentionSpec, operands: Operands) -> _Accumulators:
+        def like(x: Array) -> Array:
+            return jnp.zeros(x.shape, spec.accumulation_dtype)
+
+        sink = operands.sink
+        floating = tuple(like(x) for x, s in zip(operands.sides, spec.sides, strict=True) if s.differentiable)
+        dquery = jnp.zeros(operands.query.shape, operands.query.dtype)
+        dkey, dvalue = like(jnp.swapaxes(operands.key, -1, -2)), like(jnp.swapaxes(operands.value, -1, -2))
+        return _Accumulators(dquery, dkey, dvalue, floating, None if sink is None else like(sink))
+
+    def finished(self, spec: AttentionSpec, operands: Operands) -> Gradients:
+        """Returns the gradients in the operands' shapes and dtypes."""
+        dsides = iter(self.sides)
+        return Gradients(
+            self.query,
+            jnp.swapaxes(self.key, -1, -2).astype(operands.key.dtype),
+            jnp.swapaxes(self.value, -1, -2).astype(operands.value.dtype),
+            tuple(next(dsides).astype(s.dtype) if s.differentiable else None for s in spec.sides),
+            None if self.sink is None or operands.sink is None else self.sink.astype(operands.sink.dtype),
+        )
+
+
+class _Backward(NamedTuple):
+    """The backward of an attention, as the loops over its tiles read it.
+
+    Attributes:
+      attention: the attention.
+      out: the forward's result.
+      cotangents: of the forward's results.
+      shift, factor: [B, K, G, T] each: the probabilities are exp(x - shift) * factor.
+    """
+
+    attention: TiledAttention
+    out: Array
+    cotangents: Cotangents
+    shift: Array
+    factor: Array
+
+
+def backward(
+    spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands, residuals: Residuals, cotangents: Cotangents
+) -> Gradients:
+    """Recomputes each tile, and adds its contributions to all gradients."""
+    plan = schedule(spec, block_sizes)
+    start = _Accumulators.zeros(spec, operands)
+    own = TiledAttention(spec, plan, operands, usual(spec, operands, cotangents.out) if plan.hides else None)
+    with jax.named_scope("autopallas_attention_xla_backward"):
+        shift, factor = residuals.shift, residuals.factor
+        if spec.statistics is not None:
+            shift = jnp.where(shift == -jnp.inf, 0, shift)
+        factor = jnp.ones_like(shift) if factor is None else factor
+        reading = _Backward(own, residuals.out, cotangents, shift, factor)
+        found = over_rows(plan, spec, partial(_add_rows, reading), start)
+    return found.finished(spec, operands)
+
+
+class _BackwardRows(NamedTuple):
+    """A block of rows in the backward.
+
+    Attributes:
+      attention, place: the attention, and which rows these are.
+      q, do: queries, and cotangents times the factor of the probabilities, [..., G t, d].
+      q_transposed, do_transposed: the same, [..., d, G t].
+      shift, delta: numbers for each row, [..., t, 1]; ``delta`` is the sum of the gradients of probabilities, each
+        times its probability.
+      factor: of the probabilities, [..., G t, 1].
+      sums: cotangents of the statistics that are sums, [..., t, 1] each.
+    """
+
+    attention: TiledAttention
+    place: RowBlock
+    q: Array
+    do: Array
+    q_transposed: Array
+    do_transposed: Array
+    shift: Array
+    factor: Array
+    delta: Array
+    sums: tuple[Array, ...]
+
+    @staticmethod
+    def of(own: _Backward, place: RowBlock) -> _BackwardRows:
+        spec, cotangents = own.attention.spec, own.cotangents
+        dtype = spec.accumulation_dtype
+        shift, factor = (place.rows(x[..., None]) for x in (own.shift, own.factor))
+        q, do = place.rows(own.attention.operands.query), place.rows(cotangents.out)
+        if spec.statistics is None:
+            delta = jnp.sum(do.astype(dtype) * place.rows(own.out).astype(dtype), axis=-1, keepdims=True)
+        else:
+            delta = -place.rows(cotangents.sums[0][..., None])
+        # Everything below is linear in the cotangent, which is cheaper to multiply by the factor than each tile.
+        # The cotangent is rounded as the original's product rounds the probabilities.
+        kept = do.dtype if spec.reads_weights == do.dtype else dtype
+        do, delta = (do * factor).astype(kept), delta * factor
+        # The barrier keeps XLA from folding the transpositions back into the dots.
+        q_transposed, do_transposed = lax.optimization_barrier((jnp.swapaxes(q, -1, -2), jnp.swapaxes(do, -1, -2)))
+        shift, delta = place.ungrouped(shift), place.ungrouped(delta)
+        sums = tuple(place.ungrouped(place.rows(dsum[..., None])) for dsum in cotangents.sums[1:])
+        return _BackwardRows(own.attention, place, q, do, q_transposed, do_transposed, shift, factor, delta, sums)
+
+    def reveals(self) -> Array | None:
+        """Returns whether the hidden tiles of these rows count, a boolean scalar; None if there are none."""
+        bounded = self.attention.bounded
+        if bounded is None:
+            return None
+        usual = self.shift >= self.attention.plan.least
+        # A weight of 0 contributes 0 unless it is multiplied by infinity or NaN.
+        for x in (self.delta, self.place.ungrouped(self.factor), *self.sums):
+            usual &= jnp.isfinite(x)
+        return ~(bounded & jnp.all(usual))
+
+
+def _add_rows(own: _Backward, place: RowBlock, gradients: _Accumulators) -> _Accumulators:
+    """Adds the contributions of one block of rows."""
+    (spec, plan, operands, _), rows = own.attention, _BackwardRows.of(own, place)
+    revealed = rows.reveals()
+
+    def reveals(_: object) -> Array:
+        assert revealed is not None
+        return revealed
+
+    if spec.statistics is None and spec.rounding_adds_up:
+        sums = plan.over_columns(place.block, partial(_delta_tile, rows), jnp.zeros_like(rows.delta), reveals)
+        rows = rows._replace(delta=sums * place.ungrouped(rows.factor))
+    start = jnp.zeros((*place.shape, spec.head_size), spec.accumulation_dtype)
+    dq, gradients = plan.over_columns(place.block, partial(_gradient_tile, rows), (start, gradients), reveals)
+    gradients = gradients._replace(query=store(gradients.query, place.window("BKGT-"), place.restored(dq)))
+    if operands.sink is not None and gradients.sink is not None and spec.sink is not None:
+        sink = place.side(operands.sink, spec.sink, (0, 1)).astype(spec.accumulation_dtype)
+        weight = jnp.exp(sink - rows.shift)
+        dsink = reduced(place.restored(-weight * rows.delta), spec.sink)
+        gradients = gradients._replace(sink=accumulate(gradients.sink, place.side_window(spec.sink, (0, 1)), dsink))
+    return gradients
+
+
+def _delta_tile(rows: _BackwardRows, key_start: Start, key_size: int, programs: TilePrograms, sums: Array) -> Array:
+    """Adds one tile to the delta of a block of rows, the factor of the probabilities aside."""
+    spec, operands, place, columns = rows.attention.spec, rows.attention.operands, rows.place, (key_start, key_size)
+    here = tile(spec, place, columns, operands.sides)
+    x = logits(spec, programs, scores(spec, place, rows.q, place.columns(operands.key, columns)), here)
+    p = weighted(spec.weights, exponentials(spec.inner_weights, x, rows.shift, here), here)
+    dp = rows_by_columns(spec, place, rows.do, place.columns(operands.value, columns))
+    return sums + jnp.sum(p * dp, axis=-1, keepdims=True)
+
+
+def _gradient_tile(
+    rows: _BackwardRows,
+    key_start: Start,
+    key_size: int,
+    programs: TilePrograms,
+    carry: tuple[Array, _Accumulators],
+) -> tuple[Array, _Accumulators]:
+    """Adds the contributions of one tile.
+
+    With P = e / sum, c = dout v^T and the outer weights w: out = (P w) v.  For any weights, with or without a sink,
+    dx = P (w c - delta), where delta = sum_S P w c = rowsum(dout * out).  If numerator and sum are separate results, P
+    is e, and delta the negative cotangent of the sum.
+    """
+    spec, operands, place, columns = rows.attention.spec, rows.attention.operands, rows.place, (key_start, key_size)
+    dq, gradients = carry
+    here = tile(spec, place, columns, operands.sides)
+    k, v = place.columns(operands.key, columns), place.columns(operands.value, columns)
+    score = scores(spec, place, rows.q, k)
+
+    def from_score(score: Array, floating: tuple[Array, ...]) -> Array:
+        return logits(spec, programs, score, here.with_floating(spec, floating))
+
+    x, logits_vjp = jax.vjp(from_score, score, here.floating(spec))
+    p_normal, exponentials_pull = exponentials_vjp(spec, programs.inner_weights, x, rows.shift, here)
+    p, outer_vjp = weighted_vjp(spec, programs.weights, p_normal, here)
+    dvalue = rows_by_weights(spec, place, rows.do_transposed, p)
+    dp = rows_by_columns(spec, place, rows.do, v)
+    dp_normal, *outer_sides = outer_vjp(dp)
+    for weights, dsum in zip(spec.sums, rows.sums, strict=True):
+        _, sum_vjp = weighted_vjp(spec, weights, p_normal, here)
+        de, sum_sides = sum_vjp(jnp.broadcast_to(dsum, p_normal.shape))
+        dp_normal, outer_sides = dp_normal + de, [*outer_sides, sum_sides]
+    # d(e / sum) = P (.. - delta): the derivative of the sum is the same for each key of the row.
+    dx, inner_sides = exponentials_pull(dp_normal - rows.delta)
+    dscore, score_sides = logits_vjp(dx.astype(x.dtype))
+    dq = dq + times_keys(spec, place, dscore, k)
+    window = place.window("BK-S", columns)
+    dkey = rows_by_score_gradients(spec, place, rows.q_transposed, dscore)
+    updates = gradients._replace(
+        key=accumulate(gradients.key, window, place.unmerged(dkey)),
+        value=accumulate(gradients.value, window, place.unmerged(dvalue)),
+        sides=add_sides(spec, place, columns, gradients.sides, (score_sides, inner_sides, *outer_sides)),
+    )
+    return dq, updates

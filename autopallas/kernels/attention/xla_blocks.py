@@ -1,0 +1,240 @@
+"""Blocks of rows of an attention in plain JAX: their windows of the operands, what a tile reads, and its dots.
+
+Letters: B batch, K key heads, G query heads per key head, T query length, S key length, D and Dv head sizes.  A tile is
+[b, k, G, t, s]; axes b, k and G of size 1 are dropped, because XLA's CPU loops vectorise worse with them.  Dots are
+batched over b and k, and the groups are merged into the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopallas.kernels.attention.operands import Operands
+from autopallas.kernels.attention.schedule import Carry, Schedule, Start, Window, accumulate, cut, divided, loop
+from autopallas.kernels.attention.spec import AttentionSpec
+from autopallas.kernels.attention.tile_values import Tile, narrow
+from autopallas.sites.device import Device
+
+__all__ = [
+    "RowBlock",
+    "TiledAttention",
+    "add_sides",
+    "over_rows",
+    "reduced",
+    "rows_by_columns",
+    "rows_by_score_gradients",
+    "rows_by_weights",
+    "scores",
+    "tile",
+    "times_keys",
+    "times_values",
+]
+
+Array: TypeAlias = jax.Array
+
+
+class TiledAttention(NamedTuple):
+    """One attention, as the loops over its tiles read it.
+
+    Attributes:
+      spec: the attention.
+      plan: the blocks and the tiles to visit.
+      operands: its operands.
+      bounded: the result of :func:`fills.usual`; None if there are no hidden tiles.
+    """
+
+    spec: AttentionSpec
+    plan: Schedule
+    operands: Operands
+    bounded: Array | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowBlock:
+    """Position of a block of rows of some heads of some batch entries; starts may be traced, sizes are static."""
+
+    batch: tuple[Start, int]
+    heads: tuple[Start, int]
+    groups: int
+    block: Start
+    query: tuple[Start, int]
+
+    @property
+    def size(self) -> int:
+        return self.query[1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of a tile, its columns aside: (b, k, G, t), without those of b, k and G that are 1."""
+        return (*(n for n in (self.batch[1], self.heads[1], self.groups) if n != 1), self.size)
+
+    def squeezed(self, x: Array) -> Array:
+        """Takes from [b|1, k|1, G|1, ...] the axes that a tile drops."""
+        sizes = (self.batch[1], self.heads[1], self.groups)
+        return lax.squeeze(x, [axis for axis, size in enumerate(sizes) if size == 1])
+
+    def restored(self, x: Array) -> Array:
+        """Reshapes [..., t, d] to [b, k, G, t, d]."""
+        return x.reshape(self.batch[1], self.heads[1], self.groups, *x.shape[-2:])
+
+    def rows(self, x: Array) -> Array:
+        """Returns this block of [B, K, G, T, d], with the groups merged into the rows: [..., G t, d]."""
+        return self.grouped(self.squeezed(cut(x, self.window("BKGT-"))))
+
+    def grouped(self, x: Array) -> Array:
+        """Reshapes [..., G, t, d] to [..., G t, d], the shape of the dots: they need no repeated keys or values."""
+        return x if self.groups == 1 else x.reshape(*x.shape[:-3], -1, x.shape[-1])
+
+    def ungrouped(self, x: Array) -> Array:
+        """Reshapes [..., G t, d] to [..., G, t, d]."""
+        return x if self.groups == 1 else x.reshape(*x.shape[:-2], self.groups, -1, x.shape[-1])
+
+    def columns(self, x: Array, columns: tuple[Start, int]) -> Array:
+        """Returns a block of [B, K, S, d] for these heads: [..., s, d]."""
+        x = cut(x, self.window("BKS-", columns))
+        return lax.squeeze(x, [axis for axis in (0, 1) if x.shape[axis] == 1])
+
+    def unmerged(self, x: Array) -> Array:
+        """Reshapes [..., d, s] to [b, k, d, s]."""
+        return x.reshape(self.batch[1], self.heads[1], *x.shape[-2:])
+
+    def side_window(self, varies: Sequence[bool], columns: tuple[Start, int]) -> Window:
+        return [part if v else None for part, v in zip(self.window("BKGTS", columns), varies, strict=True)]
+
+    def side(self, x: Array, varies: Sequence[bool], columns: tuple[Start, int]) -> Array:
+        """Returns the part of a side input that belongs to a tile, with the tile's axes."""
+        return self.squeezed(cut(x, self.side_window(varies, columns)))
+
+    def window(self, axes: str, columns: tuple[Start, int] | None = None) -> Window:
+        """Returns the window of an operand whose dimensions are ``axes``; "-" is a whole dimension."""
+        parts = {"B": self.batch, "K": self.heads, "G": None, "T": self.query, "S": columns, "-": None}
+        return [parts[a] for a in axes]
+
+
+def over_rows(plan: Schedule, spec: AttentionSpec, body: Callable[[RowBlock, Carry], Carry], carry: Carry) -> Carry:
+    """Returns ``carry`` after ``body`` for each block of rows, including a shorter last one."""
+    batch_steps, head_steps = spec.batch // plan.batch_step, spec.key_heads // plan.head_step
+
+    def place(n: Start, blocks: int, size: int) -> RowBlock:
+        outer, block = divided(n, blocks) if batch_steps * head_steps > 1 else (0, n)
+        batch, heads = divided(outer, head_steps)
+        return RowBlock(
+            (batch * plan.batch_step if batch_steps > 1 else 0, plan.batch_step),
+            (heads * plan.head_step, plan.head_step),
+            spec.groups,
+            block,
+            (block * plan.query_block, size),
+        )
+
+    blocks = plan.whole_row_blocks
+    outer = batch_steps * head_steps
+    carry = loop(outer * blocks, lambda n, c: body(place(n, blocks, plan.query_block), c), carry)
+    if tail := plan.query_length - blocks * plan.query_block:
+
+        def last(n: Start, carry: Carry) -> Carry:
+            at = place(n, 1, tail)
+            return body(RowBlock(at.batch, at.heads, spec.groups, blocks, (blocks * plan.query_block, tail)), carry)
+
+        carry = loop(outer, last, carry)
+    return carry
+
+
+def tile(spec: AttentionSpec, place: RowBlock, columns: tuple[Start, int], sides: Sequence[Array]) -> Tile:
+    """Returns what the programs read on a tile, with the tile's axes."""
+    query = jnp.asarray(place.query[0], jnp.int32) + np.arange(place.size, dtype=np.int32)
+    key = jnp.asarray(columns[0], jnp.int32) + np.arange(columns[1], dtype=np.int32)
+    tiles = (place.side(x, s.varies, columns) for x, s in zip(sides, spec.sides, strict=True))
+    leading = (1,) * (len(place.shape) - 1)
+    return Tile(query.reshape(*leading, -1, 1), key.reshape(*leading, 1, -1), tuple(tiles))
+
+
+def reduced(tile: Array, varies: Sequence[bool]) -> Array:
+    """Sums a tile over the axes along which a side input does not vary."""
+    return jnp.sum(tile, axis=tuple(a for a, v in enumerate(varies) if not v), keepdims=True)
+
+
+def _unsqueezed(place: RowBlock, tile: Array, varies: Sequence[bool]) -> Array:
+    """Reshapes a side input's gradient on a tile to all five axes."""
+    sizes = (place.batch[1], place.heads[1], place.groups)
+    return tile.reshape(*(n if v else 1 for n, v in zip(sizes, varies, strict=False)), *tile.shape[-2:])
+
+
+def add_sides(
+    spec: AttentionSpec,
+    place: RowBlock,
+    columns: tuple[Start, int],
+    totals: tuple[Array, ...],
+    contributions: Sequence[tuple[Array, ...]],
+) -> tuple[Array, ...]:
+    """Returns the gradients of the differentiable side inputs, with what a tile contributes to them."""
+    differentiable = [s for s in spec.sides if s.differentiable]
+    for contribution in contributions:
+        if contribution:
+            totals = tuple(
+                accumulate(
+                    total, place.side_window(s.varies, columns), _unsqueezed(place, c.astype(total.dtype), s.varies)
+                )
+                for total, s, c in zip(totals, differentiable, contribution, strict=True)
+            )
+    return totals
+
+
+# ---------------------------------------------------------------------- dots of a tile
+
+
+def _dot(spec: AttentionSpec, a: Array, b: Array, contract: tuple[int, int], precision: str | None) -> Array:
+    dtype = jnp.promote_types(a.dtype, b.dtype)
+    if spec.accumulation_dtype == np.float64:
+        dtype = jnp.dtype(np.float64)
+    elif dtype.itemsize == 2 and Device.current().platform == "cpu":
+        dtype = jnp.dtype(np.float32)  # as XLA does, except in some layouts, in which running the dot fails
+    batch = tuple(range(a.ndim - 2))
+    return lax.dot_general(
+        a.astype(dtype),
+        b.astype(dtype),
+        (((a.ndim + contract[0],), (b.ndim + contract[1],)), (batch, batch)),
+        precision=None if precision is None else lax.Precision[precision],
+        preferred_element_type=spec.accumulation_dtype,
+    )
+
+
+def scores(spec: AttentionSpec, place: RowBlock, q: Array, k: Array) -> Array:
+    """Computes q k^T, rounded like the original's scores."""
+    return place.ungrouped(_dot(spec, q, k, (-1, -1), spec.score_precision)).astype(spec.score_dtype)
+
+
+def times_values(spec: AttentionSpec, place: RowBlock, p: Array, v: Array) -> Array:
+    """Computes p v for probabilities [..., t, s] and values [..., s, Dv]; p is rounded like the original's."""
+    bounded = not any(w.kind == "multiply" for w in spec.inner_weights + spec.weights)
+    p = place.grouped(narrow(p, spec.reads_weights, v, bounded))
+    return place.ungrouped(_dot(spec, p, v, (-1, -2), spec.value_precision))
+
+
+def times_keys(spec: AttentionSpec, place: RowBlock, ds: Array, k: Array) -> Array:
+    """Computes ds k for gradients ds of scores [..., t, s] and keys [..., s, D]."""
+    ds = place.grouped(narrow(ds, spec.reads_score_gradients, k, False))
+    return place.ungrouped(_dot(spec, ds, k, (-1, -2), spec.score_precision))
+
+
+def rows_by_columns(spec: AttentionSpec, place: RowBlock, do: Array, v: Array) -> Array:
+    """Computes do v^T for cotangents do [..., G t, Dv] and values [..., s, Dv]: [..., t, s]."""
+    return place.ungrouped(_dot(spec, do, v, (-1, -1), spec.value_precision))
+
+
+def rows_by_weights(spec: AttentionSpec, place: RowBlock, do_transposed: Array, p: Array) -> Array:
+    """Computes do^T p for probabilities p [..., t, s]: the gradient of values, transposed, [..., Dv, s]."""
+    p = place.grouped(narrow(p, spec.reads_weights, do_transposed, False))
+    return _dot(spec, do_transposed, p, (-1, -2), spec.value_precision)
+
+
+def rows_by_score_gradients(spec: AttentionSpec, place: RowBlock, q_transposed: Array, ds: Array) -> Array:
+    """Computes q^T ds for gradients ds of scores [..., t, s]: the gradient of keys, transposed, [..., D, s]."""
+    ds = place.grouped(narrow(ds, spec.reads_score_gradients, q_transposed, False))
+    return _dot(spec, q_transposed, ds, (-1, -2), spec.score_precision)
