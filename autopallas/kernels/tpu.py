@@ -156,9 +156,9 @@ def check_block(name: str, block: Sequence[int], shape: Sequence[int], dtype: DT
 PROGRAM_PRIMITIVES = frozenset(
     """
     abs add add_any and atan2 bitcast_convert_type ceil clamp clz convert_element_type cos div eq erf erf_inv exp exp2
-    floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or population_count pow
-    rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square stop_gradient
-    sub tan tanh xor
+    floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not one_minus_square or
+    population_count pow rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt
+    square stop_gradient sub tan tanh xor
     """.split()
 )
 """Elementwise primitives that Mosaic lowers in every supported version of JAX."""

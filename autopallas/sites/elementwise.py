@@ -22,8 +22,8 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.typing import ArrayLike, DTypeLike
 
-from autopallas import compat
-from autopallas.compat import ArrayFunction, Dtype, Jaxpr, Var
+from autopallas import compat, jaxprs
+from autopallas.compat import ArrayFunction, ClosedJaxpr, Dtype, Jaxpr, JaxprEqn, Var
 from autopallas.compat import Literal as JaxprLiteral
 
 custom_p = Primitive("custom_derivative")
@@ -185,7 +185,7 @@ class ElementwiseProgram:
                 case Constant():
                     return jnp.asarray(i.value, i.dtype)
 
-        return self.run(load, _bind)
+        return self.run(load, bind)
 
     def run(self, load: Callable[[Input], T], apply: Callable[[Instruction, list[T]], T]) -> T:
         """Interprets the program over any domain: arrays, numpy arrays, intervals."""
@@ -274,7 +274,8 @@ _LOGICAL: dict[str, Callable[..., jax.Array]] = {"select_n": _chosen, "max": jnp
 """Functions to use on booleans, since Mosaic neither selects nor compares booleans."""
 
 
-def _bind(instruction: Instruction, arguments: list[jax.Array]) -> jax.Array:
+def bind(instruction: Instruction, arguments: list[jax.Array]) -> jax.Array:
+    """Applies an instruction to arrays that broadcast against each other."""
     shape = jnp.broadcast_shapes(*(jnp.shape(a) for a in arguments))
     operands = [jnp.broadcast_to(a, shape) for a in arguments]
     if instruction.primitive is custom_p:
@@ -311,12 +312,18 @@ def _custom(instruction: Instruction, operands: list[jax.Array]) -> jax.Array:
     return result
 
 
-def traced(function: ArrayFunction, *inputs: Input) -> ElementwiseProgram:
+def traced(function: ArrayFunction, *inputs: Input, rules: bool = True) -> ElementwiseProgram:
     """Returns the program of an elementwise function, which takes one scalar argument per input.
+
+    Args:
+      function: the function.
+      inputs: what the program reads.
+      rules: whether the program is to be differentiated, so that functions in it keep derivatives of their own; else
+        they become their values, which any kernel can evaluate.
 
     Example: ``traced(lambda i, j: i >= j, Index("query", int32), Index("key", int32))`` is the causal mask.
     """
-    closed = compat.make_jaxpr(function, *(jax.ShapeDtypeStruct((), i.dtype) for i in inputs))
+    closed = _live(compat.make_jaxpr(function, *(jax.ShapeDtypeStruct((), i.dtype) for i in inputs)))
     loaded: list[Input] = list(inputs)
     instructions: list[tuple[Primitive, tuple[tuple[str, Hashable], ...], list[tuple[str, int]], Dtype]] = []
     environment: dict[Var, tuple[str, int]] = {v: ("input", n) for n, v in enumerate(closed.jaxpr.invars)}
@@ -333,8 +340,9 @@ def traced(function: ArrayFunction, *inputs: Input) -> ElementwiseProgram:
 
         for equation in jaxpr.eqns:
             arguments = [read(a) for a in equation.invars]
-            if equation.primitive.name in ("jit", "pjit"):
-                body = equation.params["jaxpr"]
+            has_rule = equation.primitive.name == "custom_jvp_call"
+            if equation.primitive.name in ("jit", "pjit") or (has_rule and not rules):
+                body = equation.params["call_jaxpr" if has_rule else "jaxpr"]
                 inner = dict(zip(body.jaxpr.invars, arguments, strict=True))
                 inner |= {v: constant(c, v.aval.dtype) for v, c in zip(body.jaxpr.constvars, body.consts, strict=True)}
                 results = inline(body.jaxpr, inner)
@@ -345,8 +353,10 @@ def traced(function: ArrayFunction, *inputs: Input) -> ElementwiseProgram:
                 environment[result] = arguments[0]
                 continue
             environment[result] = ("instruction", len(instructions))
-            params = parameters(equation.params)
-            instructions.append((equation.primitive, params, arguments, np.dtype(result.aval.dtype)))
+            primitive, params = equation.primitive, parameters(equation.params)
+            if has_rule:
+                primitive, params = custom_p, parameters(_rule(equation))
+            instructions.append((primitive, params, arguments, np.dtype(result.aval.dtype)))
         return [read(a) for a in jaxpr.outvars]
 
     environment |= {v: constant(c, v.aval.dtype) for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
@@ -360,6 +370,38 @@ def traced(function: ArrayFunction, *inputs: Input) -> ElementwiseProgram:
         tuple(Instruction(p, params, tuple(map(number, arguments)), d) for p, params, arguments, d in instructions),
         number(result),
     )
+
+
+def _live(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Leaves out what no result is computed from, such as a function's value where only its derivative is asked for."""
+    jaxpr, _ = compat.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    return ClosedJaxpr(jaxpr, closed.consts)
+
+
+def _rule(equation: JaxprEqn) -> dict[str, ElementwiseProgram]:
+    """Returns the programs of a function with its own derivative, and of that."""
+    variables = [Var(atom.aval) for atom in equation.invars]
+    own, info = equation.replace(invars=variables), jaxprs.debug_info("autopallas", len(variables), 1)
+    call = compat.jaxpr_as_fun(ClosedJaxpr(compat.new_jaxpr([], variables, own.outvars, [own], frozenset(), info), []))
+    sides = [Side(n, np.dtype(v.aval.dtype)) for n, v in enumerate(variables)]
+    floating = [n for n, side in enumerate(sides) if jnp.issubdtype(side.dtype, jnp.floating)]
+
+    def value(*given: jax.Array) -> jax.Array:
+        return compat.jaxpr_as_fun(equation.params["call_jaxpr"])(*given)[0]
+
+    def tangent(*given: jax.Array) -> jax.Array:
+        values, tangents = given[: len(sides)], given[len(sides) :]
+
+        def chosen(*some: jax.Array) -> jax.Array:
+            merged = dict(zip(floating, some, strict=True))
+            return call(*(merged.get(n, x) for n, x in enumerate(values)))[0]
+
+        found: jax.Array = jax.jvp(chosen, tuple(values[n] for n in floating), tuple(tangents))[1]
+        return found
+
+    of_tangents = [Side(len(sides) + i, sides[n].dtype) for i, n in enumerate(floating)]
+    # A rule may call the function itself.
+    return {"value": traced(value, *sides, rules=False), "tangent": traced(tangent, *sides, *of_tangents, rules=False)}
 
 
 _NOTHING = frozenset({"broadcast_in_dim", "reduce_sum", "reshape", "squeeze"})

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
+from autopallas.compat import Dtype
 from autopallas.kernels.gated_mlp.operation import GatedMlpSpec, hidden, product
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
@@ -19,7 +20,17 @@ from autopallas.sites.elementwise import Score, Side
 from autopallas.sites.operation import Supported, Unsupported
 from autopallas.sites.spec import BlockSizes
 
-__all__ = ["GAINS", "NUMERICS", "backward", "forward", "supports"]
+__all__ = [
+    "GAINS",
+    "NUMERICS",
+    "VECTORS",
+    "backward",
+    "forward",
+    "program_dtypes",
+    "summed_to",
+    "supports",
+    "turned",
+]
 
 NUMERICS: Numerics = "tolerance"
 """How its results relate to the original's."""
@@ -27,7 +38,8 @@ GAINS = ("memory",)
 """What it is for: it computes two products again in the backward, which costs time."""
 
 Arrays: TypeAlias = Mapping[str, jax.Array]
-_VECTORS = ("gate_bias", "up_bias", "parameter")
+VECTORS = ("gate_bias", "up_bias", "parameter")
+"""Operands with one number per hidden unit, in the order of the program's side inputs."""
 
 
 def supports(spec: GatedMlpSpec, device: Device) -> Supported | Unsupported:
@@ -66,13 +78,13 @@ def backward(
     def block(sums: dict[str, jax.Array], given: tuple[jax.Array, jax.Array]) -> tuple[dict[str, jax.Array], jax.Array]:
         x, given_cotangent = given
         found, of_x = _block_gradients(layout, x, given_cotangent, wanted)
-        return {name: sums[name] + _summed_to(found[name], kinds[name].shape) for name in summed}, of_x
+        return {name: sums[name] + summed_to(found[name], kinds[name].shape) for name in summed}, of_x
 
     sums, blocks = layout.scan(block, sums, (layout.blocks(operands["x"]), layout.blocks(cotangent)))
     gradients = {name: sums[name].astype(operands[name].dtype) for name in summed}
     if "x" in wanted:
         of_x = layout.whole(blocks)
-        gradients["x"] = _summed_to(of_x, operands["x"].shape).astype(operands["x"].dtype)
+        gradients["x"] = summed_to(of_x, operands["x"].shape).astype(operands["x"].dtype)
     return gradients
 
 
@@ -81,31 +93,31 @@ def _block_gradients(
 ) -> tuple[dict[str, jax.Array], jax.Array]:
     """Returns the gradients of weights and vectors from one block, in the accumulation dtype, and that of its rows."""
     spec, weights = layout.spec, layout.weights
-    names = [name for name in _VECTORS if name in weights]
+    names = [name for name in VECTORS if name in weights]
 
     def units_of(gate: jax.Array, up: jax.Array, *vectors: jax.Array) -> jax.Array:
         given = dict(zip(names, vectors, strict=True))
-        return hidden(spec, gate, up, *(given.get(name) for name in _VECTORS))
+        return hidden(spec, gate, up, *(given.get(name) for name in VECTORS))
 
     products = product(spec, x, weights["gate"]), product(spec, x, weights["up"])
     units, pull = jax.vjp(units_of, *products, *(weights[name] for name in names))
     found: dict[str, jax.Array] = {}
     of_units = cotangent
     if "down" in weights:
-        of_units = product(spec, cotangent, _turned(weights["down"]))
+        of_units = product(spec, cotangent, turned(weights["down"]))
         if "down" in wanted:
-            found["down"] = product(spec, _turned(units), cotangent)
+            found["down"] = product(spec, turned(units), cotangent)
     of_gate, of_up, *of_vectors = pull(of_units.astype(units.dtype))
     found.update({name: of.astype(spec.accumulation_dtype) for name, of in zip(names, of_vectors, strict=True)})
-    score, side = layout.dtypes
+    score, side = program_dtypes(spec)
     of_gate, of_up = of_gate.astype(score), of_up.astype(side)
     if "gate" in wanted:
-        found["gate"] = product(spec, _turned(x), of_gate)
+        found["gate"] = product(spec, turned(x), of_gate)
     if "up" in wanted:
-        found["up"] = product(spec, _turned(x), of_up)
+        found["up"] = product(spec, turned(x), of_up)
     if "x" not in wanted:
         return found, jnp.zeros((), x.dtype)
-    of_x = product(spec, of_gate, _turned(weights["gate"])) + product(spec, of_up, _turned(weights["up"]))
+    of_x = product(spec, of_gate, turned(weights["gate"])) + product(spec, of_up, turned(weights["up"]))
     return found, of_x.astype(x.dtype)
 
 
@@ -119,21 +131,13 @@ class _Layout:
     def __init__(self, spec: GatedMlpSpec, block_sizes: BlockSizes | None, operands: Arrays):
         self.spec = spec
         self.weights = {name: array for name, array in operands.items() if name != "x"}
-        self.vectors = [self.weights.get(name) for name in _VECTORS]
+        self.vectors = [self.weights.get(name) for name in VECTORS]
         self.is_merged = all(array.shape[0] == 1 for array in self.weights.values())
         self.batch = spec.batch
         self.rows = spec.rows * (spec.batch if self.is_merged else 1)
         size = None if block_sizes is None else block_sizes.to_dict()["rows"]
         self.block = self.rows if size is None else min(int(size), self.rows)
         self.count = -(-self.rows // self.block)
-
-    @property
-    def dtypes(self) -> tuple[jnp.dtype, jnp.dtype]:
-        """Dtypes in which the program that is replaced has the two products."""
-        inputs = self.spec.program.inputs
-        score = next((i.dtype for i in inputs if isinstance(i, Score)), self.spec.accumulation_dtype)
-        side = next((i.dtype for i in inputs if isinstance(i, Side) and i.position == 0), self.spec.accumulation_dtype)
-        return score, side
 
     def blocks(self, array: jax.Array) -> jax.Array:
         """Cuts rows [B|1, M, ...] into blocks: [count, B|1, block, ...]."""
@@ -159,11 +163,20 @@ class _Layout:
         return carried, jax.tree.map(lambda array: array[None], result)
 
 
-def _turned(matrix: jax.Array) -> jax.Array:
+def program_dtypes(spec: GatedMlpSpec) -> tuple[Dtype, Dtype]:
+    """Returns the dtypes in which the program that is replaced has the two products."""
+    inputs = spec.program.inputs
+    score = next((i.dtype for i in inputs if isinstance(i, Score)), spec.accumulation_dtype)
+    side = next((i.dtype for i in inputs if isinstance(i, Side) and i.position == 0), spec.accumulation_dtype)
+    return score, side
+
+
+def turned(matrix: jax.Array) -> jax.Array:
+    """Returns the transpose of the last two axes."""
     return jnp.swapaxes(matrix, -1, -2)
 
 
-def _summed_to(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Sums an array along the axes along which ``shape`` is 1."""
+def summed_to(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns the sum of an array along the axes along which ``shape`` is 1."""
     axes = tuple(i for i, (n, wanted) in enumerate(zip(array.shape, shape, strict=True)) if wanted == 1 != n)
     return jnp.sum(array, axes, keepdims=True) if axes else array

@@ -1,0 +1,54 @@
+"""Gated MLPs for Mosaic TPU: one kernel has both projections of a tile, and what is computed of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import jax
+
+from autopallas.kernels.gated_mlp import xla_products
+from autopallas.kernels.gated_mlp.operation import OPERATION, GatedMlpSpec
+from autopallas.kernels.gated_mlp.tpu_units import Units
+from autopallas.kernels.tpu import reason_against
+from autopallas.numerics.classes import Numerics
+from autopallas.sites.device import Device
+from autopallas.sites.operation import Supported, Unsupported
+from autopallas.sites.spec import BlockSizes
+
+__all__ = ["NUMERICS", "backward", "candidates", "forward", "supports"]
+
+NUMERICS: Numerics = "tolerance"
+"""How its results relate to the original's."""
+
+Arrays: TypeAlias = Mapping[str, jax.Array]
+_MATRIX_DTYPES = ("bfloat16", "float32")
+
+
+def supports(spec: GatedMlpSpec, device: Device) -> Supported | Unsupported:
+    """bfloat16 and float32 on TPUs, and programs that Mosaic has, with their derivatives."""
+    if (answer := reason_against(device, xla_products.programs_of(spec), spec.dtypes())) is not None:
+        return answer
+    for dtype in spec.dtypes():
+        if dtype.name not in _MATRIX_DTYPES:
+            return Unsupported(f"TPUs' matrix units take {' and '.join(_MATRIX_DTYPES)}, not {dtype}")
+    return Supported()
+
+
+def candidates(spec: GatedMlpSpec, device: Device) -> tuple[BlockSizes, ...]:
+    """What a search should try, best guess first; columns and what is summed over at a time follow from the VMEM."""
+    kind = OPERATION.part("block_sizes").BlockSizes
+    sizes = [size for size in (1024, 512, 2048, 256) if size < spec.rows * spec.batch]
+    return tuple(kind(rows=size) for size in sizes or [512])
+
+
+def forward(spec: GatedMlpSpec, block_sizes: BlockSizes, operands: Arrays) -> jax.Array:
+    """Returns the result, [B, M, N], or [B, M, H] without ``down``."""
+    return xla_products.forward(spec, operands, Units.of(spec, block_sizes, operands).call)
+
+
+def backward(
+    spec: GatedMlpSpec, block_sizes: BlockSizes, operands: Arrays, cotangent: jax.Array, wanted: frozenset[str]
+) -> dict[str, jax.Array]:
+    """Returns the cotangents of the operands named in ``wanted``."""
+    return xla_products.backward(spec, operands, cotangent, wanted, Units.of(spec, block_sizes, operands).call)

@@ -1,0 +1,281 @@
+"""The TPU kernels of normalisations of rows by their moments: each reads its rows once.
+
+The forward keeps nothing for the backward, which computes the moments again from the rows that it reads.  Gradients of
+what all rows share are summed in VMEM while the rows pass, by each TensorCore of a device for its own share.
+
+Letters: B models, M rows, N columns; a block is [r, N].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from autopallas.compat import Dtype
+from autopallas.kernels.refs import Number, Ref
+from autopallas.kernels.tpu import block_bytes, call, generation, reason_against, rounded
+from autopallas.sites.device import Device
+from autopallas.sites.operation import Supported, Unsupported
+
+__all__ = ["MomentsKernels", "MomentsSpec"]
+
+Array: TypeAlias = jax.Array
+Arrays: TypeAlias = Mapping[str, jax.Array]
+
+_DTYPES = ("bfloat16", "float32")
+_LEAST_ROWS, _MOST_ROWS = 16, 1024
+_ROWS = "x", "cotangent", "result"
+"""Arrays of the size [rows, columns]; others hold one number per column."""
+
+
+class MomentsSpec(Protocol):
+    """What is asked of the spec of such a normalisation."""
+
+    @property
+    def batch(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
+    @property
+    def x_dtype(self) -> Dtype: ...
+    @property
+    def result_dtype(self) -> Dtype: ...
+    @property
+    def epsilon(self) -> float: ...
+    @property
+    def outside(self) -> bool: ...
+    @property
+    def dtypes(self) -> Callable[[], tuple[Dtype, ...]]: ...
+
+
+@dataclass(frozen=True)
+class MomentsKernels:
+    """The kernels of one normalisation.
+
+    Attributes:
+      name: of the operation.
+      centred: whether rows are taken from their means first.
+    """
+
+    name: str
+    centred: bool
+
+    def supports(self, spec: MomentsSpec, device: Device) -> Supported | Unsupported:
+        """bfloat16 and float32 on TPUs, and rows of which a few fit into VMEM."""
+        if (answer := reason_against(device, (), spec.dtypes())) is not None:
+            return answer
+        for dtype in spec.dtypes():
+            if dtype.name not in _DTYPES:
+                return Unsupported(f"the TPU kernels of norms take {' and '.join(_DTYPES)}, not {dtype}")
+        budget = generation(device).budget
+        if _block(spec, 3, _LEAST_ROWS, budget) is None:
+            return Unsupported(f"rows of {spec.columns} columns do not fit into {budget} bytes of VMEM")
+        return Supported()
+
+    def forward(self, spec: MomentsSpec, operands: Arrays) -> Array:
+        """Returns the result, [B, M, N]."""
+        rows = _Rows.of(self, spec, operands)
+        (found,) = rows.call("forward", {}, {"result": spec.result_dtype})
+        return found.reshape(spec.batch, spec.rows, spec.columns)
+
+    def backward(
+        self, spec: MomentsSpec, operands: Arrays, cotangent: Array, wanted: frozenset[str]
+    ) -> dict[str, Array]:
+        """Returns the cotangents of the operands named in ``wanted``."""
+        rows = _Rows.of(self, spec, operands)
+        written = {name: spec.x_dtype if name == "x" else np.dtype(np.float32) for name in operands if name in wanted}
+        results = rows.call("backward", {"cotangent": rows.flat(cotangent)}, written)
+        found = dict(zip(written, results, strict=True))
+        if "x" in found:
+            found["x"] = found["x"].reshape(spec.batch, spec.rows, spec.columns)
+        return {name: _summed_to(x, operands[name].shape).astype(operands[name].dtype) for name, x in found.items()}
+
+
+def _summed_to(array: Array, shape: tuple[int, ...]) -> Array:
+    axes = tuple(i for i, (n, wanted) in enumerate(zip(array.shape, shape, strict=True)) if wanted == 1 != n)
+    return jnp.sum(array.astype(jnp.float32), axes, keepdims=True) if axes else array
+
+
+def _block(spec: MomentsSpec, arrays: int, most: int, budget: int) -> int | None:
+    """The rows of a block, of ``arrays`` of the rows' size; None where not even the fewest fit."""
+    room = budget - budget // 16  # for what the compiler spills
+    wide = max((spec.x_dtype, spec.result_dtype), key=lambda dtype: dtype.itemsize)
+    rows = most
+    while rows >= _LEAST_ROWS:
+        taken = arrays * block_bytes((rows, spec.columns), wide, 2)
+        taken += 4 * block_bytes((rows, spec.columns), np.float32) + 8 * block_bytes((8, spec.columns), np.float32)
+        if taken <= room:
+            return rows
+        rows //= 2
+    return None
+
+
+class _Rows(NamedTuple):
+    """A site as the kernel sees it: models that share what they have per column have their rows side by side.
+
+    Attributes:
+      kernels, spec: what is computed.
+      models, rows: how many there are; of each model.
+      x: [models, rows, N].
+      shared: what there is per column, [models|1, 1, N|1] each, in float32.
+    """
+
+    kernels: MomentsKernels
+    spec: MomentsSpec
+    models: int
+    rows: int
+    x: Array
+    shared: Arrays
+
+    @staticmethod
+    def of(kernels: MomentsKernels, spec: MomentsSpec, operands: Arrays) -> _Rows:
+        shared = {name: array[:, None].astype(jnp.float32) for name, array in operands.items() if name != "x"}
+        models, rows = spec.batch, spec.rows
+        if all(array.shape[0] == 1 for array in shared.values()):
+            models, rows = 1, models * rows
+        found = _Rows(kernels, spec, models, rows, operands["x"], shared)
+        return found._replace(x=found.flat(operands["x"]))
+
+    def flat(self, array: Array) -> Array:
+        """[B|1, M|1, N|1] as [models, rows, N]."""
+        spec = self.spec
+        return jnp.broadcast_to(array, (spec.batch, spec.rows, spec.columns)).reshape(self.models, self.rows, -1)
+
+    def call(self, direction: str, more: Arrays, written: Mapping[str, Dtype]) -> list[Array]:
+        """Runs the kernel of a direction.
+
+        Args:
+          direction: "forward" or "backward".
+          more: further arrays [models, rows, N].
+          written: names and dtypes of the results: the result's, or of the operands whose gradients they are.
+
+        Returns:
+          Arrays [models, rows, N], or [models, N] for what there is per column.
+        """
+        device = generation(Device.current())
+        read = {"x": self.x, **more, **self.shared}
+        count = 1 + len(more) + sum(name in _ROWS for name in written)
+        block = _block(self.spec, count, min(_MOST_ROWS, rounded(self.rows, _LEAST_ROWS)), device.budget)
+        if block is None:
+            raise ValueError(f"rows of {self.spec.columns} columns do not fit into {device.budget} bytes of VMEM")
+        block = min(block, self.rows)
+        blocks = -(-self.rows // block)
+        # Each core sums over its own blocks; a block behind the last is the last one again, and adds nothing.
+        cores = min(device.cores, blocks) if direction == "backward" else 1
+        each = -(-blocks // cores)
+        columns = self.spec.columns
+
+        def at(core: Number, step: Number) -> Number:
+            return core * each + step if blocks % cores == 0 else jnp.minimum(core * each + step, blocks - 1)
+
+        of_rows = pl.BlockSpec((None, block, columns), lambda b, c, i: (b, at(c, i), 0))
+        of_sums = pl.BlockSpec((None, None, 1, columns), lambda b, c, i: (b, c, 0, 0))
+
+        def of_columns(array: Array) -> pl.BlockSpec:
+            varies = array.shape[0] > 1
+            return pl.BlockSpec((None, 1, array.shape[2]), lambda b, c, i: (b if varies else 0, 0, 0))
+
+        shapes = [
+            jax.ShapeDtypeStruct(self.x.shape, dtype)
+            if name in _ROWS
+            else jax.ShapeDtypeStruct((self.models, cores, 1, columns), dtype)
+            for name, dtype in written.items()
+        ]
+        body = _forward if direction == "forward" else _backward
+        found = call(
+            partial(body, self.kernels, self.spec, _Place(self.rows, block, each), tuple(read), tuple(written)),
+            name=f"autopallas_{self.kernels.name}_{direction}",
+            grid=(self.models, cores, each),
+            semantics=("parallel", "parallel", "parallel" if direction == "forward" else "arbitrary"),
+            in_specs=[of_rows if name in _ROWS else of_columns(array) for name, array in read.items()],
+            out_specs=[of_rows if name in _ROWS else of_sums for name in written],
+            out_shape=shapes,
+            cost=self._cost([*read.values(), *shapes]),
+            alike=3,
+        )(*read.values())
+        return [x if name in _ROWS else x.sum(1)[:, 0] for name, x in zip(written, found, strict=True)]
+
+    def _cost(self, arrays: Sequence[Array | jax.ShapeDtypeStruct]) -> pl.CostEstimate:
+        moved = sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in arrays)
+        size = self.models * self.rows
+        return pl.CostEstimate(flops=12 * size * self.spec.columns, transcendentals=size, bytes_accessed=moved)
+
+
+class _Place(NamedTuple):
+    """Where a block is: of ``rows`` rows it has ``block``, and a core has ``each`` blocks."""
+
+    rows: int
+    block: int
+    each: int
+
+    def inside(self) -> Array | None:
+        """Tells which rows of this step's block there are, and have not been before, [r, 1]; None: all of them."""
+        if self.rows % (self.block * self.each) == 0:
+            return None
+        number = pl.program_id(1) * self.each + pl.program_id(2)
+        row = number * self.block + lax.broadcasted_iota(jnp.int32, (self.block, 1), 0)
+        return row < self.rows
+
+
+def _moments(kernels: MomentsKernels, spec: MomentsSpec, x: Array) -> tuple[Array, Array, Array]:
+    """The rows, taken from their means if they are to be; the root of their mean square; and what divides them."""
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=1, keepdims=True) if kernels.centred else wide
+    square = jnp.mean(centred * centred, axis=1, keepdims=True)
+    root = jnp.sqrt(square if spec.outside else square + spec.epsilon)
+    return centred, root, root + spec.epsilon if spec.outside else root
+
+
+def _forward(
+    kernels: MomentsKernels, spec: MomentsSpec, place: _Place, read: Sequence[str], written: Sequence[str], *refs: Ref
+) -> None:
+    held, out = dict(zip(read, refs, strict=False)), refs[-1]
+    centred, _, divisor = _moments(kernels, spec, held["x"][...])
+    result = centred * (1 / divisor)
+    result = result * held["scale"][...] if "scale" in held else result
+    result = result + held["shift"][...] if "shift" in held else result
+    out[...] = result.astype(out.dtype)
+
+
+def _backward(
+    kernels: MomentsKernels, spec: MomentsSpec, place: _Place, read: Sequence[str], written: Sequence[str], *refs: Ref
+) -> None:
+    """Of y = x / d, where d = root + c: dx = dy / d - x mean(dy x) / (d^2 root), less its mean where x is centred."""
+    held, results = dict(zip(read, refs, strict=False)), dict(zip(written, refs[len(read) :], strict=True))
+    step, inside = pl.program_id(2), place.inside()
+    cotangent = held["cotangent"][...].astype(jnp.float32)
+    centred, root, divisor = _moments(kernels, spec, held["x"][...])
+    inverse = 1 / divisor
+    normal = centred * inverse
+    if "x" in results:
+        of_normal = cotangent * held["scale"][...] if "scale" in held else cotangent
+        along = jnp.mean(of_normal * normal, axis=1, keepdims=True)
+        gradient = of_normal - normal * (along if not spec.outside else along * divisor / root)
+        if kernels.centred:
+            gradient = gradient - jnp.mean(of_normal, axis=1, keepdims=True)
+        results["x"][...] = (gradient * inverse).astype(results["x"].dtype)
+    for name, value in (("scale", cotangent * normal), ("shift", cotangent)):
+        if name not in results:
+            continue
+        part = jnp.sum(value if inside is None else jnp.where(inside, value, 0), axis=0, keepdims=True)
+        _add(results[name], part, step)
+
+
+def _add(total: Ref, part: Array, step: Number) -> None:
+    @pl.when(step == 0)
+    def _() -> None:
+        total[...] = part
+
+    @pl.when(step != 0)
+    def _() -> None:
+        total[...] += part

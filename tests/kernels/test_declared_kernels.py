@@ -1,0 +1,207 @@
+"""What every kernel of a declared operation has to compute, by the declaration: interpreted, and judged in float64."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import contextmanager
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+import autopallas
+from autopallas.kernels import gpu, tpu
+from autopallas.kernels.declared_function import public_function
+from autopallas.sites import interpret
+from autopallas.sites.declared import DeclaredOperation
+from autopallas.sites.declared_call import checked_parameters, operand_names, parameters, site_of
+from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Score, Side, traced
+from autopallas.sites.elementwise_gradients import pulled_back, without_rules
+from autopallas.sites.operation import Supported, Unsupported, operation_named, operation_names
+
+DECLARED = [name for name in operation_names() if isinstance(operation_named(name), DeclaredOperation)]
+KERNELS = [(op, name) for op in DECLARED for name in ("pallas_tpu", "pallas_gpu") if operation_named(op).has(name)]
+V5E = Device("tpu", "TPU v5 lite")
+SIZES = {"below a block": (1, 5, 7, 9, 11), "odd": (1, 37, 50, 70, 33), "several blocks": (2, 70, 300, 200, 150),
+         "whole blocks": (1, 512, 256, 256, 128)}  # fmt: skip
+"""Of the letters of an operation, in order."""
+DTYPES = {"pallas_tpu": ("float32", "bfloat16"), "pallas_gpu": ("bfloat16", "float16")}
+NOISE = 2.0
+"""Times the error of the reference in the same dtypes, which rounds at least as often."""
+ULPS = 8
+"""In units of the result's last place, for sums in another order."""
+
+
+@pytest.fixture
+def small_memory(monkeypatch):
+    """Kernels have to cut what would fit into a TPU as a whole, and two cores to share the work."""
+    monkeypatch.setattr(tpu, "ANY_GENERATION", replace(tpu.ANY_GENERATION, unasked=700 * 2**10, cores=2))
+
+
+small = pytest.mark.usefixtures("small_memory")
+
+
+@contextmanager
+def interpreted(name):
+    if name == "pallas_tpu":
+        with interpret.mode(True):
+            yield
+        return
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if not hasattr(plgpu, "InterpretGPUParams") or gpu.too_few_threads() is not None:
+        pytest.skip("GPU kernels are interpreted by JAX 0.11 and later, in eight threads (NPROC=32)")
+    with interpret.mode(plgpu.InterpretGPUParams(detect_races=True)):
+        yield
+
+
+def operands_of(op, which, sizes, dtype, scale=1.0, models=False):
+    """Random operands: "sample" those that the sample has, "all", or "required"; ``models``: each with a batch."""
+    operation, random = operation_named(op), np.random.default_rng(0)
+    extents, found = dict(zip(operation.sizes, sizes, strict=False)), {}
+    for name, may_lack in operand_names(operation).items():
+        letters = operation.operands[name].split()
+        if which == "required" and may_lack:
+            continue
+        if which == "sample" and getattr(operation.sample, f"{name}_dtype") is None:
+            continue
+        main = not found
+        shape = [extents[letter] for letter in letters if letter != operation.first_row or models or main]
+        array = random.standard_normal(shape) * (scale if main else 1 / np.sqrt(shape[-2]) if len(shape) > 1 else 1)
+        found[name] = jnp.asarray(array, dtype)
+    return found
+
+
+def both(op, implementation, given, **more):
+    """Result and gradients of a weighted sum, by name."""
+    function = public_function(operation_named(op))
+
+    def loss(operands):
+        result = function(**operands, implementation=implementation, **more)
+        weights = jnp.cos(jnp.arange(result.size, dtype=jnp.float32)).reshape(result.shape)
+        return jnp.sum(result.astype(weights.dtype) * weights), result
+
+    (_, result), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(given)
+    return {"result": result, **gradients}
+
+
+def wide(arrays):
+    return {name: np.asarray(x, np.float64) for name, x in arrays.items()}
+
+
+def check(op, implementation, given, **more):
+    """The kernel's errors are those of the reference, up to a factor; both against float64."""
+    answers = dict(operation_named(op).candidates(spec_of(op, given, **more), V5E, [implementation]))
+    if implementation == "pallas_tpu":
+        assert isinstance(answers[implementation], Supported)
+    with interpreted(implementation):
+        found = wide(both(op, implementation, given, **more))
+    own = wide(both(op, "reference", given, **more))
+    with jax.enable_x64(True):
+        exact = both(op, "reference", {n: jnp.asarray(x, jnp.float64) for n, x in given.items()}, **more)
+        exact = wide(exact)
+    for name, wanted in exact.items():
+        size = np.max(np.abs(wanted))
+        dtype = given[name].dtype if name in given else next(iter(given.values())).dtype
+        allowed = NOISE * np.max(np.abs(own[name] - wanted)) + ULPS * float(jnp.finfo(dtype).eps) * size
+        worst = np.max(np.abs(found[name] - wanted))
+        assert worst <= allowed, f"{name}: {worst} of {size}, {allowed} allowed"
+
+
+def spec_of(op, given, **given_parameters):
+    operation = operation_named(op)
+    values = checked_parameters(operation, {**parameters(operation), **given_parameters})
+    return site_of(operation, given, values).spec
+
+
+@small
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("which", ["sample", "all", "required", "all, other flags"])
+@pytest.mark.parametrize("op, implementation", KERNELS)
+def test_values_and_gradients_at_odd_sizes(op, implementation, which, sizes):
+    which, _, flags = which.partition(", ")
+    own = parameters(operation_named(op)).items() if flags else ()
+    turned = {name: not value for name, value in own if isinstance(value, bool)}
+    if flags and not turned:
+        pytest.skip("it has no flags")
+    for dtype in DTYPES[implementation]:
+        check(op, implementation, operands_of(op, which, SIZES[sizes], dtype), **turned)
+
+
+@small
+@pytest.mark.parametrize("dtype, scale", [*itertools.product(["bfloat16", "float32", "float16"], [30.0, 1000.0])])
+@pytest.mark.parametrize("op, implementation", KERNELS)
+def test_values_and_gradients_at_every_scale(op, implementation, dtype, scale):
+    if dtype not in DTYPES[implementation]:
+        pytest.skip("not claimed")
+    check(op, implementation, operands_of(op, "all", SIZES["odd"], dtype, scale))
+
+
+@small
+@pytest.mark.parametrize("op, implementation", KERNELS)
+def test_models_with_operands_of_their_own(op, implementation):
+    given = operands_of(op, "all", (3, 20, 24, 40, 17), DTYPES[implementation][0], models=True)
+    check(op, implementation, given)
+
+
+@small
+@pytest.mark.parametrize("op", [op for op, name in KERNELS if name == "pallas_tpu"])
+def test_the_simulated_tpu_finds_no_fault(op):
+    """No block out of bounds, no result left and returned to, nothing read that was never written."""
+    given = operands_of(op, "all", SIZES["several blocks"], "float32")
+    wanted = both(op, "reference", given)
+    with interpret.mode(pltpu.InterpretParams(uninitialized_memory="nan")):
+        found = both(op, "pallas_tpu", given)
+    for name, x in wanted.items():
+        np.testing.assert_allclose(found[name], x, rtol=1e-4, atol=1e-5 * float(jnp.max(jnp.abs(x))))
+
+
+@pytest.mark.parametrize("op", [op for op, name in KERNELS if name == "pallas_tpu"])
+def test_a_tpu_kernel_says_what_it_cannot_compute(op):
+    operation = operation_named(op)
+    narrow = spec_of(op, operands_of(op, "sample", SIZES["odd"], "float16"))
+    assert "float16" in operation.supports("pallas_tpu", narrow, V5E).reason
+    spec = spec_of(op, operands_of(op, "sample", SIZES["odd"], "bfloat16"))
+    assert isinstance(operation.supports("pallas_tpu", spec, V5E), Supported)
+    assert isinstance(operation.supports("pallas_tpu", spec, Device("cpu", "cpu")), Unsupported)
+
+
+@pytest.mark.parametrize("op", [op for op, name in KERNELS if name == "pallas_tpu"])
+def test_what_is_exported_for_a_tpu_is_the_kernel(op):
+    program, types = operation_named(op).program()
+    optimized = autopallas.optimize(program, implementation="pallas_tpu")
+
+    def step(*given):
+        return jax.grad(lambda *a: jnp.sum(optimized(*a).astype(jnp.float32)), tuple(range(len(types))))(*given)
+
+    for function, directions in ((optimized, ["forward"]), (step, ["backward"])):
+        text = jax.export.export(jax.jit(function), platforms=["tpu"])(*types).mlir_module()
+        for direction in directions:
+            assert f'kernel_name = "autopallas_{op}_{direction}"' in text
+
+
+ACTIVATIONS = ("silu", "gelu", "relu", "relu6", "sigmoid", "tanh", "softplus", "hard_swish", "mish", "leaky_relu")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_derivatives_of_programs_are_those_of_the_functions(name, dtype):
+    """Functions with derivatives of their own keep them: relu's is 0 at 0, where that of a maximum is a half."""
+    function, dtype = getattr(jax.nn, name), np.dtype(dtype)
+    program = traced(lambda gate, up: function(gate) * up, Score(dtype), Side(0, dtype))
+    derivative = pulled_back(program, (Score(dtype),), Side(1, dtype))
+    assert tpu.reason_against(V5E, [without_rules(program), derivative], []) is None
+    x = jnp.linspace(-8, 8, 33, dtype=dtype)
+    up, cotangent = x[::-1] * 2, jnp.cos(x)
+    value = without_rules(program).evaluate(x, None, None, [up])
+    found = derivative.evaluate(x, None, None, [up, cotangent])
+    wanted, pull = jax.vjp(lambda x: function(x) * up, x)
+    tolerance = 16 * float(jnp.finfo(dtype).eps) * 16  # of numbers up to 16, whose parts cancel
+    for a, b in ((value, wanted), (found, pull(cotangent)[0])):
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=0, atol=tolerance)
+    twice = jax.vjp(lambda x: program.evaluate(x, None, None, [up]), x)[1](cotangent)[0]
+    np.testing.assert_allclose(np.float32(twice), np.float32(pull(cotangent)[0]), rtol=0, atol=tolerance)
