@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas.compat import ArrayFunction, Dtype, PyTree
+from autopallas.compat import Array, ArrayFunction, Dtype, PyTree
 from autopallas.court.case import (
     LARGEST,
     Case,
@@ -90,7 +90,8 @@ def judge(
       numerics: the class of numerics that the kernel claims; the results of one that is "identical" are compared with
         the compiled reference's bit by bit as well.
       special: takes the kernel's place where an argument has a NaN or an infinity, or so large a number that it makes
-        one: the kernel as it is used where values are not assumed to be finite.
+        one, or where the reference itself makes one of finite numbers and the kernel another: the kernel as it is used
+        where values are not assumed to be finite.
       progress: called with a line of text before each case.
 
     Returns:
@@ -270,6 +271,9 @@ class _Trial:
     def _heard(self, case: Case, way: Way) -> Heard:
         reference, kernel, arguments = self._prepared(case, way)
         heard = hear(reference, kernel, arguments)
+        if any(f.kind == "non-finite" for f in heard.findings) and not _all_finite(reference(*arguments)):
+            reference, kernel, arguments = self._prepared(case, way, special=True)
+            heard = hear(reference, kernel, arguments)
         if case.numbers.special != LARGEST:
             return heard
         # Beside the largest number, where gradients cancel, what is left of any rounding is larger than they are.
@@ -312,7 +316,9 @@ class _Trial:
 
     # ------------------------------------------------------------------ both functions for some types
 
-    def _prepared(self, case: Case, way: Way, gradients: bool = True) -> tuple[Reference, Gives, list[np.ndarray]]:
+    def _prepared(
+        self, case: Case, way: Way, gradients: bool = True, special: bool = False
+    ) -> tuple[Reference, Gives, list[np.ndarray]]:
         """Returns the reference, the compiled kernel and the arguments of a case.
 
         Raises:
@@ -321,7 +327,7 @@ class _Trial:
         gradients = gradients and self._has_gradient
         arguments = self._arguments(case, way)
         reference, active = self._reference_of(case, way, gradients, arguments)
-        special = case.numbers.special is not None
+        special = special or case.numbers.special is not None
         key = (case.types, way, gradients, special)
         if key not in self._kernels:
             try:
@@ -415,6 +421,11 @@ class _Trial:
                     failed, smaller = _Failed(failed.question, asked, findings), True
                     break
         return failed
+
+
+def _all_finite(arrays: Sequence[Array]) -> bool:
+    floats = (x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact))
+    return all(bool(jnp.all(jnp.isfinite(x))) for x in floats)
 
 
 def _smaller(types: Types) -> Iterator[Types]:

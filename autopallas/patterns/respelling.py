@@ -28,11 +28,11 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     places: set[Node] = set()
     for node in graph.nodes:
         for kind in kinds.get(node.name, ()):
-            if kind.assumptions and not assume_finite:
-                continue
             with contained(jaxprs.location(node.equation), OPERATION.name, "recognition"):
                 place = kind.match(graph, node)
                 match = None if place is None else _match(graph, node, kind, place)
+                if match is not None and match.spec.assumptions() and not assume_finite:
+                    continue
                 if match is not None and places.isdisjoint(match.equations):
                     found.append(match)
                     places.add(node)

@@ -58,7 +58,7 @@ class Kind:
       respelt: ``respelt(spec, *operands)`` computes the same otherwise, as a list.
       feature: ``feature(spec)`` names what, beside the size, decides which of the two is faster.
       samples: yields what to measure, with a name; programs that only run have no need of it.
-      assumptions: what has to hold for the results to be equal, in words.
+      assumptions: what has to hold for the results to be equal, in words; or a function of the spec that returns it.
       may_round_sums: whether a platform may round the original's sums of 16-bit numbers to 16 bits, so that a search
         compares with the original in float32; all its operands are floating.
       fill: ``fill(spec, random, arrays)`` may replace the arrays of a search by such that occur.
@@ -73,7 +73,7 @@ class Kind:
     respelt: Callable[..., list[jax.Array]]
     feature: Callable[[RespellingSpec], str]
     samples: Callable[[], Iterable[tuple[str, Sample]]]
-    assumptions: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] | Callable[[RespellingSpec], tuple[str, ...]] = ()
     may_round_sums: bool = False
     fill: Callable[[RespellingSpec, np.random.Generator, Sequence[np.ndarray]], list[np.ndarray]] | None = field(
         default=None
@@ -82,6 +82,10 @@ class Kind:
     def numerics_of(self, spec: RespellingSpec) -> Numerics:
         """Returns how the results of one respelling relate to the original's."""
         return self.numerics(spec) if callable(self.numerics) else self.numerics
+
+    def assumptions_of(self, spec: RespellingSpec) -> tuple[str, ...]:
+        """Returns what has to hold for the results of one respelling to equal the original's."""
+        return self.assumptions(spec) if callable(self.assumptions) else self.assumptions
 
 
 def of_equation(

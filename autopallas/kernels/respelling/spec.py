@@ -61,7 +61,7 @@ class RespellingSpec:
 
     def assumptions(self) -> tuple[str, ...]:
         """Returns in words what has to hold for the result to equal the original's."""
-        return kind_named(self.kind).assumptions
+        return kind_named(self.kind).assumptions_of(self)
 
     def programs(self) -> str:
         """Returns what is written instead, in words."""

@@ -201,6 +201,26 @@ def test_other_convolutions_are_left_alone():
 # ---------------------------------------------------------------------- cumulative operations
 
 
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: lax.cumprod(x, axis=0),
+        lambda x: lax.reduce_window(x, np.asarray(-jnp.inf, x.dtype), lax.max, (2, 1), (2, 1), "VALID"),
+    ],
+    ids=["cumprod", "reduce_window_max"],
+)
+def test_products_that_overflow_and_windows_with_a_nan_are_assumed_away(run):
+    own = optimized(run)
+    own(random(64, 128))
+    (site,) = own.report().sites
+    assert any("overflows" in text or "NaN" in text for text in site.assumptions)
+    strict = optimized(run, assume_finite=False)
+    rows = np.ones((64, 128), np.float32)
+    rows[:4, 0], rows[4, 1] = [1e30, 1e30, 1e-30, 1e-30], np.nan
+    np.testing.assert_array_equal(strict(rows), jax.jit(run)(rows))
+    assert not strict.report().sites
+
+
 @pytest.mark.parametrize("name", ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(("shape", "axis"), [((5, 7), 0), ((5, 7), 1), ((3, 4, 5), 1), ((9,), 0), ((2, 1), 0)])

@@ -84,6 +84,14 @@ def _numerics(spec: RespellingSpec) -> Numerics:
     return "tolerance" if spec["function"] == "cumlogsumexp" else "reordered"
 
 
+def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:
+    ((_, dtype),) = spec.operands
+    products = spec["function"] == "cumprod" and jnp.issubdtype(dtype, jnp.floating)
+    return (
+        ("no product of the first numbers overflows, or vanishes, and comes back with later ones",) if products else ()
+    )
+
+
 def _plain(combined: Callable[[jax.Array, jax.Array], jax.Array]) -> _Step:
     def step(carried: jax.Array, given: jax.Array) -> tuple[jax.Array, jax.Array]:
         found = combined(carried, given)
@@ -172,6 +180,7 @@ KIND = Kind(
     name="cumulative",
     primitives=tuple(_STEPS),
     numerics=_numerics,
+    assumptions=_assumptions,
     instead="a loop over the axis",
     match=of_equation(_parameters),
     original=_original,

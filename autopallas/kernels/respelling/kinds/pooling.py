@@ -77,6 +77,12 @@ def _numerics(spec: RespellingSpec) -> Numerics:
     return "reordered" if jnp.issubdtype(dtype, jnp.floating) else "identical"
 
 
+def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:
+    ((_, dtype),) = spec.operands
+    extremum = spec["function"] != "reduce_window_sum" and jnp.issubdtype(dtype, jnp.floating)
+    return ("no window has a NaN, which XLA's windows may drop",) if extremum else ()
+
+
 def _identity(name: str, dtype: Dtype) -> float | int:
     if name == "reduce_window_sum":
         return 0
@@ -126,6 +132,7 @@ KIND = Kind(
     name="pooling",
     primitives=tuple(_STEPS),
     numerics=_numerics,
+    assumptions=_assumptions,
     instead="a sum, or an extremum, of shifted slices",
     match=of_equation(_parameters),
     original=_original,
