@@ -57,8 +57,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What came of one comparison: the findings, the largest errors, how many NaNs of the reference are missing, and
-    how many results could not be judged, since the reference itself has no digit in them."""
+    """What came of one comparison: the findings, the largest errors that were judged, how many NaNs of the reference
+    are missing, and how many results could not be judged, since the reference itself has no digit in them."""
 
     findings: tuple[Finding, ...]
     maximum: float = 0.0
@@ -153,7 +153,8 @@ def hear(reference: Reference, kernel: Gives, arguments: Sequence[Array]) -> Hea
         if reference.numerics == "identical" and (share := _unlike(found[i], plain[i])):
             said = f"has other bits than the reference's in {share:.2%} of its bytes, and claims to be identical"
             findings.append(Finding(what, "bits", share, 0.0, said))
-        maximum, row = max(maximum, verdict.maximum), max(row, verdict.row)
+        if not verdict.undecided:
+            maximum, row = max(maximum, verdict.maximum), max(row, verdict.row)
         hidden, undecided = hidden + verdict.hidden, undecided + verdict.undecided
     return Heard(tuple(findings), maximum, row, hidden, undecided)
 
