@@ -39,4 +39,4 @@ class Decision:
     mark: int | None = None
     """Number of the site when the original is lowered with marks, to find out how a program is sharded."""
     mapped: bool = False
-    """Whether ``vmap`` has made another site of it, of which the evidence does not tell."""
+    """Whether ``vmap`` has made a site of it about which is to be decided anew when it is lowered."""

@@ -196,8 +196,7 @@ def _primitive(
         if decision.verdict == "kept" or not device.platform or compute is _tangent:
             return decision
         same_kind = decision.options is None or not device.kind or decision.kind == device.kind
-        planned = same_kind and decision.platform == device.platform and not decision.mapped
-        if planned and _supports(params["site"], decision, device):
+        if same_kind and decision.platform == device.platform and not decision.mapped:
             return decision
         found = replan_for(decision, device, params["site"], params["original"], params.get("active"))
         if found.verdict == "kept":
@@ -295,13 +294,6 @@ def _primitive(
 
     with_marks: Lowering = mlir.lower_fun(marked, multiple_results=True)
     return primitive
-
-
-def _supports(site: SiteDescription, decision: Decision, device: Device) -> bool:
-    """Returns whether the implementation of a decision computes a site, which may be what vmap made of the one that
-    was decided about."""
-    answer = site.operation.supports(decision.implementation or "", site.spec, device)
-    return isinstance(answer, Supported)
 
 
 mark_p = Primitive("autopallas_mark")
@@ -477,12 +469,20 @@ def _batched_params(params: _Params, axes: Sequence[int | None], size: int, type
             entry_of(decision).keeps(decision.platform, _MAPPED.partition(": ")[2])
             decision = replace(decision, verdict="kept", reason=_MAPPED)
         site = further or site
-    by_evidence = decision.evidence is not None and decision.block_sizes_from != "explicit"
-    if by_evidence and decision.options is not None and decision.options.objective != "always":
+    if decision.verdict == "applied" and not _still_holds(decision, site):
         decision = replace(decision, mapped=True)
     function = jax.vmap(compat.jaxpr_as_fun(original), in_axes=tuple(axes), axis_size=size)
     shapes = [compat.shape_of(t) for t in types[: len(original.in_avals)]]
     return params | {"site": site, "decision": decision, "original": compat.make_jaxpr(function, *shapes)}
+
+
+def _still_holds(decision: Decision, site: SiteDescription) -> bool:
+    """Returns whether what was decided about a site holds for the site that ``vmap`` made of it."""
+    device, options = Device(decision.platform, decision.kind), decision.options
+    answer = site.operation.supports(decision.implementation or "", site.spec, device)
+    by_evidence = decision.evidence is not None and decision.block_sizes_from != "explicit"
+    asked = options is None or options.objective == "always" or not by_evidence
+    return asked and isinstance(answer, Supported)
 
 
 def _first_axes(kind: Shaped) -> tuple[str, ...]:
