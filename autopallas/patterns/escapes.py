@@ -16,8 +16,9 @@ from autopallas import jaxprs
 from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.edit import surviving
-from autopallas.patterns.backward import Backward, Forward, Lookup, Search, settle
+from autopallas.patterns.backward import Backward, Lookup, Search, settle
 from autopallas.patterns.carry import is_available
+from autopallas.patterns.forward import Forward
 from autopallas.patterns.match import BackwardMatch, Match, NearMiss
 from autopallas.sites.declared import DeclaredSite
 

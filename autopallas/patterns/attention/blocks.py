@@ -26,10 +26,12 @@ from autopallas.patterns.advice import FLOATS, NORMALISE
 from autopallas.patterns.attention.draft import AttentionDraft, Proved
 from autopallas.patterns.attention.score_terms import Product
 from autopallas.patterns.attention.site import Labels
-from autopallas.patterns.backward import LAYOUT, Forward, Search, differentiable
-from autopallas.patterns.carry import Carrier, InstructionParams, ProgramBuilder, Register
+from autopallas.patterns.backward import Search
+from autopallas.patterns.carry import Carrier
 from autopallas.patterns.expressions import Apply, Expression, Scope, precision_of
+from autopallas.patterns.forward import LAYOUT, Forward, differentiable
 from autopallas.patterns.match import Mismatch
+from autopallas.patterns.program_builder import InstructionParams, ProgramBuilder, Register
 from autopallas.patterns.softmax import SeveralBlocks, Softmax, Term
 from autopallas.sites.elementwise import Constant, ElementwiseProgram, Index, Input, Instruction, Side
 from autopallas.sites.index_notation import Operand, Positions

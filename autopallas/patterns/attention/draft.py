@@ -17,9 +17,10 @@ from autopallas.kernels.attention.site import AttentionSite
 from autopallas.patterns.advice import AT_HAND, IN_THE_BODY, QUERIES_ONCE, SIDE_EFFECTS, SIDE_INPUT_ONCE, WHOLE_GRADIENT
 from autopallas.patterns.attention.score_terms import Product
 from autopallas.patterns.attention.site import ProvedAttention
-from autopallas.patterns.backward import LAYOUT, Backward, Forward, Level, Search, differentiable
+from autopallas.patterns.backward import Backward, Level, Search
 from autopallas.patterns.carry import fewest_side_elements, is_available
 from autopallas.patterns.expressions import computed_from
+from autopallas.patterns.forward import LAYOUT, Forward, differentiable
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch
 
 __all__ = ["AttentionDraft", "Escape", "Proved", "homes_of", "match_of", "original_of"]

@@ -22,9 +22,10 @@ from autopallas.kernels.attention.site_parts import RowProgram, RowStatistic
 from autopallas.kernels.attention.spec import Weight
 from autopallas.numerics.casts import rounds
 from autopallas.patterns.advice import NORMALISE, OWN_DTYPE, SAME_SUM, SIDE_DTYPES
-from autopallas.patterns.carry import Carrier, ProgramBuilder, Register
+from autopallas.patterns.carry import Carrier
 from autopallas.patterns.expressions import Apply, Computed, Expression, operation
 from autopallas.patterns.match import Mismatch
+from autopallas.patterns.program_builder import ProgramBuilder, Register
 from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, Softmax, Term
 from autopallas.sites.elementwise import Constant, ElementwiseProgram, Side, conversion_params
 from autopallas.sites.index_notation import Operand, Positions

@@ -32,9 +32,10 @@ from autopallas.patterns.advice import (
 )
 from autopallas.patterns.attention.row_factor import RowFactor
 from autopallas.patterns.attention.score_terms import Product, added
-from autopallas.patterns.carry import Carrier, ProgramBuilder
+from autopallas.patterns.carry import Carrier
 from autopallas.patterns.expressions import Apply, Expression, Scope, computed_from, precision_of
 from autopallas.patterns.match import Mismatch
+from autopallas.patterns.program_builder import ProgramBuilder
 from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, SeveralBlocks, Softmax, Term
 from autopallas.sites.elementwise import Constant, ElementwiseProgram
 from autopallas.sites.index_notation import Operand, Positions, View

@@ -14,8 +14,9 @@ from autopallas import jaxprs
 from autopallas.graph import Body, Graph, Node
 from autopallas.kernels.attention.site import AttentionSite
 from autopallas.patterns.attention.draft import AttentionDraft, Proved, homes_of, original_of
-from autopallas.patterns.backward import Backward, Forward, Search
+from autopallas.patterns.backward import Backward, Search
 from autopallas.patterns.expressions import computed_from
+from autopallas.patterns.forward import Forward
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch
 
 __all__ = ["TakenOver"]

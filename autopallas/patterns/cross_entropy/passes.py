@@ -29,10 +29,11 @@ from autopallas.patterns.advice import (
     WHOLE_GRADIENT,
 )
 from autopallas.patterns.attention.site import Labels
-from autopallas.patterns.carry import Carrier, ProgramBuilder, Register, fewest_side_elements
+from autopallas.patterns.carry import Carrier, fewest_side_elements
 from autopallas.patterns.cross_entropy.region import Region, Terminal
 from autopallas.patterns.expressions import Computed, Expression, Position, precision_of
 from autopallas.patterns.match import Match, Mismatch
+from autopallas.patterns.program_builder import ProgramBuilder, Register
 from autopallas.sites.elementwise import Constant, ElementwiseProgram, Index, Input, Side
 from autopallas.sites.index_notation import Operand
 

@@ -28,10 +28,10 @@ from autopallas.graph.keys import enters_mesh
 from autopallas.graph.labels import is_product
 from autopallas.graph.row_selections import PROMISED
 from autopallas.patterns.advice import ASSUME_FINITE, LOGITS_APART, LOGITS_RETURNED, ROWS_BEFORE
-from autopallas.patterns.backward import LAYOUT
 from autopallas.patterns.cross_entropy.flows import Flows
 from autopallas.patterns.cross_entropy.passes import passes
 from autopallas.patterns.cross_entropy.region import Region
+from autopallas.patterns.forward import LAYOUT
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, describe_reason
 from autopallas.patterns.order import circle
 

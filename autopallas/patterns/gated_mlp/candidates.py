@@ -11,7 +11,7 @@ from autopallas import jaxprs
 from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.labels import is_product
-from autopallas.patterns.backward import LAYOUT
+from autopallas.patterns.forward import LAYOUT
 
 __all__ = ["MOVES", "Candidate", "candidates", "is_elementwise"]
 

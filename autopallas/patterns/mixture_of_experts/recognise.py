@@ -28,20 +28,17 @@ from autopallas.graph.labels import is_product
 from autopallas.graph.proof_cache import ProofCache
 from autopallas.kernels.mixture_of_experts.operation import OPERATION
 from autopallas.patterns.advice import AT_HAND, EXPERTS_APART, SIDE_EFFECTS, WHOLE_GRADIENT
-from autopallas.patterns.backward import (
-    Backward,
+from autopallas.patterns.backward import Backward, Lookup, Search, settle
+from autopallas.patterns.carry import is_available
+from autopallas.patterns.forward import (
     Dissolved,
     DissolvedApart,
     Forward,
-    Lookup,
     Merged,
     Rectified,
     RectifiedApart,
-    Search,
     differentiable,
-    settle,
 )
-from autopallas.patterns.carry import is_available
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss, bounded
 from autopallas.patterns.mixture_of_experts.axes import EVERYTHING, choice_axes, passed_on
 from autopallas.patterns.mixture_of_experts.loops import added_on_the_way, even_sums, loop_at, selected_on_the_way

@@ -1,0 +1,291 @@
+"""Holds the equations of a matched forward, as programs that are differentiated to find its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from autopallas import compat, jaxprs
+from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Var
+from autopallas.graph import Body, Graph
+from autopallas.graph.custom_rules import is_elementwise_call, rule_of
+from autopallas.graph.extract import closed
+from autopallas.graph.keys import literal_key
+from autopallas.graph.numbering import is_identity
+
+__all__ = [
+    "LAYOUT",
+    "Dissolved",
+    "DissolvedApart",
+    "Forward",
+    "Merged",
+    "Rectified",
+    "RectifiedApart",
+    "Use",
+    "differentiable",
+]
+
+LAYOUT = frozenset({"transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims"})
+
+_RECTIFIED_WITHIN = frozenset({"scan", "jit", "pjit", "closed_call"})
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One place where the forward reads a value that is not its own."""
+
+    equation: int
+    position: int
+    variable: Var
+    number: int
+
+
+class Forward:
+    """Holds the equations of a site in its body, from ``root`` back to operands that are not ``inside``.
+
+    An equation that holds bodies may be among them, as a whole, only if its primitive is in ``calls``.
+    """
+
+    dissolved = False
+    """Whether functions with a derivative of their own are looked up by what they compute, as in a loop."""
+    _shape: Hashable | None = None
+
+    def __init__(
+        self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool], calls: frozenset[str] = frozenset()
+    ):
+        self.graph, self.body = graph, body
+        numbers = graph.numbers[body]
+        self._defined = body.defined
+        self.root = graph.positions[body][root][1]
+        wanted: dict[tuple[int, int], JaxprEqn] = {}
+        todo = [self.root]
+        hoisted: dict[Var, list[JaxprEqn]] = {}
+        self.complete = True
+        while todo:
+            variable = todo.pop()
+            position = self._defined.get(variable)
+            if position is None and (made := self._made_of_literals(variable)):
+                hoisted[variable] = made
+                continue
+            called = position is not None and body.equations[position].primitive.name in calls
+            if position is None or (position in body.children and not called):
+                self.complete = False  # part of the site lies in another body
+                return
+            equation, part = body.equations[position], 0
+            if is_identity(equation):  # a barrier may hold several values, only one of which belongs to the site
+                part = equation.outvars.index(variable)
+                equation = equation.replace(invars=[equation.invars[part]], outvars=[variable])
+            if (position, part) in wanted:
+                continue
+            equation = wanted[position, part] = self._with_literals(equation)
+            for atom in equation.invars:
+                if isinstance(atom, Var) and inside(numbers[atom]):
+                    todo.append(atom)
+        self.equations = [e for made in hoisted.values() for e in made] + [wanted[place] for place in sorted(wanted)]
+        self.positions = [position for position, _ in sorted(wanted)]
+        own = {v for e in self.equations for v in e.outvars}
+        self.uses = [
+            Use(i, k, atom, numbers[atom])
+            for i, e in enumerate(self.equations)
+            for k, atom in enumerate(e.invars)
+            if isinstance(atom, Var) and atom not in own
+        ]
+        self.own = {numbers[v] for v in own} - self._constants(numbers)
+
+    def _made_of_literals(self, variable: Var) -> list[JaxprEqn]:
+        """Returns the equations of a value that the body is given and that is made of literals alone; none for other
+        values."""
+        node = self.graph.definitions.get(self.graph.numbers[self.body][variable])
+        if node is None or len(node.outputs) != 1 or jaxprs.bodies(node.equation):
+            return []
+        found: list[JaxprEqn] = []
+        atoms: list[JaxprAtom] = []
+        for number in node.inputs:
+            aval = self.graph.avals[number]
+            if number in self.graph.literals and not aval.shape:
+                atoms.append(Literal(self.graph.literals[number][()], aval))
+                continue
+            inner = Var(aval)
+            self.graph.numbers[self.body].setdefault(inner, number)
+            if not (made := self._made_of_literals(inner)):
+                return []
+            found += made
+            atoms.append(inner)
+        return [*found, node.equation.replace(invars=atoms, outvars=[variable])]
+
+    def _constants(self, numbers: dict[Var, int]) -> set[int]:
+        """Returns the values that are made of literals alone: where they are needed elsewhere too, they are
+        recomputed."""
+        found: set[int] = set()
+        for equation in self.equations:
+            if all(isinstance(atom, Literal) or numbers[atom] in found for atom in equation.invars):
+                found.update(numbers[v] for v in equation.outvars)
+        return found
+
+    def _with_literals(self, equation: JaxprEqn) -> JaxprEqn:
+        """Returns an equation with known scalars as literals: a value that is no operand needs no use."""
+        known, numbers = self.graph.literals, self.graph.numbers[self.body]
+        if not any(isinstance(atom, Var) and numbers[atom] in known for atom in equation.invars):
+            return equation
+        atoms = [
+            Literal(known[numbers[atom]][()], atom.aval)
+            if isinstance(atom, Var) and numbers[atom] in known and not atom.aval.shape
+            else atom
+            for atom in equation.invars
+        ]
+        return equation.replace(invars=atoms)
+
+    def shape(self) -> Hashable:
+        """Returns a key that is equal for forwards that do the same to other values, and so have the same
+        derivative."""
+        if self._shape is None:
+            self._shape = self._lines()
+        return self._shape
+
+    def _lines(self) -> Hashable:
+        places: dict[Var, int] = {}
+        lines: list[Hashable] = []
+        for equation in self.equations:
+            atoms: tuple[Hashable, ...] = tuple(
+                (a.aval, literal_key(a)) if isinstance(a, Literal) else places.get(a, a.aval) for a in equation.invars
+            )
+            rule = rule_of(equation) if is_elementwise_call(equation) else None
+            key = self.graph.key(equation, (), ())
+            lines.append((id(equation) if key is None else key, rule, atoms))
+            places.update({v: len(places) + k for k, v in enumerate(equation.outvars)})
+        return tuple(lines)
+
+    def jaxpr(self) -> ClosedJaxpr:
+        """Returns the program from the uses, each an input of its own, to the result."""
+        inputs = [Var(use.variable.aval) for use in self.uses]
+        return closed(inputs, [self.root], self.over(inputs))
+
+    def over(self, inputs: Sequence[JaxprAtom]) -> list[JaxprEqn]:
+        """Returns the equations with other variables for the uses."""
+        return self._replaced({(u.equation, u.position): x for u, x in zip(self.uses, inputs, strict=True)})
+
+    def _replaced(self, given: dict[tuple[int, int], JaxprAtom]) -> list[JaxprEqn]:
+        return [
+            e.replace(invars=[given.get((i, k), atom) for k, atom in enumerate(e.invars)])
+            for i, e in enumerate(self.equations)
+        ]
+
+    def steps_back(self, use: Use) -> Iterator[JaxprEqn]:
+        """Yields the layout equations from which the value of a use comes, the last first."""
+        variable = use.variable
+        while (position := self._defined.get(variable)) is not None:
+            equation = self.body.equations[position]
+            if equation.primitive.name not in LAYOUT or not isinstance(equation.invars[0], Var):
+                if not (is_identity(equation) and isinstance(equation.invars[0], Var)):
+                    return
+            yield equation
+            variable = equation.invars[0]
+
+
+class Merged(Forward):
+    """A forward with one use for all places that read a value: its cotangent is the sum of theirs."""
+
+    def __init__(
+        self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool], calls: frozenset[str] = frozenset()
+    ):
+        super().__init__(graph, body, root, inside, calls)
+        if self.complete:
+            self._places = self.uses
+            firsts: dict[int, Use] = {}
+            for use in self._places:
+                firsts.setdefault(use.number, use)
+            self.uses = list(firsts.values())
+
+    def _lines(self) -> Hashable:
+        order = {use.number: i for i, use in enumerate(self.uses)}
+        return super()._lines(), tuple((u.equation, u.position, order[u.number]) for u in self._places)
+
+    def over(self, inputs: Sequence[JaxprAtom]) -> list[JaxprEqn]:
+        numbered = {u.number: x for u, x in zip(self.uses, inputs, strict=True)}
+        given = {(u.equation, u.position): numbered[u.number] for u in self._places}
+        return self._replaced(given)
+
+
+class _Rules:
+    """Takes each ``max(x, 0)`` for ``jax.nn.relu``.
+
+    In a loop that is differentiated, JAX replaces a function with a derivative of its own by what it computes. The
+    derivative still follows the function's rule, there or where a checkpoint recomputes the function.
+    """
+
+    equations: list[JaxprEqn]
+    complete: bool
+    differs = False
+    """Whether the forward has functions with a derivative of their own."""
+
+    def rectify(self) -> None:
+        if self.complete:
+            before = self.equations
+            self.equations = [_rectified(e) for e in before]
+            within = any(a is not b for a, b in zip(before, self.equations, strict=True) if jaxprs.bodies(a))
+            self.differs = within or any(is_elementwise_call(e) for e in self.equations)
+
+
+class Rectified(_Rules, Merged):
+    """A merged forward that takes each ``max(x, 0)`` for ``jax.nn.relu``."""
+
+    def __init__(
+        self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool], calls: frozenset[str] = frozenset()
+    ):
+        super().__init__(graph, body, root, inside, calls)
+        self.rectify()
+
+
+class Dissolved(Rectified):
+    """A rectified forward whose derivative, too, reads what such functions compute, and not the results of their
+    calls."""
+
+    dissolved = True
+
+
+class RectifiedApart(_Rules, Forward):
+    """A rectified forward with one use per place that reads a value: the program may add them up in another order."""
+
+    def __init__(
+        self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool], calls: frozenset[str] = frozenset()
+    ):
+        super().__init__(graph, body, root, inside, calls)
+        self.rectify()
+
+
+class DissolvedApart(RectifiedApart):
+    """A rectified forward with one use per place whose derivative is that of :class:`Dissolved`."""
+
+    dissolved = True
+
+
+def _rectified(equation: JaxprEqn) -> JaxprEqn:
+    """Replaces ``max(x, 0)`` by the rectifier that it may have been; in an equation with a body, does so within the
+    body."""
+    name = equation.primitive.name
+    if name in _RECTIFIED_WITHIN:
+        params = dict(equation.params)
+        for parameter, position, body in jaxprs.bodies(equation):
+            jaxpr, constants = jaxprs.open_jaxpr(body)
+            equations = [_rectified(e) for e in jaxpr.eqns]
+            if position is None and any(a is not b for a, b in zip(jaxpr.eqns, equations, strict=True)):
+                given = jaxpr.constvars, constants, jaxpr.invars, jaxpr.outvars
+                params[parameter] = jaxprs.rebuild(body, *given, equations)
+        changed = any(params[name] is not value for name, value in equation.params.items())
+        return equation.replace(params=params) if changed else equation
+    if equation.primitive.name != "max" or len(equation.invars) != 2:
+        return equation
+    x, zero = equation.invars
+    if not isinstance(x, Var) or not isinstance(zero, Literal) or zero.val != 0 or x.aval != equation.outvars[0].aval:
+        return equation
+    program, _ = jaxprs.open_jaxpr(compat.make_jaxpr(jax.nn.relu, compat.typed_like(x.aval)))
+    calls = [e for e in program.eqns if is_elementwise_call(e)]
+    return calls[0].replace(invars=[x], outvars=equation.outvars) if len(program.eqns) == len(calls) == 1 else equation
+
+
+def differentiable(use: Use) -> bool:
+    """Returns whether a use can have a cotangent."""
+    return bool(jnp.issubdtype(use.variable.aval.dtype, jnp.floating))
