@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from attention_cases import KEY, QUERY, SCORE, Case, side
 
-from autopallas.kernels.attention import fills, intervals, xla
+from autopallas.kernels.attention import fills, intervals, xla, xla_backward
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.fills import fill_of, mask_class, tile_states
 from autopallas.kernels.attention.intervals import Ranges
@@ -320,13 +320,14 @@ def test_numerator_and_sum_apart():
 def tiles_of(monkeypatch, case: Case, given: list[Any]) -> tuple[int, int]:
     """How many tiles the forward and the backward compute."""
     count = [0]
-    scores = xla._scores
+    scores = xla.scores
 
     def counted(*arguments):
         jax.debug.callback(lambda: count.__setitem__(0, count[0] + 1))
         return scores(*arguments)
 
-    monkeypatch.setattr(xla, "_scores", counted)
+    for module in (xla, xla_backward):
+        monkeypatch.setattr(module, "scores", counted)
     *arrays, dout = given
     read = Operands(*arrays)
     found = xla.forward(case.spec(), BlockSizes(8, 8), read)
