@@ -57,7 +57,7 @@ class Candidate(NamedTuple):
       block_sizes: or () where there are none to choose.
       function, arguments: the program.
       work: multiplications with additions, by a part of the names of the kernels that do them; "" is part of all, and
-        where there are no kernels, all operations count.
+        where there are no kernels, all operations count, as with "*" they do anyway.
     """
 
     kernel: str

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autopallas.compile.tpu import GENERATIONS, Compilation, Operation
-from benchmarks import tpu_memory, tpu_schedule
+from benchmarks import tpu_declared, tpu_memory, tpu_schedule
 from benchmarks.tpu_candidates import Candidate
 
 
@@ -59,6 +59,20 @@ def test_every_operation_has_candidates_of_ours_and_of_others():
         found = list(tpu_schedule.candidates([operation]))
         assert all(isinstance(c, Candidate) for c in found)
         assert {c.name for c in found} == {"ours", "matmul"} | of_jax.get(operation, set())
+
+
+def test_declared_operations_are_compared_with_xla_where_they_are_used():
+    """Everything counts, and no verdict hangs on it: whether a kernel is used is for rows to decide."""
+    for operation in tpu_declared.operations():
+        found = list(tpu_declared.candidates(operation))
+        assert [(c.name, c.direction) for c in found] == [
+            (name, direction) for direction in ("forward", "forward+backward") for name in ("ours", "xla")
+        ]
+        assert all(c.work["*"] > 0 for c in found)
+    fused = Operation("a", True, 8, 1000, 1), Operation("c", False, 0, 7, 1)
+    found = Compilation(GENERATIONS["tpu-v5e"], operations=fused)
+    assert tpu_schedule._simulated(found, "*", 10)["cycles"] == 1007
+    assert holding(row("ours", 200, 0.3, "other"), row("xla", 100, 0.6, "other")) == []
 
 
 def test_the_recorded_rows_hold_what_is_asked():

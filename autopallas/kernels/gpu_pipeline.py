@@ -64,11 +64,12 @@ class Ring(NamedTuple):
         def wait(i: Array) -> None:
             mosaic().barrier_wait(self.free.at[self.slot(steps - held + i)])
 
-    def consume(self, step: Array, steps: Array, use: Callable[[Array, Array], None]) -> None:
+    def consume(self, step: Array, steps: Array | int, use: Callable[[Array, Array], None], started: int = 1) -> None:
         """Calls ``use(i, slot)``, which starts wgmma, on each of the stages from ``step`` on.
 
-        wgmma runs on after it was started. One is left running while the kernel waits for the next stage; a stage is
-        given back when the one after it has been started and all before that are done.
+        wgmma runs on after it was started. Those of one stage, of which there are ``started``, are left running while
+        the kernel waits for the next stage; a stage is given back when the one after it has been started and all before
+        that are done.
         """
         plgpu = mosaic()
 
@@ -77,7 +78,7 @@ class Ring(NamedTuple):
             slot = self.slot(step + i)
             plgpu.barrier_wait(self.full.at[slot])
             use(i, slot)
-            plgpu.wgmma_wait(1)
+            plgpu.wgmma_wait(started)
 
             @pl.when(i > 0)
             def release() -> None:

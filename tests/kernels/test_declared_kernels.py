@@ -30,6 +30,7 @@ SIZES = {"below a block": (1, 5, 7, 9, 11), "odd": (1, 37, 50, 70, 33), "several
          "whole blocks": (1, 512, 256, 256, 128)}  # fmt: skip
 """Of the letters of an operation, in order."""
 DTYPES = {"pallas_tpu": ("float32", "bfloat16"), "pallas_gpu": ("bfloat16", "float16")}
+OPERANDS = {"pallas_tpu": "all", "pallas_gpu": "sample"}
 NOISE = 2.0
 """Times the error of the reference in the same dtypes, which rounds at least as often."""
 ULPS = 8
@@ -95,16 +96,22 @@ def wide(arrays):
 
 def check(op, implementation, given, **more):
     """The kernel's errors are those of the reference, up to a factor; both against float64."""
-    answers = dict(operation_named(op).candidates(spec_of(op, given, **more), V5E, [implementation]))
-    if implementation == "pallas_tpu":
-        assert isinstance(answers[implementation], Supported)
     with interpreted(implementation):
+        answer = operation_named(op).supports(implementation, spec_of(op, given, **more), Device("cpu", "cpu"))
+        if implementation == "pallas_gpu" and isinstance(answer, Unsupported):
+            pytest.skip(answer.reason)
+        assert isinstance(answer, Supported)
         found = wide(both(op, implementation, given, **more))
     own = wide(both(op, "reference", given, **more))
     with jax.enable_x64(True):
         exact = both(op, "reference", {n: jnp.asarray(x, jnp.float64) for n, x in given.items()}, **more)
         exact = wide(exact)
     for name, wanted in exact.items():
+        finite = np.isfinite(own[name])  # of float16 a product of 1000 and 1000 is not, in the original either
+        assert finite.all() or (implementation == "pallas_gpu" and given["x"].dtype == np.float16), name
+        if not finite.any():
+            continue
+        own[name], wanted, found[name] = own[name][finite], wanted[finite], found[name][finite]
         size = np.max(np.abs(wanted))
         dtype = given[name].dtype if name in given else next(iter(given.values())).dtype
         allowed = NOISE * np.max(np.abs(own[name] - wanted)) + ULPS * float(jnp.finfo(dtype).eps) * size
@@ -138,13 +145,13 @@ def test_values_and_gradients_at_odd_sizes(op, implementation, which, sizes):
 def test_values_and_gradients_at_every_scale(op, implementation, dtype, scale):
     if dtype not in DTYPES[implementation]:
         pytest.skip("not claimed")
-    check(op, implementation, operands_of(op, "all", SIZES["odd"], dtype, scale))
+    check(op, implementation, operands_of(op, OPERANDS[implementation], SIZES["odd"], dtype, scale))
 
 
 @small
 @pytest.mark.parametrize("op, implementation", KERNELS)
 def test_models_with_operands_of_their_own(op, implementation):
-    given = operands_of(op, "all", (3, 20, 24, 40, 17), DTYPES[implementation][0], models=True)
+    given = operands_of(op, OPERANDS[implementation], (3, 20, 24, 40, 17), DTYPES[implementation][0], models=True)
     check(op, implementation, given)
 
 

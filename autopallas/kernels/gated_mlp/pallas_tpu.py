@@ -16,10 +16,12 @@ from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
 from autopallas.sites.spec import BlockSizes
 
-__all__ = ["NUMERICS", "backward", "candidates", "forward", "supports"]
+__all__ = ["GAINS", "NUMERICS", "backward", "candidates", "forward", "supports"]
 
 NUMERICS: Numerics = "tolerance"
 """How its results relate to the original's."""
+GAINS = ("memory",)
+"""What it is for: XLA evaluates the activation within the second projection, and is as fast where it keeps both."""
 
 Arrays: TypeAlias = Mapping[str, jax.Array]
 _MATRIX_DTYPES = ("bfloat16", "float32")

@@ -1,0 +1,221 @@
+"""Both projections of a tile of hidden units on a Hopper GPU: two accumulators of wgmma, and the program on them.
+
+The pipeline is that of :mod:`autopallas.kernels.gpu_pipeline`.  A stage holds a tile of x and one of each weight; a
+consumer has 64 rows of both projections in registers, evaluates the program there, and stores the hidden units alone.
+
+Letters: B models, M rows, K features, H hidden units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from autopallas.compat import Dtype
+from autopallas.kernels.gpu import SHARED_MEMORY, array_bytes, call, mosaic, processors, rounded, shared_bytes, tile
+from autopallas.kernels.gpu_pipeline import CONSUMERS, PART, REGISTERS, Ring, placed, steps_of, tiles
+from autopallas.kernels.refs import Ref
+from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Constant, ElementwiseProgram, Input, Score, Side, bind
+
+__all__ = ["Tile", "units"]
+
+Array: TypeAlias = jax.Array
+
+_ROWS = CONSUMERS * PART
+_STORED = 64
+"""Columns of the result that go through shared memory at a time."""
+_COLUMNS = 128
+"""Columns of each projection: the two accumulators of a consumer then take 128 registers of a thread."""
+_MOST_STAGES = 6
+_ALIGNED = 8
+"""Rows that TMA moves together."""
+
+
+class Tile(NamedTuple):
+    """The pipeline of a block: columns of each projection, features of a step, and how many steps are loaded ahead."""
+
+    columns: int
+    inner: int
+    stages: int
+
+    @staticmethod
+    def of(hidden: int, features: int, dtype: Dtype, result: Dtype) -> Tile:
+        """The tile with as many stages as fit into shared memory and there are steps for."""
+        columns = min(_COLUMNS, rounded(hidden, _STORED))
+        wanted = min(_MOST_STAGES, max(2, -(-features // PART)))
+        found = (Tile(columns, PART, stages) for stages in range(wanted, 1, -1))
+        return next((one for one in found if one.shared_bytes(dtype, result) <= SHARED_MEMORY), Tile(columns, PART, 2))
+
+    def shapes(self, dtype: Dtype, result: Dtype) -> Iterator[tuple[tuple[int, ...], Dtype]]:
+        """Shape and dtype of everything in shared memory: x, both weights, and twice the result on its way out."""
+        yield (self.stages, CONSUMERS, PART, self.inner), dtype
+        yield (self.stages, 2, self.inner, self.columns), dtype
+        yield (CONSUMERS, 2, PART, _STORED), result
+
+    def shared_bytes(self, dtype: Dtype, result: Dtype) -> int:
+        """Of one block."""
+        return shared_bytes(self.shapes(dtype, result), barriers=2 * self.stages)
+
+
+def units(program: ElementwiseProgram, dtype: Dtype, x: Array, gate: Array, up: Array) -> Array:
+    """Returns the hidden units [B, M, H] in a dtype.
+
+    Args:
+      program: of the gate's product as the score, and the other one as side input 0.
+      dtype: of the result.
+      x: [B, M, K].
+      gate, up: [B, K, H].
+    """
+    (_, rows, features), hidden = x.shape, gate.shape[2]
+    x = _padded(x, _ALIGNED, PART)
+    gate, up = (_padded(weight, PART, PART) for weight in (gate, up))
+    tile_ = Tile.of(hidden, features, x.dtype, dtype)
+    out_type = jax.ShapeDtypeStruct((*x.shape[:2], gate.shape[2]), dtype)
+    plgpu = mosaic()
+    barriers = [plgpu.Barrier(num_arrivals=n, num_barriers=tile_.stages) for n in (CONSUMERS + 2, CONSUMERS)]
+    kernel = call(
+        partial(_kernel, program, tile_),
+        name="autopallas_gated_mlp_forward",
+        grid={"block": processors(Device.current())},
+        out_type=out_type,
+        scratch=[*(tile(*shape) for shape in tile_.shapes(x.dtype, dtype)), *barriers],
+        warpgroups=CONSUMERS + 1,
+        flops=4 * x.shape[0] * rows * features * hidden,
+        bytes_accessed=array_bytes(x, gate, up, out_type),
+        transcendentals=x.shape[0] * rows * hidden,
+    )
+    found: Array = kernel(x, gate, up)[:, :rows, :hidden]
+    return found
+
+
+def _padded(array: Array, rows: int, columns: int) -> Array:
+    """With zeros behind the last two axes up to a multiple; the array itself where there is nothing to add."""
+    added = [rounded(n, multiple) - n for n, multiple in zip(array.shape[1:], (rows, columns), strict=True)]
+    return jnp.pad(array, [(0, 0), *((0, n) for n in added)]) if any(added) else array
+
+
+class _Block(NamedTuple):
+    """This is the kernel as its warpgroups see it.
+
+    Attributes:
+      program, tile: what is computed, and how.
+      x, gate, up, out: operands and result in main memory.
+      ring: the stages.
+      stored: what tiles go through on their way out.
+      row_tiles, column_tiles: of one model.
+      steps: of the pipeline that a tile takes.
+      warpgroup: which one this is.
+    """
+
+    program: ElementwiseProgram
+    tile: Tile
+    x: Ref
+    gate: Ref
+    up: Ref
+    out: Ref
+    ring: Ring
+    stored: Ref
+    row_tiles: int
+    column_tiles: int
+    steps: int
+    warpgroup: Array
+
+    def place(self, index: Array) -> tuple[Array, Array, Array]:
+        """The tile of this number is at (model, first row, first column)."""
+        each = self.row_tiles * self.column_tiles
+        model = lax.div(index, jnp.int32(each))
+        row, column = placed(index - model * each, self.row_tiles, self.column_tiles)
+        return model, row * _ROWS, column * self.tile.columns
+
+
+def _kernel(program: ElementwiseProgram, tile_: Tile, *refs: Ref) -> None:
+    x, gate, up, out, first, second, stored, full, free = refs
+    plgpu = mosaic()
+    warpgroup = lax.axis_index("warpgroup")
+    models, rows, hidden = out.shape
+    own = _Block(
+        program, tile_, x, gate, up, out, Ring(first, second, full, free, tile_.stages), stored,
+        row_tiles=-(-rows // _ROWS), column_tiles=-(-hidden // tile_.columns), steps=-(-x.shape[2] // tile_.inner),
+        warpgroup=warpgroup,
+    )  # fmt: skip
+    count = models * own.row_tiles * own.column_tiles
+
+    @pl.when(warpgroup == CONSUMERS)
+    def produce() -> None:
+        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        own.ring.drain(tiles(count, partial(_load, own)))
+
+    @pl.when(warpgroup < CONSUMERS)
+    def consume() -> None:
+        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        tiles(count, partial(_compute, own))
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _load(own: _Block, index: Array, step: Array) -> Array:
+    """The producer loads what a tile of the result is computed from, and returns the steps done."""
+    plgpu, tile_, ring = mosaic(), own.tile, own.ring
+    model, row, column = own.place(index)
+    across = pl.ds(column, tile_.columns)
+
+    def load(k: Array, step: Array) -> Array:
+        along = pl.ds(k * tile_.inner, tile_.inner)
+
+        def copies(slot: Array, barrier: Ref) -> None:
+            for i in range(CONSUMERS):
+                part = pl.ds(row + i * PART, PART)
+                plgpu.copy_gmem_to_smem(own.x.at[model, part, along], ring.first.at[slot, i], barrier)
+            for i, weight in enumerate((own.gate, own.up)):
+                plgpu.copy_gmem_to_smem(weight.at[model, along, across], ring.second.at[slot, i], barrier)
+
+        ring.load(step, copies)
+        return jnp.add(step, 1)
+
+    return steps_of(0, own.steps, load, step)
+
+
+def _compute(own: _Block, index: Array, step: Array) -> Array:
+    """A consumer computes and stores its rows of a tile of the result, and returns the steps done."""
+    plgpu, ring = mosaic(), own.ring
+    model, row, column = own.place(index)
+
+    def products(gate: Ref, up: Ref) -> tuple[Array, Array]:
+        def use(i: Array, slot: Array) -> None:
+            for n, sum_ in enumerate((gate, up)):
+                plgpu.wgmma(sum_, ring.first.at[slot, own.warpgroup], ring.second.at[slot, n])
+
+        ring.consume(step, own.steps, use, started=2)
+        return gate[...], up[...]
+
+    sums = plgpu.ACC((PART, own.tile.columns), jnp.float32)
+    gate, up = pl.run_scoped(products, sums, sums)
+    rows, stored = pl.ds(row + own.warpgroup * PART, PART), own.stored.at[own.warpgroup]
+    strips = own.tile.columns // _STORED
+    if strips % 2:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # else the last tile's last strip would be in the first buffer
+    for i in range(strips):
+        part = slice(i * _STORED, (i + 1) * _STORED)
+        strip = _value(own.program, gate[:, part], up[:, part]).astype(stored.dtype)
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        stored.at[i % 2][...] = strip
+        plgpu.commit_smem()  # what was written by threads is now there for TMA
+        target = own.out.at[model, rows, pl.ds(column + i * _STORED, _STORED)]
+        plgpu.copy_smem_to_gmem(stored.at[i % 2], target)
+    return step + own.steps
+
+
+def _value(program: ElementwiseProgram, gate: Array, up: Array) -> Array:
+    def load(i: Input) -> Array:
+        if isinstance(i, Constant):
+            return jnp.asarray(i.value, i.dtype)
+        assert isinstance(i, Score | Side)
+        return (gate if isinstance(i, Score) else up).astype(i.dtype)
+
+    return jnp.broadcast_to(program.run(load, bind), gate.shape)

@@ -1,0 +1,39 @@
+"""The GPU's compiler takes the kernels of declared operations, without a GPU: run by ``make check-gpu``."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+from test_declared_kernels import KERNELS
+
+from autopallas.compile.gpu import H100, Compiler, missing
+from autopallas.kernels.declared_function import public_function
+from autopallas.sites.declared_call import operand_names
+from autopallas.sites.operation import operation_named
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("FULL_GRID") != "1" or missing() is not None,
+    reason=f"make check-gpu runs it, with the compiler ({missing() or 'which is here'})",
+)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 8192, 4096, 14336, 4096), (1, 1001, 701, 903, 300)], ids=str)
+@pytest.mark.parametrize("op", [op for op, name in KERNELS if name == "pallas_gpu"])
+def test_the_compiler_takes_it_without_spills(op, sizes, dtype):
+    operation = operation_named(op)
+    own = dict(zip(operation.sizes.values(), sizes, strict=False))
+    spec = dataclasses.replace(operation.sample, **own)
+    names = [name for name in operand_names(operation) if getattr(spec, f"{name}_dtype") is not None]
+    types = [jax.ShapeDtypeStruct(operation.shape(spec, name), dtype) for name in names]
+    function = public_function(operation)
+    with H100.targeted(), Compiler() as compiler:
+        found = compiler.compile(lambda *given: function(*given, implementation="pallas_gpu"), types)
+    print(f"\n{spec}", *found.kernels, f"temporary memory {found.temporary_bytes}", sep="\n  ")
+    assert found.faults() == ()
+    (kernel,) = found.kernels
+    assert kernel.operations["HGMMA"] > 0
