@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -125,8 +126,6 @@ def _say(say: Callable[[str], None], name: str, line: str) -> None:
 
 def _ask_for_devices() -> None:
     """Asks JAX for several host devices, where it has not begun yet and nothing else was asked for."""
-    import os
-
     import jax
 
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -194,4 +193,6 @@ def _shipped(options: argparse.Namespace) -> list[_Subject]:
     unknown = [name for name in options.ops or () if name not in operation_names()]
     if unknown:
         raise CommandError(f"there is no operation {unknown[0]}; there are {', '.join(operation_names())}")
+    if options.interpret:
+        os.environ["AUTOPALLAS_INTERPRET"] = "1"  # kernels are lowered after their functions are traced
     return [_Subject(*subject) for subject in shipped(optimize, options.ops, options.interpret)]

@@ -16,7 +16,6 @@ from jax.typing import ArrayLike
 from autopallas.compat import ArrayFunction
 from autopallas.court.case import Inputs
 from autopallas.sites.device import Device
-from autopallas.sites.interpret import mode
 from autopallas.sites.operation import Unsupported, implementation_names, operation_named, operation_names
 from autopallas.workbench.cases import Case, Cases, cases_of, match_of
 
@@ -48,7 +47,7 @@ def shipped(
     Args:
       optimize: :func:`autopallas.optimize`.
       operations: names of operations; by default all.
-      interpret: whether to include the TPU kernels where there is no TPU: they are interpreted.
+      interpret: whether to include the TPU kernels where there is no TPU; AUTOPALLAS_INTERPRET=1 lets them run there.
     """
     for name in operations or operation_names():
         offered = cases_of(name)
@@ -61,9 +60,8 @@ def shipped(
                 if (case.mask, implementation) in known:
                     continue
                 known.add((case.mask, implementation))
-                interpreted = interpret and implementation == "pallas_tpu"
                 kernel, special = (
-                    _kernel(optimize, function, name, implementation, interpreted, assumed) for assumed in (True, False)
+                    _kernel(optimize, function, name, implementation, assumed) for assumed in (True, False)
                 )
                 names = (f"{name} {case.mask} by {implementation}", f"{case.mask} as it is written")
                 yield kernel, function, types, functools.partial(_inputs, name), names, special
@@ -99,13 +97,12 @@ def _implementations(case: Case, interpret: bool) -> Iterator[str]:
         known = name in (*order, *further) or operation.provided(name) is not None
         if not known or not operation.has(name):
             continue
-        with mode(True if name in further else None):
-            if not isinstance(operation.supports(name, match.spec, device), Unsupported):
-                yield name
+        if not isinstance(operation.supports(name, match.spec, device), Unsupported):
+            yield name
 
 
 def _kernel(
-    optimize: ArrayFunction, function: ArrayFunction, name: str, implementation: str, interpreted: bool, finite: bool
+    optimize: ArrayFunction, function: ArrayFunction, name: str, implementation: str, finite: bool
 ) -> ArrayFunction:
     """Returns the optimized function, which raises where it would not use the implementation; ``finite`` tells whether
     values are assumed to be finite."""
@@ -119,14 +116,7 @@ def _kernel(
         assume_finite=finite,
         **demanded,
     )
-    if not interpreted:
-        return optimized
-
-    def run(*arguments: jax.Array) -> object:
-        with mode(True):
-            return optimized(*arguments)
-
-    return run
+    return optimized
 
 
 def _fresh(function: ArrayFunction) -> ArrayFunction:

@@ -657,10 +657,10 @@ def test_an_implementation_that_is_asked_for_in_general_does_not_concern_respell
     def counts(**options):
         return autopallas.explain(autopallas.optimize(run, **options), random(4, 8)).counts()
 
-    assert counts(implementation="pallas_tpu") == {}
+    assert counts(implementation="cudnn") == {}
     assert counts(implementation="xla") == {"rms_norm": 1}
     monkeypatch.setenv("AUTOPALLAS_BACKEND_RESPELLING", "xla")
-    assert counts(implementation="pallas_tpu") == {"respelling": 1}
+    assert counts(implementation="cudnn") == {"respelling": 1}
     monkeypatch.setenv("AUTOPALLAS_BACKEND_RESPELLING", "pallas_tpu")
     with pytest.raises(autopallas.UnsupportedError, match="respelling"):
         counts()
