@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from autopallas.environment import VARIABLES
 from autopallas.kernels.respelling.tuned_block_sizes import TABLE
 
 PAGES = Path(__file__).parent
+COURT = PAGES.parent / "benchmarks" / "results" / "court-cpu.json"
+PROGRAMS = PAGES.parent / "benchmarks" / "results" / "programs-cpu.json"
 
 
 def environment() -> str:
@@ -47,9 +51,51 @@ def respellings() -> str:
     return "\n".join(rows)
 
 
+def programs() -> str:
+    """What unmodified programs of other libraries gain by default, from the recorded rows of each kind of processor."""
+    by_machine: dict[str, list[dict[str, Any]]] = {}
+    for row in json.loads(PROGRAMS.read_text(encoding="utf-8")):
+        versions = row["versions"]
+        machine = f"{row['processor']} ({row['vector_extensions']}), JAX {versions['jax']}, {row['date']}"
+        by_machine.setdefault(machine, []).append(row)
+    lines: list[str] = []
+    for machine, rows in sorted(by_machine.items()):
+        lines += [f"{machine}:", "", '| program | faster | temporary memory | of objective "memory" | first step |']
+        lines.append("|---|---|---|---|---|")
+        columns: list[list[float]] = [[], [], [], []]
+        for row in sorted(rows, key=lambda row: str(row["program"])):
+            memory, first, (gain, low, high) = row["temporary_bytes"], row["first_step_cpu_seconds"], row["cpu_ratio"]
+            used, least = (memory[name] / memory["original"] for name in ("optimized", "memory"))
+            begins = first["optimized"] / first["original"]
+            for column, value in zip(columns, (gain, used, least, begins), strict=True):
+                column.append(value)
+            lines.append(
+                f"| {row['program']} | {gain:.2f} ({low:.2f}, {high:.2f}) | {used:.2f} | {least:.2f} | {begins:.2f} |"
+            )
+        means = [f"**{statistics.geometric_mean(column):.2f}**" for column in columns]
+        lines += [f"| **geometric mean** | {' | '.join(means)} |", ""]
+    return "\n".join(lines[:-1])
+
+
+def court() -> str:
+    """The recorded verdicts on the kernels of this package: all variants of an implementation together."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for verdict in json.loads(COURT.read_text(encoding="utf-8"))["verdicts"]:
+        name, implementation = verdict["kernel"].split(" by ")
+        found.setdefault((name.split()[0], implementation), []).append(verdict)
+    rows = ["| operation | implementation | variants | cases | wrong | refused |", "|---|---|---|---|---|---|"]
+    for (operation, implementation), verdicts in sorted(found.items()):
+        tallies = [tally for verdict in verdicts for tally in verdict["tallies"].values()]
+        counts = [sum(tally[name] for tally in tallies) for name in ("heard", "failed", "refused")]
+        rows.append(f"| {operation} | {implementation} | {len(verdicts)} | {' | '.join(map(str, counts))} |")
+    return "\n".join(rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "environment": ("options.md", environment),
     "respellings": ("respellings.md", respellings),
+    "court": ("in-production.md", court),
+    "programs": ("../README.md", programs),
 }
 """Per name, the page and what gives the table."""
 

@@ -26,7 +26,7 @@ _NO_DIGIT = 0.2
 """Limit of an array's error from which on it tells nothing: the reference itself is off by half of that."""
 _SAMPLES = 4
 """How often the reference runs on arguments a rounding away, where a result would be in breach otherwise."""
-_ROUNDED_SAMPLES = (2, 8, 20)
+_ROUNDED_SAMPLES = (8, 20)
 """How often its steps are a rounding away then: more often while the error is near its limit."""
 _NEAR = 8
 """Ratio of an error to its limit up to which further samples may decide: their largest error grows slowly."""
