@@ -9,7 +9,7 @@ Letters: B models, M rows, N columns; a block is [r, N].
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias
@@ -23,10 +23,21 @@ from jax.experimental import pallas as pl
 from autopallas.compat import Dtype
 from autopallas.kernels.refs import Number, Ref
 from autopallas.kernels.tpu import block_bytes, call, generation, reason_against, rounded
+from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
+from autopallas.sites.index_notation import summed_to
 from autopallas.sites.operation import Supported, Unsupported
+from autopallas.sites.spec import BlockSizes
 
-__all__ = ["MomentsKernels", "MomentsSpec"]
+__all__ = ["GAINS", "NUMERICS", "TILES", "MomentsKernels", "MomentsSpec"]
+
+NUMERICS: Numerics = "tolerance"
+"""How the results relate to the original's."""
+GAINS: tuple[str, ...] = ()
+"""Nothing that a measurement by itself would show: alone they move less than XLA does, but XLA computes norms within
+the operations before and after them, which a kernel keeps apart."""
+TILES = False
+"""The kernels take as many rows at a time as fit into the VMEM."""
 
 Array: TypeAlias = jax.Array
 Arrays: TypeAlias = Mapping[str, jax.Array]
@@ -54,13 +65,12 @@ class MomentsSpec(Protocol):
     def epsilon(self) -> float: ...
     @property
     def outside(self) -> bool: ...
-    @property
-    def dtypes(self) -> Callable[[], tuple[Dtype, ...]]: ...
+    def dtypes(self) -> tuple[Dtype, ...]: ...
 
 
 @dataclass(frozen=True)
 class MomentsKernels:
-    """The kernels of one normalisation.
+    """The kernels of one normalisation, with the functions of an implementation's module.
 
     Attributes:
       name: of the operation.
@@ -82,14 +92,19 @@ class MomentsKernels:
             return Unsupported(f"rows of {spec.columns} columns do not fit into {budget} bytes of VMEM")
         return Supported()
 
-    def forward(self, spec: MomentsSpec, operands: Arrays) -> Array:
+    def forward(self, spec: MomentsSpec, block_sizes: BlockSizes, operands: Arrays) -> Array:
         """Returns the result, [B, M, N]."""
         rows = _Rows.of(self, spec, operands)
         (found,) = rows.call("forward", {}, {"result": spec.result_dtype})
         return found.reshape(spec.batch, spec.rows, spec.columns)
 
     def backward(
-        self, spec: MomentsSpec, operands: Arrays, cotangent: Array, wanted: frozenset[str]
+        self,
+        spec: MomentsSpec,
+        block_sizes: BlockSizes,
+        operands: Arrays,
+        cotangent: Array,
+        wanted: frozenset[str],
     ) -> dict[str, Array]:
         """Returns the cotangents of the operands named in ``wanted``."""
         rows = _Rows.of(self, spec, operands)
@@ -98,12 +113,10 @@ class MomentsKernels:
         found = dict(zip(written, results, strict=True))
         if "x" in found:
             found["x"] = found["x"].reshape(spec.batch, spec.rows, spec.columns)
-        return {name: _summed_to(x, operands[name].shape).astype(operands[name].dtype) for name, x in found.items()}
-
-
-def _summed_to(array: Array, shape: tuple[int, ...]) -> Array:
-    axes = tuple(i for i, (n, wanted) in enumerate(zip(array.shape, shape, strict=True)) if wanted == 1 != n)
-    return jnp.sum(array.astype(jnp.float32), axes, keepdims=True) if axes else array
+        return {
+            name: summed_to(x.astype(jnp.float32), operands[name].shape).astype(operands[name].dtype)
+            for name, x in found.items()
+        }
 
 
 def _block(spec: MomentsSpec, arrays: int, most: int, budget: int) -> int | None:

@@ -209,19 +209,20 @@ class Merged(Forward):
         return self._replaced(given)
 
 
-class _Rules:
+class _Rules(Forward):
     """Takes each ``max(x, 0)`` for ``jax.nn.relu``.
 
     In a loop that is differentiated, JAX replaces a function with a derivative of its own by what it computes. The
     derivative still follows the function's rule, there or where a checkpoint recomputes the function.
     """
 
-    equations: list[JaxprEqn]
-    complete: bool
     differs = False
     """Whether the forward has functions with a derivative of their own."""
 
-    def rectify(self) -> None:
+    def __init__(
+        self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool], calls: frozenset[str] = frozenset()
+    ):
+        super().__init__(graph, body, root, inside, calls)
         if self.complete:
             before = self.equations
             self.equations = [_rectified(e) for e in before]
@@ -232,12 +233,6 @@ class _Rules:
 class Rectified(_Rules, Merged):
     """A merged forward that takes each ``max(x, 0)`` for ``jax.nn.relu``."""
 
-    def __init__(
-        self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool], calls: frozenset[str] = frozenset()
-    ):
-        super().__init__(graph, body, root, inside, calls)
-        self.rectify()
-
 
 class Dissolved(Rectified):
     """A rectified forward whose derivative, too, reads what such functions compute, and not the results of their
@@ -246,14 +241,8 @@ class Dissolved(Rectified):
     dissolved = True
 
 
-class RectifiedApart(_Rules, Forward):
+class RectifiedApart(_Rules):
     """A rectified forward with one use per place that reads a value: the program may add them up in another order."""
-
-    def __init__(
-        self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool], calls: frozenset[str] = frozenset()
-    ):
-        super().__init__(graph, body, root, inside, calls)
-        self.rectify()
 
 
 class DissolvedApart(RectifiedApart):

@@ -478,11 +478,14 @@ def _batched_params(params: _Params, axes: Sequence[int | None], size: int, type
 
 def _still_holds(decision: Decision, site: SiteDescription) -> bool:
     """Returns whether what was decided about a site holds for the site that ``vmap`` made of it."""
-    device, options = Device(decision.platform, decision.kind), decision.options
-    answer = site.operation.supports(decision.implementation or "", site.spec, device)
-    by_evidence = decision.evidence is not None and decision.block_sizes_from != "explicit"
-    asked = options is None or options.objective == "always" or not by_evidence
-    return asked and isinstance(answer, Supported)
+    options = decision.options
+    if (
+        decision.evidence is not None and decision.block_sizes_from != "explicit"
+    ):  # evidence is for the site's own sizes
+        if options is not None and options.objective != "always":
+            return False
+    device = Device(decision.platform, decision.kind)
+    return isinstance(site.operation.supports(decision.implementation or "", site.spec, device), Supported)
 
 
 def _first_axes(kind: Shaped) -> tuple[str, ...]:

@@ -172,3 +172,9 @@ def fill(
     extents = [math.prod(sizes[a] for a in parts) for _, parts in source.view]
     window = tuple(slice(offset, offset + n) for (offset, _), n in zip(source.view, extents, strict=True))
     operands[source.position][window] = array.reshape(extents)
+
+
+def summed_to(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns the sum of an array along the axes along which ``shape`` is 1."""
+    axes = tuple(i for i, (n, wanted) in enumerate(zip(array.shape, shape, strict=True)) if wanted == 1 != n)
+    return jnp.sum(array, axes, keepdims=True) if axes else array

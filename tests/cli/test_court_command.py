@@ -97,3 +97,14 @@ def test_a_shipped_kernel_is_tried_as_it_is_used(command):
     status, out, _ = command("court", "--shipped", "--ops", "rms_norm", "--only", "runs", "--json")
     assert status == 0
     assert [verdict["kernel"] for verdict in json.loads(out)] == ["rms_norm plain by xla"]
+
+
+def test_tpu_kernels_are_interpreted_also_where_they_are_lowered_later(command, monkeypatch):
+    monkeypatch.setenv("AUTOPALLAS_INTERPRET", "0")  # put back after the test, which sets it
+    only = ("--ops", "rms_norm", "--interpret", "--only", "runs", "--no-gradients", "-o", "verdict.json")
+    status, _, _ = command("court", "--shipped", *only)
+    assert status == 0
+    with open("verdict.json") as file:
+        verdicts = json.load(file)["verdicts"]
+    (verdict,) = (one for one in verdicts if one["kernel"] == "rms_norm plain by pallas_tpu")
+    assert (verdict["heard"], verdict["refused"]) == (2, [])

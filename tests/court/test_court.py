@@ -172,3 +172,18 @@ def test_numbers_of_a_case():
     (zeros,) = Case((f32(2, 3),), Numbers(scale=-0.0)).arguments(None)
     assert np.signbit(zeros).any()
     assert in_words(case.types) == "f32[2,3]"
+
+
+def test_where_the_reference_overflows_the_kernel_for_such_values_is_heard():
+    """In another order a product overflows elsewhere, which finite arguments do not show."""
+
+    def in_order(x):
+        return jax.lax.scan(lambda product, row: (product * row,) * 2, jnp.ones(x.shape[1:], x.dtype), x)[1]
+
+    def tree(x):
+        return jax.lax.cumprod(x, axis=0)
+
+    asked = dict(questions=["magnitudes"], gradients=False)
+    verdict = judge(in_order, tree, [f32(64, 127)], **asked)
+    assert any("NaN or infinite" in finding for failure in verdict.failures for finding in failure.findings)
+    assert judge(in_order, tree, [f32(64, 127)], special=tree, **asked).ok

@@ -17,6 +17,7 @@ from autopallas.kernels.gated_mlp.operation import GatedMlpSpec, hidden, product
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import Score, Side
+from autopallas.sites.index_notation import summed_to
 from autopallas.sites.operation import Supported, Unsupported
 from autopallas.sites.spec import BlockSizes
 
@@ -27,7 +28,6 @@ __all__ = [
     "backward",
     "forward",
     "program_dtypes",
-    "summed_to",
     "supports",
     "turned",
 ]
@@ -174,9 +174,3 @@ def program_dtypes(spec: GatedMlpSpec) -> tuple[Dtype, Dtype]:
 def turned(matrix: jax.Array) -> jax.Array:
     """Returns the transpose of the last two axes."""
     return jnp.swapaxes(matrix, -1, -2)
-
-
-def summed_to(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns the sum of an array along the axes along which ``shape`` is 1."""
-    axes = tuple(i for i, (n, wanted) in enumerate(zip(array.shape, shape, strict=True)) if wanted == 1 != n)
-    return jnp.sum(array, axes, keepdims=True) if axes else array

@@ -18,9 +18,10 @@ import numpy as np
 
 from autopallas.compat import Dtype
 from autopallas.kernels.gated_mlp.operation import GatedMlpSpec, product
-from autopallas.kernels.gated_mlp.xla import VECTORS, summed_to, turned
+from autopallas.kernels.gated_mlp.xla import VECTORS, turned
 from autopallas.sites.elementwise import ElementwiseProgram, Input, Score, Side
 from autopallas.sites.elementwise_gradients import pulled_back, without_rules
+from autopallas.sites.index_notation import summed_to
 
 __all__ = ["COTANGENT", "Compute", "backward", "forward", "programs_of", "unit_dtype"]
 

@@ -86,10 +86,9 @@ def _numerics(spec: RespellingSpec) -> Numerics:
 
 def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:
     ((_, dtype),) = spec.operands
-    products = spec["function"] == "cumprod" and jnp.issubdtype(dtype, jnp.floating)
-    return (
-        ("no product of the first numbers overflows, or vanishes, and comes back with later ones",) if products else ()
-    )
+    if spec["function"] != "cumprod" or not jnp.issubdtype(dtype, jnp.floating):
+        return ()
+    return ("no product of the first numbers overflows, or vanishes, and comes back with later ones",)
 
 
 def _plain(combined: Callable[[jax.Array, jax.Array], jax.Array]) -> _Step:
