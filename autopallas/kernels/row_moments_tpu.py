@@ -272,7 +272,8 @@ def _backward(
     normal = centred * inverse
     if "x" in results:
         of_normal = cotangent * held["scale"][...] if "scale" in held else cotangent
-        along = jnp.mean(of_normal * normal, axis=1, keepdims=True)
+        # Divided before it is summed, it is finite wherever what it is taken from is.
+        along = jnp.sum(of_normal * (normal * np.float32(1 / spec.columns)), axis=1, keepdims=True)
         gradient = of_normal - normal * (along if not spec.outside else along * divisor / root)
         if kernels.centred:
             gradient = gradient - jnp.mean(of_normal, axis=1, keepdims=True)

@@ -155,6 +155,17 @@ def test_models_with_operands_of_their_own(op, implementation):
     check(op, implementation, given)
 
 
+def test_the_gradient_of_a_norm_beside_the_largest_scale_is_finite_where_the_original_is():
+    """The row's sum of cotangent, scale and x / root is beyond float32; divided by the columns it is not."""
+    x = jnp.asarray([[[1.0] * 6 + [10.0]]], jnp.float32)
+    given = {"x": x, "scale": jnp.ones((1, 7), jnp.float32).at[0, 6].set(jnp.finfo(jnp.float32).max)}
+    with interpreted("pallas_tpu"):
+        found = both("rms_norm", "pallas_tpu", given)["x"]
+    wanted = both("rms_norm", "reference", given)["x"]
+    assert np.isfinite(wanted).all()
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
 @small
 @pytest.mark.parametrize("op", [op for op, name in KERNELS if name == "pallas_tpu"])
 def test_the_simulated_tpu_finds_no_fault(op):

@@ -31,6 +31,7 @@ from autopallas.kernels.attention.tpu_forward import (
     doubtful,
     exponentials,
     kept_rows,
+    narrow_operands,
     narrowed,
     plain_scale,
     sides_at,
@@ -289,7 +290,9 @@ def _kernel(grid: Grid, outputs: Sequence[_Output], *refs: Ref) -> None:
     shape, (place, rest) = grid.geometry, grid.here(refs)
     memory = _Memory.of(rest, len(shape.spec.sides), len(outputs))
     chosen = [o.of for o in outputs]
-    flipped = chosen == ["key", "value"]
+    # Scores in the thousands that are summed in another order than the forward's give other probabilities, which shows
+    # beside wide operands.
+    flipped = chosen == ["key", "value"] and narrow_operands(shape.spec)
 
     @when(place.first)
     def _() -> None:

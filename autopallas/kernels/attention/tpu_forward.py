@@ -61,6 +61,7 @@ __all__ = [
     "exponentials",
     "forward",
     "kept_rows",
+    "narrow_operands",
     "narrowed",
     "plain_scale",
     "sides_at",
@@ -471,8 +472,12 @@ def plain_scale(spec: AttentionSpec, programs: TilePrograms) -> float | None:
 
     Returns None otherwise, or if operands are so precise that the scores' size times float32's rounding would show.
     """
-    precise = max(spec.query_dtype.itemsize, spec.key_dtype.itemsize) > 2
-    return None if precise or spec.score_dtype != F32 else scale_of(programs.score)
+    return scale_of(programs.score) if narrow_operands(spec) and spec.score_dtype == F32 else None
+
+
+def narrow_operands(spec: AttentionSpec) -> bool:
+    """Whether queries and keys are rounded so coarsely that the last digits of their float32 products say nothing."""
+    return max(spec.query_dtype.itemsize, spec.key_dtype.itemsize) <= 2
 
 
 def exponentials(

@@ -106,6 +106,15 @@ class AttentionImplementation:
     def test_narrow_operands(self, module, name, dtype):
         self.check(module, BY_NAME[name], dtype, self.sizes)
 
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_backward_probabilities_are_at_most_1_whatever_the_scores(self, module, dtype):
+        """Scores of 1e7, summed in another order than in the forward, would differ by more than an exponent holds."""
+        case = self.resized(Case("enormous scores", size=1e7, query_length=32, groups=2))
+        self.require(module, case.spec(jnp.dtype(dtype)))
+        dvalue = computed(module, case, jnp.dtype(dtype), self.sizes)["dvalue"]
+        most = np.abs(np.asarray(case.operands(jnp.dtype(dtype))[5], np.float64)).sum(axis=(2, 3))[:, :, None]
+        assert np.all(np.abs(dvalue) <= 1.01 * most), (np.abs(dvalue) / most).max()
+
     @pytest.mark.parametrize(
         "name", ["soft cap and position bias", "sink and rows without keys", "weights inside the sum"]
     )
