@@ -134,7 +134,7 @@ def compare(
     ours = errors(rewritten, original, oracle)
     samples = [own, *(errors(x, original, oracle) for x in perturbed)]
     bound = max(allowed, 2 * max(sample.max_relative for sample in samples))
-    introduced = _introduced(_wide(original), _wide(rewritten))
+    introduced = _introduced(_wide(original), _wide(rewritten), _wide(_as(oracle, original.dtype)))
     return Comparison(name, dtype, shape, own, ours, bound, introduced, introduced == 0 and ours.max_relative <= bound)
 
 
@@ -143,11 +143,19 @@ def _wide(x: Array) -> np.ndarray:
     return np.asarray(x).astype(np.complex128 if complex_ else np.float64)
 
 
-def _introduced(original: np.ndarray, rewritten: np.ndarray) -> int:
-    """Counts NaNs in place of anything else, and infinities in place of a finite number or of the other infinity."""
+def _as(oracle: Array, dtype: DTypeLike) -> np.ndarray:
+    """Rounds the oracle's result to a dtype; what is beyond its range becomes infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.asarray(oracle).astype(dtype)
+
+
+def _introduced(original: np.ndarray, rewritten: np.ndarray, exact: np.ndarray) -> int:
+    """Counts NaNs in place of anything else, and infinities in place of a finite number or of the other infinity,
+    unless that is the wrong one, as the ``exact`` result tells."""
     nan = np.isnan(rewritten) & ~np.isnan(original)
     infinite = np.isinf(rewritten) & ~np.isnan(original) & (rewritten != original)
-    return int(np.sum(nan | infinite))
+    right = np.isinf(original) & (rewritten == exact)
+    return int(np.sum(nan | (infinite & ~right)))
 
 
 def _share_that_differs(original: Array, rewritten: Array) -> float:

@@ -160,6 +160,11 @@ def test_the_bound_is_twice_the_originals_error_or_the_tolerance():
     assert (both.non_finite, both.ok) == (0, False)
     other = compare("x", np.float32([np.inf, 2]), np.float32([-np.inf, 2]), oracle, 1e-5)
     assert (other.non_finite, other.ok) == (1, False)
+    overflow = np.asarray([1e39, 2])
+    right = compare("x", np.float32([-np.inf, 2]), np.float32([np.inf, 2]), overflow, 1e-5)
+    assert right.ok  # the original overflowed to the wrong side
+    assert not compare("x", np.float32([np.inf, 2]), np.float32([-np.inf, 2]), overflow, 1e-5).ok
+    assert not compare("x", np.float32([3e38, 2]), np.float32([np.inf, 2]), overflow, 1e-5).ok
     nothing = compare("x", np.float32([0, 0]), np.float32([1e-9, 0]), np.zeros(2), 1e-5)
     assert nothing.ok
 
