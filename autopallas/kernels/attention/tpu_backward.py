@@ -387,6 +387,9 @@ class _GradientTile:
 
         score = self._product(q, k, spec.score_precision).astype(spec.score_dtype)
         x, pull_score = jax.vjp(from_score, score, varied)
+        columns = self._columns_exist(int(not self.flipped))
+        # As in the forward: where a compiler leaves x unrounded in one of the two, the probabilities are not the same.
+        x = x if columns is None else jnp.where(columns, x, -jnp.inf)
         scale = None if numbers or programs.inner_weights else plain_scale(spec, programs)
         if programs.inner_weights:
             half = self._existing(halves(x, self.shift))
