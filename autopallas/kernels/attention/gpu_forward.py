@@ -364,11 +364,11 @@ def _store(own: _Block, window: tuple[object, ...], running: _Running) -> None:
     if running.kept is not None:
         result = jnp.where(lax.broadcast_in_dim(running.kept, shape, (0,)) > 0.0, result, 0.0)
     first.at[window][...] = result.astype(own.plan.spec.result_dtype)
-    logsumexp = running.maximum + jnp.log(running.total)
+    logsumexp = running.maximum + jnp.log(jnp.abs(running.total))
     second.at[window][...] = logsumexp
     # Of the rounded logsumexp; see tile_values.logsumexp.
     factor = jnp.exp2((logsumexp - running.maximum) * np.float32(LOG2E)) / running.total
-    third[0].at[window][...] = jnp.where(running.total > 0.0, factor, 1.0)
+    third[0].at[window][...] = jnp.where(running.total == 0.0, 1.0, factor)
 
 
 def _load(own: _Block) -> None:

@@ -55,7 +55,7 @@ class AttentionSpec:
         e = exp(x - max) * inner_weights          the sum runs over S and, if ``sink``, one more logit
         p = e / (sum_S e + exp(sink - max)) * weights
         out = p v                                 [B, K, G, T, Dv] in ``result_dtype``
-        logsumexp = max + log(sum)                [B, K, G, T] float32 (float64)
+        logsumexp = max + log |sum|               [B, K, G, T] float32 (float64)
 
     ``max`` is the greatest of x + log |inner_weights|, and of the sink: keys whose weight is 0 do not count.  The
     logarithms are bounded; see ``tile_values.heights``.

@@ -156,7 +156,9 @@ def exponentials_vjp(
 def logsumexp(maximum: Array, total: Array) -> tuple[Array, Array]:
     """Returns the logsumexp of rows, and the factor with which the probabilities are exp(x - logsumexp) times it.
 
-    The factor is 1 but for rounding.  The logsumexp's rounding error, about 1e-7 of its size, would be the relative
+    The logarithm is that of the sum's size: weights may make the sum negative, and then the factor is negative.
+
+    The factor is 1 or -1 but for rounding.  The logsumexp's rounding error, about 1e-7 of its size, would be the relative
     error of the probabilities: in a row whose keys are all masked with -1e9 it is -1e9 + log(S) = -1e9, and every
     probability would be 1.
 
@@ -164,7 +166,7 @@ def logsumexp(maximum: Array, total: Array) -> tuple[Array, Array]:
       maximum: the greatest logit of each row; -inf for a row without any.
       total: the sum of exp(x - maximum).
     """
-    found = jnp.where(maximum == -jnp.inf, -jnp.inf, maximum + jnp.log(total))
+    found = jnp.where(maximum == -jnp.inf, -jnp.inf, maximum + jnp.log(jnp.abs(total)))
     factor = jnp.exp(found - maximum) * reciprocal(total)
     return found, jnp.where(jnp.isfinite(found), factor, 1)
 

@@ -359,7 +359,7 @@ def _finish(own: _Kernel, memory: _Memory) -> None:
     if running.kept is not None:
         result = jnp.where(widened(running.kept, size) > 0, result, 0.0)
     first[...] = result.astype(first.dtype)
-    second[...] = as_row(running.maximum + jnp.log(running.total), shape.row_lanes)
+    second[...] = as_row(running.maximum + jnp.log(jnp.abs(running.total)), shape.row_lanes)
 
 
 class _TileOperands(NamedTuple):

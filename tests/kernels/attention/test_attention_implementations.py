@@ -279,6 +279,9 @@ class TestXla(AttentionImplementation):
         temporary = jax.jit(run).lower(*operands).compile().memory_analysis().temp_size_in_bytes
         assert temporary < 512 * 512 * 4 / 2
 
+    def test_gradients_of_rows_whose_weights_sum_to_less_than_zero(self, module):
+        self.check(module, BY_NAME["negative weights inside the sum, a mask and a sink"], "float32", self.sizes)
+
     def test_gradients_of_rows_with_a_huge_logsumexp(self, module):
         """exp(x - logsumexp) would be 1, not 1 / S, where logsumexp = -1e30 + log(S)."""
         case = Case("hidden", score=traced(lambda s: s * np.float32(0) - np.float32(1e9), SCORE))
