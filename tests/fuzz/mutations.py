@@ -67,6 +67,7 @@ def put_back(name: str) -> Iterator[None]:
         "patterns.attention.recognise",
         "patterns.cross_entropy.recognise",
         "patterns.grouped_matmul.recognise",
+        "patterns.recurrence.recognise",
     ):
         importlib.import_module(f"autopallas.{module}")
     for operation in ("attention", "cross_entropy", "grouped_matmul"):
@@ -186,6 +187,48 @@ def _nothing_assumed(replace: Replace) -> None:
     replace("patterns.attention.site", "ProvedAttention.assumptions", lambda old: property(lambda self: ()))
 
 
+def _gates_without_the_carry(replace: Replace) -> None:
+    """A gate of the carried value is taken for one of zeros."""
+
+    def change(old: Any) -> Any:
+        sums = importlib.import_module("autopallas.patterns.recurrence.sums")
+
+        def equation(self: Any, one: Any) -> None:
+            old(self, one)
+            if one.primitive.name == "logistic" and hasattr(self.values[one.outvars[0]], "reason"):
+                axes = (None,) * one.outvars[0].aval.ndim
+                self.values[one.outvars[0]] = sums.Sum(axes, (sums.Part(0.5),))
+
+        return equation
+
+    replace("patterns.recurrence.interpret", "Interpretation._equation", change)
+
+
+def _swapped_product(replace: Replace) -> None:
+    """A vector times the state is taken for the state times the vector, where the state is square."""
+
+    def change(old: Any) -> Any:
+        def contracted(equation: Any, read: Any, labels: Any) -> Any:
+            numbers = equation.params["dimension_numbers"]
+            (left, right), batches = numbers
+            for place, of in ((0, left), (1, right)):
+                shape = equation.invars[place].aval.shape
+                if not read[place].is_free and len(shape) == 2 and shape[0] == shape[1] and len(of) == 1:
+                    turned = [left, right]
+                    turned[place] = (1 - of[0],)
+                    params = {**equation.params, "dimension_numbers": (tuple(turned), batches)}
+                    return old(equation.replace(params=params), read, labels)
+            return old(equation, read, labels)
+
+        return contracted
+
+    replace("patterns.recurrence.interpret", "_contracted", change)
+    interpret = importlib.import_module("autopallas.patterns.recurrence.interpret")
+    replace(
+        "patterns.recurrence.interpret", "RULES", lambda old: {**old, "dot_general": vars(interpret)["_contracted"]}
+    )
+
+
 def _has(*features: str) -> Callable[[RandomProgram], bool]:
     """All of some features; one of several where they are separated by a bar."""
     return lambda program: all(any(one in program.features for one in f.split(" | ")) for f in features)
@@ -228,6 +271,13 @@ FAULTS = {
     "A9": Fault(
         "0 / 0 in the gates of a token without expert is 0", _zero_over_zero,
         _has("tokens without experts", "gates: divided | gates: reciprocal"),
+    ),
+    "R1": Fault(
+        "a gate that reads the carried value is hoisted out of the loop", _gates_without_the_carry,
+        _has("update: read by a gate"),
+    ),
+    "R2": Fault(
+        "a loop reads the columns of its state and not the rows", _swapped_product, _has("state: matrix", "square"),
     ),
     "A10": Fault("NaN of large scores becomes finite, and nothing says so", _nothing_assumed, _has("no maximum")),
 }  # fmt: skip

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import arrays, attention, dispatched, losses, mixtures, pairs, respellings, stacks
+from . import arrays, attention, dispatched, losses, mixtures, pairs, recurrences, respellings, stacks
 from .choices import Choices
 from .writing import Argument, Writer
 
@@ -29,6 +29,8 @@ _FIRST_RESPELLING = 30_000
 """From here on a fourth fifth are of what respellings replace."""
 _FIRST_DISPATCH = 32_000
 """From here on the last fifth are mixtures by scatters and gathers, intervals, gathered matrices and loops."""
+_FIRST_RECURRENCE = 80_000
+"""From here on each of those is a tenth, two more tenths are loops over time, and three are what the draw says."""
 
 
 @dataclass(frozen=True)
@@ -94,15 +96,19 @@ def random_program(
     w.busy = c.pick("busy", [1.0, 0.5, 0.2], 0.7)
     shares = [name for name, share in _FAMILIES.items() for _ in range(round(share * 20))]
     family = c.pick("family", {f"{name}{i}": name for i, name in enumerate(shares)}, 0.95)
-    if seed >= _FIRST_PAIR and seed % 5 == 1:
+    place = seed % 5
+    if seed >= _FIRST_RECURRENCE:
+        place = seed % 10
+        family = "recurrence" if place in (5, 6) else family
+    if seed >= _FIRST_PAIR and place == 1:
         family = "pair"
-    if seed >= _FIRST_GATHER and seed % 5 == 3:
+    if seed >= _FIRST_GATHER and place == 3:
         family, w.gathers = "loss", True
-    if seed >= _FIRST_WINDOW and seed % 5 == 4:
+    if seed >= _FIRST_WINDOW and place == 4:
         family, w.windows = "loss", True
-    if seed >= _FIRST_RESPELLING and seed % 5 == 2:
+    if seed >= _FIRST_RESPELLING and place == 2:
         family = "respelling"
-    if seed >= _FIRST_DISPATCH and seed % 5 == 0:
+    if seed >= _FIRST_DISPATCH and place == 0:
         family = "dispatch"
     w.features.add(f"family: {family}")
     w.features |= {"x64"} if w.x64 else set()
@@ -119,6 +125,9 @@ def random_program(
     elif family == "respelling":
         size, core = respellings.operands(w, "r")
         head, write = "respelt", lambda: respellings.body(w, "r", size, *core)
+    elif family == "recurrence":
+        size, core = recurrences.operands(w, "t")
+        head, write = "run_loop", lambda: recurrences.body(w, "t", size, *core)
     elif family == "dispatch":
         size, core = dispatched.operands(w, "d")
         head, write = "mix", lambda: dispatched.body(w, "d", size, *core)
