@@ -519,6 +519,23 @@ def array_type(
     return varied
 
 
+def varying_axes(avals: Sequence[object]) -> frozenset[str]:
+    """Returns the manual mesh axes over which any of some arrays varies, by their types."""
+    kinds = (getattr(aval, "manual_axis_type", None) for aval in avals)
+    return frozenset[str]().union(*(kind.varying for kind in kinds if kind is not None))
+
+
+def varying_equation(atom: JaxprAtom, reader: JaxprEqn) -> JaxprEqn:
+    """Returns the equation after which a value also varies over the manual mesh axes over which the result of
+    ``reader``, an equation that reads it, varies."""
+    from jax._src import core
+
+    like = reader.outvars[0].aval
+    axes = tuple(sorted(varying_axes([like]) - varying_axes([atom.aval])))
+    result = Var(array_type(atom.aval.shape, atom.aval.dtype, [like, atom.aval]))
+    return new_jaxpr_eqn([atom], [result], core.pvary_p, {"axes": axes}, set(), reader.source_info, reader.ctx)
+
+
 def explicit_sharding(aval: object) -> NamedSharding | None:
     """Returns the sharding in an array's type if its mesh has explicit axes; otherwise None."""
     sharding = getattr(aval, "sharding", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
 from operator import add
 from typing import Any
@@ -44,6 +44,9 @@ __all__ = [
     "reader",
     "rebuild",
     "reshape_equation",
+    "with_bodies",
+    "with_weak_types",
+    "without_casts",
     "without_dead_code",
     "zeros_equation",
 ]
@@ -99,6 +102,17 @@ def bodies(equation: JaxprEqn) -> list[tuple[str, int | None, JaxprLike]]:
         elif isinstance(value, _JAXPRS):
             found.append((name, None, value))
     return found
+
+
+def with_bodies(equation: JaxprEqn, change: Callable[[JaxprLike], JaxprLike]) -> JaxprEqn:
+    """Returns an equation whose bodies are changed; the same equation if ``change`` returns every body as it is."""
+    params = dict(equation.params)
+    for name, place, body in bodies(equation):
+        new, several = change(body), params[name]
+        if new is not body:
+            params[name] = new if place is None else type(several)([*several[:place], new, *several[place + 1 :]])
+    changed = any(params[name] is not value for name, value in equation.params.items())
+    return equation.replace(params=params) if changed else equation
 
 
 _JAXPRS = (Jaxpr, ClosedJaxpr)
@@ -248,6 +262,32 @@ def reader(like: JaxprEqn, operands: Sequence[Var], result: Var) -> JaxprEqn:
     return like.replace(
         primitive=jax.lax.copy_p, invars=list(operands), outvars=[result], params={}, effects=frozenset()
     )
+
+
+def without_casts(program: JaxprLike) -> JaxprLike:
+    """Returns a jaxpr without the equations that make values vary over manual mesh axes, which are bound in a
+    ``shard_map`` alone; the same jaxpr if there are none."""
+    jaxpr, consts = open_jaxpr(program)
+    names: dict[Var, JaxprAtom] = {}
+    equations: list[JaxprEqn] = []
+
+    def named(atoms: Sequence[JaxprAtom]) -> list[JaxprAtom]:
+        return [names.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
+
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in VARYING:
+            names.update(zip(equation.outvars, named(equation.invars), strict=True))
+            continue
+        new = equation if is_leaf(equation) else with_bodies(equation, without_casts)
+        read = named(equation.invars)
+        equations.append(new if read == equation.invars else new.replace(invars=read))
+    if not names and all(new is old for new, old in zip(equations, jaxpr.eqns, strict=True)):
+        return program
+    return rebuild(program, jaxpr.constvars, consts, jaxpr.invars, named(jaxpr.outvars), equations)
+
+
+VARYING = frozenset({"pvary", "pcast"})
+"""Primitives whose result is the operand, typed as varying over further manual mesh axes."""
 
 
 def without_dead_code(program: JaxprLike) -> ClosedJaxpr:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Var
@@ -66,6 +67,9 @@ def copied(graph: Graph, nodes: Sequence[Node], variables: dict[int, Var]) -> li
 
 
 def closed(inputs: Sequence[Var], results: Sequence[JaxprAtom], equations: Sequence[JaxprEqn]) -> ClosedJaxpr:
-    """Returns a closed jaxpr without constants."""
+    """Returns a closed jaxpr without constants, and without casts that are bound in a ``shard_map`` alone."""
     info = jaxprs.debug_info("autopallas", len(inputs), len(results))
-    return ClosedJaxpr(compat.new_jaxpr([], inputs, results, equations, frozenset(), info), [])
+    found = ClosedJaxpr(compat.new_jaxpr([], inputs, results, equations, frozenset(), info), [])
+    if not compat.varying_axes([atom.aval for atom in (*inputs, *results)]):
+        return found
+    return cast("ClosedJaxpr", jaxprs.without_casts(found))

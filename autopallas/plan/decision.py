@@ -10,7 +10,10 @@ from autopallas.report.late import Entry
 from autopallas.sites.spec import BlockSizes
 from autopallas.tuning.row import Row
 
-__all__ = ["Decision"]
+__all__ = ["NOTHING_TO_COMPUTE", "Decision"]
+
+NOTHING_TO_COMPUTE = "an axis of size 0 leaves nothing to compute"
+"""Why a site with an empty array keeps its original, whatever the operation: kernels cut axes into blocks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,9 @@ from autopallas.compat import (
 )
 from autopallas.faults import one_line
 from autopallas.plan.cross_platform import replan_for
-from autopallas.plan.decision import Decision
+from autopallas.plan.decision import NOTHING_TO_COMPUTE, Decision
 from autopallas.report.late import Entry
+from autopallas.rewrite.manual_axes import evaluate, varied_alike
 from autopallas.sites.calls import SiteDescription, kernel_backward, kernel_forward, with_residuals
 from autopallas.sites.device import Device
 from autopallas.sites.interpret import settled
@@ -101,7 +102,7 @@ def _vary(
         filled = list(operands)
         for position, x in zip(chosen, varied, strict=True):
             filled[position] = x
-        return compat.jaxpr_as_fun(original)(*filled)
+        return evaluate(original, filled)
 
     return function
 
@@ -152,7 +153,7 @@ def _tangent(
     active: tuple[int, ...],
     **_: object,
 ) -> list[jax.Array]:
-    operands, _results, _residuals, tangents = _split(arguments, site, original)
+    operands, _results, _residuals, tangents = _split(varied_alike(arguments, arguments), site, original)
     function = _vary(original, active, operands)
     moved: list[jax.Array] = jax.jvp(function, tuple(operands[i] for i in active), tuple(tangents))[1]
     return moved
@@ -171,15 +172,19 @@ def _backward(
         kernel = kernel_backward(site, decision.implementation or "", decision.block_sizes, active)
         gradients = kernel(operands, results, residuals, cotangents)
         return [compat.divided_like(x, original.in_avals[i]) for x, i in zip(gradients, active, strict=True)]
+    operands, _, _, cotangents = _split(varied_alike(arguments, arguments), site, original)
     _, pull = jax.vjp(_vary(original, active, operands), *(operands[i] for i in active))
     return list(pull(list(cotangents)))
 
 
-def _split(arguments: Arrays, site: SiteDescription, original: ClosedJaxpr) -> tuple[Arrays, Arrays, Arrays, Arrays]:
+def _split(
+    arguments: Sequence[jax.Array], site: SiteDescription, original: ClosedJaxpr
+) -> tuple[Arrays, Arrays, Arrays, Arrays]:
     """Splits arguments into (operands, results, residuals, tangents or cotangents)."""
     operands = len(original.in_avals)
     results = operands + len(original.out_avals)
     residuals = results + len(site.residual_types())
+    arguments = tuple(arguments)
     return arguments[:operands], arguments[operands:results], arguments[results:residuals], arguments[residuals:]
 
 
@@ -372,7 +377,9 @@ def _site_and_tangent(
     count = len(params["original"].out_avals)
     active = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
     if active:
-        moved = tangent_p.bind(*primals, *outputs, *(tangents[i] for i in active), active=active, **params)
+        # What a site computes varies over the manual axes of all operands; JAX transposes the casts to sums over axes.
+        given = varied_alike([tangents[i] for i in active], primals)
+        moved = tangent_p.bind(*primals, *outputs, *given, active=active, **params)
     else:
         moved = [_zero(x) for x in outputs[:count]]
     if not residuals:
@@ -469,6 +476,9 @@ def _batched_params(params: _Params, axes: Sequence[int | None], size: int, type
             entry_of(decision).keeps(decision.platform, _MAPPED.partition(": ")[2])
             decision = replace(decision, verdict="kept", reason=_MAPPED)
         site = further or site
+    if decision.verdict == "applied" and size == 0:
+        entry_of(decision).keeps(decision.platform, NOTHING_TO_COMPUTE)
+        decision = replace(decision, verdict="kept", reason=NOTHING_TO_COMPUTE)
     if decision.verdict == "applied" and not _still_holds(decision, site):
         decision = replace(decision, mapped=True)
     function = jax.vmap(compat.jaxpr_as_fun(original), in_axes=tuple(axes), axis_size=size)

@@ -16,6 +16,7 @@ from autopallas.patterns.carry import is_available
 from autopallas.patterns.match import BackwardMatch, Match
 from autopallas.places import scope
 from autopallas.plan.decision import Decision
+from autopallas.rewrite.manual_axes import with_casts
 from autopallas.rewrite.primitive import backward_p, site_p
 
 __all__ = ["splice"]
@@ -32,7 +33,7 @@ def splice(graph: Graph, matches: Sequence[Match], decisions: Sequence[Decision]
         if decision.verdict == "applied":
             for part in match.passes:
                 splicer.replace(part, decision)
-    program = jaxprs.without_dead_code(rebuild(graph.root, splicer.edits))
+    program = jaxprs.without_dead_code(with_casts(rebuild(graph.root, splicer.edits)))
     check(program)
     return program
 

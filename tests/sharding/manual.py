@@ -11,6 +11,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -125,6 +126,63 @@ def pmapped():
     }
 
 
+def attention_to_all_keys(q, k, v):
+    scores = jnp.einsum("td,sd->ts", q, k)
+    return jax.nn.softmax(jnp.where(jnp.arange(k.shape[0]) < 5, scores, -jnp.inf)) @ v
+
+
+def loss_at_rows(x, w):
+    """The rows are gathered, and moved back to x."""
+    log_probabilities = jax.nn.log_softmax(x @ w)
+    return log_probabilities[jnp.arange(len(x)), jnp.where(x[:, 0] > 0, 3, 1)][:, None]
+
+
+def layer_norm(x, scale, shift):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * lax.rsqrt(x.var(-1, keepdims=True) + 1e-6) * scale + shift
+
+
+SHARED = {
+    "attention": (attention_to_all_keys, ((12, 8), (7, 8), (7, 8))),
+    "loss": (loss_at_rows, ((12, 8), (8, 5))),
+    "layer norm": (layer_norm, ((12, 8), (8,), (8,))),
+}
+"""(function, shapes): each device has rows of the first operand, and the others whole."""
+
+
+def gradients_of(function):
+    def total(*args):
+        return jnp.sum(function(*args) ** 2)
+
+    return lambda *args: jax.grad(total, argnums=tuple(range(len(args))))(*args)
+
+
+def second_of(function):
+    return lambda *args: jax.jvp(gradients_of(function), args, args)
+
+
+def with_shared_operands():
+    """Derivatives of the shared operands are sums over devices, whoever takes them and wherever."""
+    found, random = {}, np.random.default_rng(0)
+    for name, (function, shapes) in SHARED.items():
+        args = [random.standard_normal(shape).astype("float32") for shape in shapes]
+        specs = (P("data"), *(P() for _ in shapes[1:]))
+        optimized = autopallas.optimize(function, objective="always", strict=True)
+        mapped = part(function, axis="data", specs=specs, out=P("data"))
+        around = autopallas.optimize(jax.jit(mapped), objective="always", strict=True)
+        for order, derivative in (("gradients", gradients_of), ("second derivatives", second_of)):
+            whole = autopallas.optimize(jax.jit(derivative(mapped)), objective="always", strict=True)
+            uses = {
+                "inside": jax.jit(derivative(part(optimized, axis="data", specs=specs, out=P("data")))),
+                "around": jax.jit(derivative(around)),
+                "outermost": whole,
+            }
+            wanted = jax.jit(derivative(function))(*args)
+            for use, run in uses.items():
+                found[f"{name}, {order}, {use}"] = cases.error(run(*args), wanted)
+    return found
+
+
 def constraints_alone():
     """No argument is on a mesh."""
     optimized = autopallas.optimize(jax.jit(jax.vmap(constrained)), objective="always", strict=True)
@@ -161,5 +219,6 @@ def run(name):
 if __name__ == "__main__":
     warnings.simplefilter("error", autopallas.AutopallasWarning)  # it would say that a site runs as it is written
     others = {"pmap": pmapped, "constraints alone": constraints_alone}
+    others["with shared operands"] = with_shared_operands
     others["demanded beside static arguments"] = demanded_beside_static_arguments
     cases.answer({name: functools.partial(run, name) for name in CASES} | others)
