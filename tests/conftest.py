@@ -33,6 +33,7 @@ atexit.register(shutil.rmtree, os.environ["AUTOPALLAS_CACHE_DIR"], ignore_errors
 os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}".strip()
 
 import jax  # noqa: E402  (after what it reads)
+from support import tiers  # noqa: E402
 
 from autopallas.tuning import duration  # noqa: E402
 
@@ -44,20 +45,15 @@ if os.environ.get("FULL_GRID") != "1":
 
 CASES = {"fast": 2, "compatibility": 1}
 """How many cases of a parametrized test a tier has."""
-ONE_CASE = {"fuzz", "kernels", "sharding", "training"}
-"""Folders whose tests take longest, with interpreted kernels, several devices or train steps: one case each."""
-TESTS = {"compatibility": 6}
+ONE_CASE = {"fuzz", "kernels", "recognition", "sharding", "training"}
+"""Folders whose tests take longest, with interpreted kernels, several devices, train steps or many spellings: one case
+each."""
+TESTS = {"compatibility": 4}
 """How many tests of a module a tier has."""
 
 
-FASTER_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
-"""JAX 0.10 can still generate code without MLIR, in about half of the time.  The nightly tier compiles as users do."""
-
-
 def pytest_configure(config):
-    older = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11)
-    if older and config.getoption("tier") != "nightly":
-        os.environ["XLA_FLAGS"] = f"{FASTER_EMITTERS} {os.environ['XLA_FLAGS']}"
+    tiers.tier = config.getoption("tier")
 
 
 def pytest_addoption(parser):

@@ -19,7 +19,7 @@ from .tolerance import roundings
 from .writing import Argument
 
 PROGRAMS = range(60)
-BATCH = 10
+BATCH = 5
 
 
 @pytest.mark.parametrize("start", PROGRAMS[::BATCH])

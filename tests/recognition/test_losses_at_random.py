@@ -10,6 +10,7 @@ from jax import lax
 from jax.nn import logsumexp, one_hot
 from support.catalogue import array
 from support.checks import check
+from support.tiers import examples
 
 from recognition.losses import picked
 
@@ -63,7 +64,7 @@ def _pick(table):
     return st.sampled_from(sorted(table))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(_pick(LOGITS), _pick(PROGRAMS), _pick(NORMALISERS), _pick(PICKS), _pick(ROWS), st.booleans())
 def test_any_loss_is_found_and_exact_in_a_train_step(logits, program, normaliser, pick, rows, checkpoint):
     def loss(w, x, y):

@@ -11,9 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.catalogue import array
 from support.compare import compare
+from support.tiers import examples
 
 quick = settings(
-    max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(15), deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 lengths = st.sampled_from([1, 2, 3, 5, 8])
 

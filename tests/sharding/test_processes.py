@@ -53,7 +53,7 @@ def assert_same_programs_and_results(found):
         assert max(of_process[name]["error"] for of_process in found) <= 2e-5, name
 
 
-@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(("processes", "devices"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.nightly)])
 def test_sites_are_divided_over_processes(processes, devices):
     found = outcomes(processes, devices, "alike")
     assert_same_programs_and_results(found)

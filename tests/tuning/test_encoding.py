@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import CPU, attend, gradient, match_of, qkv
+from support.tiers import examples
 from test_tables import PLAIN
 
 import autopallas
@@ -134,7 +135,7 @@ PLACES = sorted(leaves(GOOD["passes"][0]), key=str)
 JUNK = st.one_of(st.none(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=8), st.just([]), st.just({}))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.sampled_from(PLACES), JUNK)
 def test_damaged_data_are_refused_or_harmless(path, value):
     try:

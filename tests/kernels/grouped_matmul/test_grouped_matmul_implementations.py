@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.tiers import examples
 
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.operands import Operands
@@ -206,7 +207,7 @@ class GroupedMatmulImplementation:
         assert error(found[0], 1 / (1 + np.exp(-2 * product))) < TOLERANCES["bfloat16"]
 
     # Each subclass runs this test for itself; what one of them finds need not fail in the other.
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(25), deadline=None, suppress_health_check=list(HealthCheck))
     @given(group_sizes=st.lists(st.integers(0, 12), min_size=5, max_size=5), use=st.sampled_from(USES))
     def test_all_group_sizes(self, module, group_sizes, use):
         self.check(module, spec_of(use, self.dtype), group_sizes)

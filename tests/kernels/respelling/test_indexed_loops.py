@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from support.compare import compare
+from support.tiers import examples
 
 import autopallas
 from autopallas.graph import Graph, flatten
@@ -277,7 +278,7 @@ def test_a_site_inside_the_loop_is_not_lost():
     assert alone.report().counts()["respelling"] >= 1
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(25), deadline=None, derandomize=True)
 @given(
     st.integers(2, 7), st.integers(-3, 3), st.sampled_from([1, -1, 2]), st.sampled_from(["int8", "int32", "uint8"]),
     st.booleans(), st.sampled_from(["index", "slice", "fill", "clip"]),

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from support.compare import compare
+from support.tiers import examples
 
 import autopallas
 from autopallas.graph import Graph, flatten
@@ -65,7 +66,7 @@ def test_exchanged_results(before, after, exchanged, dtype):
     check(function, first, second, times=int(exchanged))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.data())
 def test_products_at_random(data):
     sizes = data.draw(st.lists(st.sampled_from([1, 1, 2, 3, 4]), min_size=3, max_size=5))

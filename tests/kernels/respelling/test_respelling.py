@@ -14,6 +14,7 @@ from jax import lax
 from recognition import capacities
 from support.compare import compare
 from support.mixtures import P, X
+from support.tiers import examples
 
 import autopallas
 from autopallas.graph import Graph, flatten
@@ -332,7 +333,7 @@ def test_windows_of_what_is_not_finite(step):
 # ---------------------------------------------------------------------- positions of extrema
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(
         st.sampled_from([0.0, -0.0, 1.0, -1.0, float("inf"), float("-inf"), float("nan")]), min_size=1, max_size=9
