@@ -53,9 +53,10 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
     matches = [match for match in matches if not alive.isdisjoint(match.replaced)]  # nothing needs the others
     matches, waiting = in_some_order(graph, _once(matches))
     misses += waiting
-    if misses:  # near misses inside of what a site replaces, its backward included, are dropped
-        first = {number for match in matches if match.site.operation.priority >= 0 for number in match.replaced}
-        counted = [match for match in matches if match.site.operation.priority >= 0 or not match.holds_any(first)]
+    if misses:
+        # Near misses inside of what a site replaces, its backward included, are dropped; a respelling of one of a miss's
+        # equations is no answer to it.
+        counted = [match for match in matches if match.site.operation.priority >= 0]
         reads = {number: read for match in counted for number, read in match.reads.items()}
         still = surviving(graph, {number for match in counted for number in match.replaced}, reads)
         misses = [miss for miss in misses if miss.value < 0 or miss.value in still]
