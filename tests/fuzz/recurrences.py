@@ -14,8 +14,8 @@ def operands(w: Writer, at: str) -> tuple[dict[str, int], list[str]]:
     c = w.choices
     size = {
         "t": c.pick(f"{at}.t", [64, 17, 24, 33, 130], 0.6),
-        "d": c.pick(f"{at}.d", [4, 8, 3], 0.4),
-        "e": c.pick(f"{at}.e", [6, 4, 8], 0.4),
+        "d": c.pick(f"{at}.d", [16, 8, 24], 0.4),
+        "e": c.pick(f"{at}.e", [12, 16, 8], 0.4),
     }
     scale = c.pick(f"{at}.magnitude", [1.0, 0.1, 10.0], 0.3)
     dtype = w.dtype(f"{at}.x", 0.25)
@@ -61,7 +61,7 @@ def body(w: Writer, at: str, size: dict[str, int], k: str, v: str, q: str, g: st
         last, ys = w.fresh("last"), w.fresh("ys")
         w.line(f"{last}, {ys} = lax.scan(step, {start}, ({each}), reverse={reverse}, unroll={unroll})")
     results = {"outputs": ys, "both": f"({ys}, {last})", "last": f"{last}", "sum": f"jnp.sin({ys}).sum(0)"}
-    return w.set("result", c.pick(f"{at}.result", results, 0.5))
+    return w.set("result", c.pick(f"{at}.result", results, 0.3))
 
 
 def _counted(w: Writer, steps: int, start: str, each: str, step: list[str]) -> tuple[str, str]:
@@ -96,7 +96,7 @@ def _matrix(w: Writer, at: str) -> list[str]:
         "sum": "decayed + added", "other order": "added + decayed", "delta": "delta", "difference": "decayed - added",
         "read by a gate": "gated", "squashed": "tanh", "largest": "max", "squared": "squared", "shifted": "rolled",
     }  # fmt: skip
-    kind = c.pick(f"{at}.update", {name: name for name in kinds}, 0.5)
+    kind = c.pick(f"{at}.update", {name: name for name in kinds}, 0.6)
     w.features.add(f"update: {kind}")
     decayed, added = c.pick(f"{at}.decay", decays, 0.6), c.pick(f"{at}.product", products, 0.6)
     read = c.pick(f"{at}.read", ["q @ s", "jnp.einsum('d,de->e', q, s)", "(q[:, None] * s).sum(0)", "s.T @ q"], 0.6)

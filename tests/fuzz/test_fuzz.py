@@ -64,6 +64,14 @@ def test_programs_have_what_they_are_said_to_have():
     assert [name for name in wanted if name not in features] == []
 
 
+def test_loops_over_time_carry_what_they_are_said_to():
+    programs = [random_program(seed) for seed in range(80_000, 80_400) if seed % 10 in (5, 6)]
+    features = {feature for program in programs for feature in program.features}
+    updates = ("sum", "other order", "delta", "read by a gate", "squashed", "largest", "squared", "shifted")
+    wanted = [f"update: {name}" for name in updates] + ["recurrence: fori", "recurrence: scan", "decay: above one"]
+    assert [name for name in wanted if name not in features] == []
+
+
 def test_mixtures_are_dispatched_in_each_way():
     features = {feature for seed in range(32_000, 32_400, 5) for feature in random_program(seed).features}
     ways = ("slots", "gathered", "picked", "intervals", "loop", "scan", "experts choose")
@@ -113,6 +121,30 @@ def test_a_rounded_row_is_not_the_row():
     with put_back("A5"):
         assert judge(program).kind == "values"
     assert judge(program).complaints == []
+
+
+_LOOP = """def program(k, v, q):
+    def run(k, v, q):
+        def step(s, now):
+            k, v, q = now
+            s = {gate} * s + jnp.outer(k, v)
+            return s, {read}
+        return lax.scan(step, jnp.zeros((8, 8)), (k, v, q))[1]
+    out, pull = jax.vjp(run, k, v, q)
+    return out, pull(jnp.cos(out))"""
+
+
+@pytest.mark.parametrize(
+    "fault, gate, read", [("R1", "jax.nn.sigmoid(s.mean())", "q @ s"), ("R2", "0.9", "q @ s"), ("R2", "0.9", "s @ q")]
+)
+def test_a_fault_in_what_a_loop_is_read_as_is_seen(fault, gate, read):
+    rows = [Argument(name, "normal", (24, 8), "'float32', 0.3, 0.0") for name in "kvq"]
+    program = _written(_LOOP.format(gate=gate, read=read), *rows)
+    with put_back(fault):
+        assert judge(program).kind == "values"
+    verdict = judge(program)
+    assert verdict.complaints == []
+    assert verdict.applied == ({} if fault == "R1" else {"recurrence": 1})
 
 
 def test_every_fault_can_be_put_back_and_is_gone_afterwards():

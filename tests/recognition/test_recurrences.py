@@ -397,3 +397,25 @@ def test_looking_takes_steps_in_proportion_to_the_layers(differentiated):
 
     few, many = steps(4), steps(16)
     assert 0 < many <= 4 * few
+
+
+def test_a_cotangent_that_the_backward_carries_as_it_is_does_not_stand_for_its_loop():
+    """A reversed loop stacks the cotangent of q, which it is given: that value is not computed from itself."""
+
+    def run(k, q, a):
+        def step(s, now):
+            k, q, a = now
+            s = a * s + k
+            return s, s + q
+
+        scaled = k / (1 + jnp.linalg.norm(k, axis=-1, keepdims=True))
+        return jnp.sin(jax.lax.scan(step, jnp.cos(scaled[0]), (scaled, q, a))[1]).sum(0)
+
+    def step(k, q, a):
+        out, pull = jax.vjp(run, k, q, a)
+        return out, pull(jnp.cos(out))
+
+    k, q, a = (jnp.asarray(np.random.default_rng(n).standard_normal((24, 8)), jnp.float32) for n in range(3))
+    outcome = compare(step, (k, q, a), gradients=False)
+    assert outcome.complaints == []
+    assert not outcome.report.failures

@@ -210,13 +210,19 @@ class _Paths(NamedTuple):
 
 def _cotangents(graph: Graph, candidates: Sequence[_Candidate]) -> dict[int, list[int]]:
     """Returns the results of the reversed loops, each with what its loop reads beside the loops' results: the cotangent
-    of a loop's result is among it, and may be computed from that result."""
+    of a loop's result is among it, and may be computed from that result.
+
+    A value that was there before its loop, such as a cotangent that it carries as it is, is no result.
+    """
     stacked = {graph.numbers[c.scan.outer][v] for c in candidates for v in c.scan.equation.outvars}
     found: dict[int, list[int]] = {}
     for backward in dict.fromkeys(b for c in candidates for b in (*c.backwards, *c.others)):
         numbers = graph.numbers[backward.outer]
         read = [n for a in backward.equation.invars if isinstance(a, Var) and (n := numbers[a]) not in stacked]
-        found.update((n, read) for v in backward.equation.outvars if (n := numbers[v]) >= 0)
+        for number in map(numbers.__getitem__, backward.equation.outvars):
+            defined = graph.definitions.get(number)
+            if number >= 0 and number not in read and (defined is None or defined.equation is backward.equation):
+                found[number] = read
     return found
 
 
