@@ -54,8 +54,8 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
     matches, waiting = in_some_order(graph, _once(matches))
     misses += waiting
     if misses:
-        # Near misses inside of what a site replaces, its backward included, are dropped; a respelling of one of a miss's
-        # equations is no answer to it.
+        # Near misses inside of what a site replaces, its backward included, are dropped; a respelling of one of its
+        # equations is no answer to a near miss.
         counted = [match for match in matches if match.site.operation.priority >= 0]
         reads = {number: read for match in counted for number, read in match.reads.items()}
         still = surviving(graph, {number for match in counted for number in match.replaced}, reads)

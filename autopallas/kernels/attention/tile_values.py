@@ -158,9 +158,9 @@ def logsumexp(maximum: Array, total: Array) -> tuple[Array, Array]:
 
     The logarithm is that of the sum's size: weights may make the sum negative, and then the factor is negative.
 
-    The factor is 1 or -1 but for rounding.  The logsumexp's rounding error, about 1e-7 of its size, would be the relative
-    error of the probabilities: in a row whose keys are all masked with -1e9 it is -1e9 + log(S) = -1e9, and every
-    probability would be 1.
+    The factor is 1 or -1 but for rounding.  The logsumexp's rounding error, about 1e-7 of its size, would be the
+    relative error of the probabilities: in a row whose keys are all masked with -1e9 it is -1e9 + log(S) = -1e9, and
+    every probability would be 1.
 
     Args:
       maximum: the greatest logit of each row; -inf for a row without any.
