@@ -525,15 +525,14 @@ def varying_axes(avals: Sequence[object]) -> frozenset[str]:
     return frozenset[str]().union(*(kind.varying for kind in kinds if kind is not None))
 
 
-def varying_equation(atom: JaxprAtom, reader: JaxprEqn) -> JaxprEqn:
-    """Returns the equation after which a value also varies over the manual mesh axes over which the result of
-    ``reader``, an equation that reads it, varies."""
+def varying_equation(atom: JaxprAtom, like: ShapedArray, beside: JaxprEqn) -> JaxprEqn:
+    """Returns the equation, beside another one, after which a value also varies over the manual mesh axes over which
+    ``like`` varies."""
     from jax._src import core
 
-    like = reader.outvars[0].aval
     axes = tuple(sorted(varying_axes([like]) - varying_axes([atom.aval])))
     result = Var(array_type(atom.aval.shape, atom.aval.dtype, [like, atom.aval]))
-    return new_jaxpr_eqn([atom], [result], core.pvary_p, {"axes": axes}, set(), reader.source_info, reader.ctx)
+    return new_jaxpr_eqn([atom], [result], core.pvary_p, {"axes": axes}, set(), beside.source_info, beside.ctx)
 
 
 def explicit_sharding(aval: object) -> NamedSharding | None:

@@ -734,8 +734,10 @@ def _is_transparent(equation: JaxprEqn) -> bool:
 
 
 def computes(body: Body, position: int) -> bool:
-    """Returns whether an equation's results are its own, and not those of a body that it holds."""
-    return position not in body.children or body.equations[position].primitive.name in CUSTOM_RULES
+    """Returns whether an equation's results are its own, and not those of a body that it holds, nor its operand with
+    another type."""
+    name = body.equations[position].primitive.name
+    return name not in jaxprs.VARYING and (position not in body.children or name in CUSTOM_RULES)
 
 
 def is_identity(equation: JaxprEqn) -> bool:

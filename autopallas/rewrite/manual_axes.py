@@ -7,6 +7,7 @@ rewritten lack casts, which are added here.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TypeVar, cast
 
@@ -60,27 +61,38 @@ def _run(equation: JaxprEqn, given: Sequence[object]) -> list[jax.Array]:
 def with_casts(program: JaxprLike) -> JaxprLike:
     """Returns a rewritten program with the casts that its equations lack.
 
-    An equation with one result and no body has operands that vary alike; of others JAX may not require that.
+    An equation with one result and no body has operands that vary alike; of others JAX may not require that.  The
+    results of a site vary over the axes of its operands, of which one is cast where the program's results vary further.
     """
     jaxpr, consts = jaxprs.open_jaxpr(program)
     equations: list[JaxprEqn] = []
     for equation in jaxpr.eqns:
-        if jaxprs.bodies(equation):
-            own = equation.primitive.name.startswith(_SITES)
-            equations.append(equation if own else jaxprs.with_bodies(equation, with_casts))
-            continue
-        if len(equation.outvars) == 1 and len(equation.invars) > 1:
-            axes = compat.varying_axes([equation.outvars[0].aval])
-            operands = list(equation.invars)
-            for position, atom in enumerate(operands):
-                if not axes <= compat.varying_axes([atom.aval]):
-                    equations.append(compat.varying_equation(atom, equation))
-                    operands[position] = equations[-1].outvars[0]
-            equation = equation if operands == equation.invars else equation.replace(invars=operands)
-        equations.append(equation)
-    if all(new is old for new, old in zip(equations, jaxpr.eqns, strict=False)) and len(equations) == len(jaxpr.eqns):
+        operands = list(equation.invars)
+        results = [v.aval for v in equation.outvars]
+        lacking: list[int] = []
+        if equation.primitive.name.startswith(_SITES):
+            further = compat.varying_axes(results) - compat.varying_axes([atom.aval for atom in operands])
+            lacking = [0] if further and operands else []
+        elif jaxprs.bodies(equation):
+            equation = jaxprs.with_bodies(equation, with_casts)
+        elif len(results) == 1 and len(operands) > 1:
+            axes = compat.varying_axes(results)
+            lacking = [i for i, atom in enumerate(operands) if not axes <= compat.varying_axes([atom.aval])]
+        for position in lacking:
+            widest = max(results, key=lambda aval: len(compat.varying_axes([aval])))
+            equations.append(compat.varying_equation(operands[position], widest, equation))
+            operands[position] = equations[-1].outvars[0]
+        equations.append(equation.replace(invars=operands) if lacking else equation)
+    if len(equations) == len(jaxpr.eqns) and all(map(operator.is_, equations, jaxpr.eqns)):
         return program
     return jaxprs.rebuild(program, jaxpr.constvars, consts, jaxpr.invars, jaxpr.outvars, equations)
+
+
+def casts_to(wanted: Var, given: Var, beside: JaxprEqn) -> list[JaxprEqn]:
+    """Returns the cast that makes a variable of another one of the same value, if that varies over fewer axes."""
+    if compat.varying_axes([wanted.aval]) <= compat.varying_axes([given.aval]):
+        return []
+    return [compat.varying_equation(given, wanted.aval, beside).replace(outvars=[wanted])]
 
 
 _SITES = "autopallas_site"

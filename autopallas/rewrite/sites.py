@@ -16,7 +16,7 @@ from autopallas.patterns.carry import is_available
 from autopallas.patterns.match import BackwardMatch, Match
 from autopallas.places import scope
 from autopallas.plan.decision import Decision
-from autopallas.rewrite.manual_axes import with_casts
+from autopallas.rewrite.manual_axes import casts_to, with_casts
 from autopallas.rewrite.primitive import backward_p, site_p
 
 __all__ = ["splice"]
@@ -159,7 +159,8 @@ class _Splicer:
                 same = [v for v in equation.outvars if numbers[v] == number]
                 left = edit.replaced.get(position, [equation])
                 edit.replaced[position] = [kept for e in left for kept in without_results(e, same)]
-                edit.renamed.update(dict.fromkeys(same, variable))
+                edit.added += [cast for v in same for cast in casts_to(v, variable, equation)]
+                edit.renamed.update((v, variable) for v in same if not casts_to(v, variable, equation))
 
     def _places(self, number: int) -> list[tuple[Body, int]]:
         """Returns (body, position) of every equation that computes a value itself, and of every scan that gives it."""

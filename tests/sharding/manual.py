@@ -29,11 +29,12 @@ def mesh(kinds=AUTO):
     return jax.make_mesh(cases.meshes(), ("data", "model"), axis_types=kinds)
 
 
-def part(function, check=True, axis="data", specs=BATCHES, out=BATCHES[0], kinds=AUTO):
-    """Each device along one axis of the mesh has its part of the batch; over the other the compiler divides."""
+def part(function, check=True, axis="data", specs=BATCHES, out=BATCHES[0], kinds=AUTO, axes=None):
+    """Each device along one axis of the mesh has its part of the batch; over those not in ``axes`` the compiler
+    divides."""
 
     def mapped(*args):
-        settings = {"in_specs": specs, "out_specs": out, "axis_names": {axis}, "check_vma": check}
+        settings = {"in_specs": specs, "out_specs": out, "axis_names": axes or {axis}, "check_vma": check}
         return jax.shard_map(function, mesh=mesh(kinds), **settings)(*args)
 
     return mapped
@@ -142,12 +143,23 @@ def layer_norm(x, scale, shift):
     return centred * lax.rsqrt(x.var(-1, keepdims=True) + 1e-6) * scale + shift
 
 
+def summed(x, w):
+    """The result, the same on all devices along "model", is summed over them too, as a varying one."""
+    own = jax.nn.softmax(x @ w @ x[:2].T) @ x[:2]
+    return lax.psum(own, "model") / jax.lax.axis_size("model") + own
+
+
+def twice(x, w):
+    return 2 * (jax.nn.softmax(x @ w @ x[:2].T) @ x[:2])
+
+
 SHARED = {
-    "attention": (attention_to_all_keys, ((12, 8), (7, 8), (7, 8))),
-    "loss": (loss_at_rows, ((12, 8), (8, 5))),
-    "layer norm": (layer_norm, ((12, 8), (8,), (8,))),
+    "attention": (attention_to_all_keys, attention_to_all_keys, ((12, 8), (7, 8), (7, 8))),
+    "loss": (loss_at_rows, loss_at_rows, ((12, 8), (8, 5))),
+    "layer norm": (layer_norm, layer_norm, ((12, 8), (8,), (8,))),
+    "summed": (summed, lambda x, w: jnp.concatenate([twice(half, w) for half in jnp.split(x, 2)]), ((12, 8), (8, 8))),
 }
-"""(function, shapes): each device has rows of the first operand, and the others whole."""
+"""(function, the same on one device, shapes): each device has rows of the first operand, and the others whole."""
 
 
 def gradients_of(function):
@@ -164,20 +176,21 @@ def second_of(function):
 def with_shared_operands():
     """Derivatives of the shared operands are sums over devices, whoever takes them and wherever."""
     found, random = {}, np.random.default_rng(0)
-    for name, (function, shapes) in SHARED.items():
+    for name, (function, plain, shapes) in SHARED.items():
         args = [random.standard_normal(shape).astype("float32") for shape in shapes]
         specs = (P("data"), *(P() for _ in shapes[1:]))
         optimized = autopallas.optimize(function, objective="always", strict=True)
-        mapped = part(function, axis="data", specs=specs, out=P("data"))
+        axes = {"axes": {"data", "model"}, "specs": specs, "out": P("data")}
+        mapped = part(function, **axes)
         around = autopallas.optimize(jax.jit(mapped), objective="always", strict=True)
         for order, derivative in (("gradients", gradients_of), ("second derivatives", second_of)):
             whole = autopallas.optimize(jax.jit(derivative(mapped)), objective="always", strict=True)
             uses = {
-                "inside": jax.jit(derivative(part(optimized, axis="data", specs=specs, out=P("data")))),
+                "inside": jax.jit(derivative(part(optimized, **axes))),
                 "around": jax.jit(derivative(around)),
                 "outermost": whole,
             }
-            wanted = jax.jit(derivative(function))(*args)
+            wanted = jax.jit(derivative(plain))(*args)
             for use, run in uses.items():
                 found[f"{name}, {order}, {use}"] = cases.error(run(*args), wanted)
     return found
