@@ -182,7 +182,9 @@ def _recognised(
             body = run("graph", "move heads out of checkpoints", move_heads_out, body)
             body = run("graph", "move row selections", move_selections, body, options.assume_finite, divided)
         graph = run("graph", "number values", Graph, body)
-        matches, misses = run("patterns", "find sites", find, graph, options.ops, options.assume_finite)
+        matches, misses = run(
+            "patterns", "find sites", find, graph, options.ops, options.assume_finite, options.objective
+        )
     return graph, run("plan", "deny places", deny_places, graph, matches, options), misses
 
 

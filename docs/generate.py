@@ -32,11 +32,17 @@ WORTH_IT = 1.1
 """Gain in time from which on a respelling is used."""
 
 
+FOR_MEMORY = "scan_checkpoint"
+"""Kind of respelling that is used for its memory."""
+
+
 def respellings() -> str:
     """The gains of respellings on CPUs, from the table's rows: a line for each kind and form, all sizes together."""
     found: dict[tuple[str, str], list[float]] = {}
     for (*_, invariants), row in TABLE.files.read("cpu"):
         kind, form, *_ = invariants.split(", ")
+        if kind == FOR_MEMORY:
+            continue
         found.setdefault((kind, form), []).append(row.speedup)
     rows = [
         "| kind | form | median gain | from, to | sizes measured | of these left alone |",
@@ -48,6 +54,18 @@ def respellings() -> str:
         ends = f"{min(used):.2g}, {max(used):.3g}" if used else ""
         left = len(gains) - len(used)
         rows.append(f"| `{kind}` | {form} | {middle} | {ends} | {len(gains)} | {left or ''} |")
+    return "\n".join(rows)
+
+
+def checkpoints() -> str:
+    """What loops that run again in chunks take and save, from the table's rows."""
+    rows = ["| steps | values not stacked | speed | temporary memory |", "|---|---|---|---|"]
+    for (*_, bucket, invariants), row in TABLE.files.read("cpu"):
+        kind, form, *_ = invariants.split(", ")
+        if kind == FOR_MEMORY:
+            memory = row.kernel_bytes / row.original_bytes
+            size = f"about {int(bucket[1:]):,}" if bucket[1:].isdigit() else "more"
+            rows.append(f"| {form} | {size} | {row.speedup:.2f} | {memory:.2f} |")
     return "\n".join(rows)
 
 
@@ -94,6 +112,7 @@ def court() -> str:
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "environment": ("options.md", environment),
     "respellings": ("respellings.md", respellings),
+    "checkpoints": ("respellings.md", checkpoints),
     "court": ("in-production.md", court),
     "programs": ("../README.md", programs),
 }

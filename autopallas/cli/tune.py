@@ -204,7 +204,7 @@ def _of_program(function: ArrayFunction, shapes: tuple[PyTree, ...], name: str) 
         program = make_jaxpr(original, *shapes)
     except Exception as error:
         raise CommandError(f"{name} cannot be traced with these shapes: {one_line(error)}") from None
-    matches = find(Graph(flatten(program)), settings.ops, settings.assume_finite)[0]
+    matches = find(Graph(flatten(program)), settings.ops, settings.assume_finite, settings.objective)[0]
     return [Subject(match, match.location) for match in matches]
 
 

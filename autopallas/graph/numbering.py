@@ -109,6 +109,8 @@ class Graph:
         and of custom rules are, those of loops, branches and shard_map are not.
       replaced: the values that sites found so far give, of operations that were looked for before.
       read: the values that those sites read.
+      objective, named: what replacements are to improve, and the operations and kinds of sites that are asked for by
+        name: some kinds are looked for under one objective alone, or by name.
       notes: by name, what a pattern found out about each of the values, once asked for.
       outside: of a part of a program, per input: whom to ask what it is in the program, and its place there.
       steps: how many steps patterns have taken, and how many they may take.
@@ -146,6 +148,8 @@ class Graph:
         self.replaced: frozenset[int] = frozenset()
         self.read: frozenset[int] = frozenset()
         self.notes: dict[str, Sequence[Hashable]] = {}
+        self.objective = ""
+        self.named: frozenset[str] = frozenset()
         self._several_meshes = any(enters_mesh(equation) for body in root.walk() for equation in body.equations)
         self.outside: dict[int, tuple[Outside, int]] = {}
         self.returned.update(self._add(root, [self._new(v.aval) for v in root.invars], frame=()))
@@ -171,6 +175,10 @@ class Graph:
 
     def dtype(self, number: int) -> Dtype:
         return self.avals[number].dtype
+
+    def further(self, aval: ShapedArray) -> int:
+        """Returns a number for a value that the program lacks, which one site gives and another reads."""
+        return self._new(aval)
 
     def name(self, number: int) -> str | None:
         """Returns the name of the primitive that computes a value, or None."""

@@ -20,16 +20,20 @@ from autopallas.sites.spec import kind_of
 __all__ = ["Match", "NearMiss", "find"]
 
 
-def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[list[Match], list[NearMiss]]:
+def find(
+    graph: Graph, ops: Iterable[str] | None, assume_finite: bool, objective: str = "time"
+) -> tuple[list[Match], list[NearMiss]]:
     """Finds all sites in a graph of the operations and patterns in ``ops`` (None: of all), and the near misses.
 
-    Sites of patterns that the user declared come first. Sites may still lie within each other here: planning decides
-    later which of them are applied. Where failures are collected (:mod:`autopallas.faults`), an exception in one
+    Sites that save memory and take time are looked for under the objective "memory", or by name, alone. Sites of
+    patterns that the user declared come first. Sites may still lie within each other here: planning decides later which
+    of them are applied. Where failures are collected (:mod:`autopallas.faults`), an exception in one
     candidate costs that candidate, and an exception in a pattern's preparation costs that pattern.
     """
     matches: list[Match] = []
     misses: list[NearMiss] = []
     asked = None if ops is None else tuple(ops)
+    graph.objective, graph.named = objective, frozenset(asked or ())
     for name in OPERATIONS:
         if looks_for(asked, name) and _may_have(graph, operation_named(name)):
             graph.steps.begin()

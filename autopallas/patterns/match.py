@@ -110,6 +110,12 @@ class Match:
     """Reason why the user does not want the site replaced, or an empty string."""
     assumptions: tuple[str, ...] = ()
     """Assumptions of the proof about the program's numbers, in words."""
+    made: tuple[int, ...] = ()
+    """Numbers among the results of values that the program lacks, for a further pass to read."""
+    in_body: bool = False
+    """Whether the site is replaced in ``body`` alone, and not wherever the program computes its results."""
+    measured: Match | None = None
+    """The same site as one computation, to measure, where its passes leave each other what the original lacks."""
 
     @property
     def passes(self) -> tuple[Match, ...]:

@@ -7,18 +7,20 @@ from autopallas.faults import contained
 from autopallas.graph import Graph, Node
 from autopallas.graph.extract import jaxpr_of, nodes_between
 from autopallas.kernels.respelling.kind import Found, Kind
-from autopallas.kernels.respelling.kinds import kinds_by_primitive
+from autopallas.kernels.respelling.kinds import kinds_by_primitive, scan_checkpoint
 from autopallas.kernels.respelling.operation import OPERATION
 from autopallas.kernels.respelling.site import RespellingSite
 from autopallas.kernels.respelling.spec import ArrayType, RespellingSpec
 from autopallas.numerics.casts import is_quantised
+from autopallas.patterns import checkpointed_scans
 from autopallas.patterns.match import Match, NearMiss
 
 __all__ = ["find"]
 
 
 def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
-    """Finds every respelling in a graph.  There are no near misses: an equation that no kind knows is no fault.
+    """Finds every respelling in a graph.  An equation that no kind knows is no near miss; a loop that stacks much for
+    its backward is one, where such loops are looked for.
 
     An equation that was found goes before one that follows it and would hold it: a product with a one-hot matrix before
     the transposition of its result.
@@ -37,7 +39,11 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                     found.append(match)
                     places.add(node)
                     break
-    return found, []
+    if graph.objective != "memory" and scan_checkpoint.KIND.name not in graph.named:
+        return found, []
+    taken = {node for match in found for node in match.equations}
+    pairs, misses = checkpointed_scans.find(graph, taken)
+    return [*found, *pairs], misses
 
 
 def _match(graph: Graph, node: Node, kind: Kind, place: Found) -> Match | None:

@@ -492,7 +492,7 @@ def _still_holds(decision: Decision, site: SiteDescription) -> bool:
     if (
         decision.evidence is not None and decision.block_sizes_from != "explicit"
     ):  # evidence is for the site's own sizes
-        if options is not None and options.objective != "always":
+        if options is not None and options.objective != "always" and not getattr(site, "maps_alike", False):
             return False
     device = Device(decision.platform, decision.kind)
     return isinstance(site.operation.supports(decision.implementation or "", site.spec, device), Supported)

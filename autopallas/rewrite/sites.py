@@ -44,6 +44,8 @@ class _Splicer:
         self.edits: dict[Body, Edit] = {}
         self._brought: dict[tuple[Var, Body], Var] = {}
         self._scans: dict[int, list[tuple[Body, int]]] | None = None
+        self._made: dict[int, dict[Body, Var]] = defaultdict(dict)
+        """Variables of the values that sites give and the program lacks."""
 
     def _edit(self, body: Body) -> Edit:
         return self.edits.setdefault(body, Edit())
@@ -53,7 +55,7 @@ class _Splicer:
         params = {"site": match.site, "decision": decision, "original": match.original}
         outputs: dict[Body, list[Var]] = {}  # results and residuals of the first forward in each body
         alone = len(match.results) == 1 and not self._is_one_of_several(match.results[0])
-        if not alone or not (match.backwards or self._known_before(match)):
+        if match.in_body or not alone or not (match.backwards or self._known_before(match)):
             self._replace_together(match, params)
             return
         self._replace_loop(match, params, outputs)
@@ -140,15 +142,26 @@ class _Splicer:
         """Replaces a site with several results, or with operands from elsewhere, by one equation in each body that
         computes any of the results."""
         bodies = dict.fromkeys(body for number in match.results for body, _ in self._places(number))
+        if match.in_body:
+            bodies = {match.body: None}
         for body in bodies:
-            if not all(is_available(self.graph, number, match.sources, body, across=True) for number in match.operands):
+            if not all(self._is_available(number, match, body) for number in match.operands):
                 continue
             results = [Var(self.graph.avals[number]) for number in match.results]
-            held = next(i for n in match.results for b, i in self._places(n) if b is body)
-            equation, _ = self._forward(match, params, body, results, False, body.equations[held])
+            places = (i for n in match.results for b, i in self._places(n) if b is body)
+            like = match.equations[0].equation if match.in_body else body.equations[next(places)]
+            equation, _ = self._forward(match, params, body, results, False, like)
             self._edit(body).added.append(equation)
             for number, variable in zip(match.results, results, strict=True):
+                if number in match.made:
+                    self._made[number][body] = variable
                 self._give(body, number, variable)
+
+    def _is_available(self, number: int, match: Match, body: Body) -> bool:
+        """Returns whether an operand of a site is known in a body, or can be brought there."""
+        if is_available(self.graph, number, match.sources, body, across=True):
+            return True
+        return any(linked(self.graph, home, body) for home in self._made.get(number, ()))
 
     def _give(self, body: Body, number: int, variable: Var) -> None:
         """Makes one body read ``variable`` instead of a value wherever it computed that value itself."""
@@ -192,6 +205,9 @@ class _Splicer:
 
     def _brought_from(self, homes: Sequence[Body], number: int, body: Body) -> Var:
         graph = self.graph
+        for made, variable in self._made.get(number, {}).items():
+            if linked(graph, made, body):
+                return self._across(variable, made, body)
         home = next((h for h in homes if number in graph.positions[h] and linked(graph, h, body)), None)
         if home is None:
             return self._passed_in(number, body)

@@ -8,7 +8,7 @@ from typing import Any
 from autopallas import compat
 from autopallas.sites.encoding import SavedSite
 from autopallas.sites.sharded_site import ShardedSite
-from autopallas.sites.workload import SiteWorkload
+from autopallas.sites.workload import SiteWorkload, to_measure
 
 __all__ = ["local_match"]
 
@@ -16,7 +16,7 @@ __all__ = ["local_match"]
 def local_match(match: SiteWorkload) -> SiteWorkload:
     """Returns a match as it is, or one device's part of a sharded match, in the form that searches and probes need."""
     if not isinstance(match.site, ShardedSite):
-        return match
+        return to_measure(match)
     first, *then = map(_part, match.passes)
     return SavedSite(
         first.op, first.site, first.direction, first.original, first.backwards, match.location, tuple(then)

@@ -9,7 +9,7 @@ from autopallas.compat import ClosedJaxpr
 from autopallas.sites.calls import SiteDescription
 from autopallas.sites.spec import SiteSpec
 
-__all__ = ["Gradients", "SiteWorkload", "Workload"]
+__all__ = ["Gradients", "SiteWorkload", "Workload", "to_measure"]
 
 
 class Workload(Protocol):
@@ -60,3 +60,9 @@ class SiteWorkload(Workload, Protocol):
 
     @property
     def passes(self) -> Sequence[SiteWorkload]: ...
+
+
+def to_measure(match: SiteWorkload) -> SiteWorkload:
+    """Returns the workload that is run and timed for a match: its own, or, where its passes leave each other what the
+    original lacks, one that computes all of it at once."""
+    return getattr(match, "measured", None) or match

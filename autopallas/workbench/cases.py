@@ -238,7 +238,9 @@ def match_of(case: Case) -> Match:
     offered = cases_of(case.kernel)
     assert offered is not None
     function = offered.in_direction(case, offered.ORIGINALS[case.mask])
-    matches, misses = find(Graph(flatten(compat.make_jaxpr(function, *offered.types(case)))), (case.kernel,), True)
+    kind = case.mask.partition(":")[0]
+    wanted = kind if kind in operation_named(case.kernel).kinds else case.kernel
+    matches, misses = find(Graph(flatten(compat.make_jaxpr(function, *offered.types(case)))), (wanted,), True)
     if len(matches) != 1:
         raise ValueError(f"{case}: {len(matches)} sites were recognised, not one: {[m.reason for m in misses]}")
     return matches[0]

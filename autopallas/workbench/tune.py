@@ -14,7 +14,7 @@ from autopallas.progress import Progress
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, operation_named
 from autopallas.sites.spec import BlockSizes, Sizes
-from autopallas.sites.workload import SiteWorkload
+from autopallas.sites.workload import SiteWorkload, to_measure
 from autopallas.tuning.cache import Cache
 from autopallas.tuning.coverage import form_of
 from autopallas.tuning.direct import Call, recorded
@@ -155,7 +155,7 @@ def tune(
       objective: the objective by which implementations are compared.
       only: block sizes by their rows' keys: these alone are measured, and what has no such key is passed over.
     """
-    match, reasons, results = subject.match, [], []
+    match, reasons, results = to_measure(subject.match), [], []
     working: list[Outcome] = []
     tables = operation_named(match.op).part("tuned_block_sizes")
     for name, answer in match.site.operation.candidates(match.spec, target.device, None):
@@ -198,7 +198,7 @@ def _entry(
     subject: Subject, name: str, device: Device, budget: float, first: BlockSizes, again: bool, alone: bool
 ) -> tuple[Entry, bool, Sequence[Tried]]:
     """Returns (one implementation's result on this device, whether it was searched for now, how far each came)."""
-    match, cache = subject.match, Cache.current()
+    match, cache = to_measure(subject.match), Cache.current()
     key = key_of(match, name, device)
     known = cache.get(key)
     if known is not None and not again and (known.outcome != "unfinished" or known.seconds >= budget):

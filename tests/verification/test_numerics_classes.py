@@ -35,13 +35,13 @@ def smaller(size):
     return size if size <= 8 else 9 + 2 * (size.bit_length() % 4)
 
 
-def found_in(function, types):
+def found_in(function, types, ops=None):
     """The site of a computation at these sizes, or None where it has none."""
     try:
         traced = jax.make_jaxpr(function)(*types)
     except (TypeError, ValueError):  # there is no such computation of smaller arrays
         return None
-    matches, _ = find(Graph(flatten(traced)), None, True)
+    matches, _ = find(Graph(flatten(traced)), ops, True)
     return matches[0] if len(matches) == 1 else None
 
 
@@ -54,6 +54,8 @@ def replacements(narrower=False):
         cases = cases_of(op)
         for case in cases.table_grid():
             function = cases.in_direction(case, cases.ORIGINALS[case.mask])
+            kind = case.mask.partition(":")[0]
+            ops = (kind,) if kind in operation_named(op).kinds else None
             variants = NARROWER if op == "respelling" and case.dtype == "float32" else ()
             for dtype in variants if narrower else (case.dtype,):
                 types = tuple(
@@ -62,10 +64,10 @@ def replacements(narrower=False):
                 )
                 if (op, case.mask, types) in found or (op != "respelling" and (op, case.mask) in found):
                     continue
-                match = found_in(function, types)
+                match = found_in(function, types, ops)
                 if match is None and (op, case.mask) not in found:
                     types = cases.types(case)  # no site of this form is so small
-                    match = found_in(function, types)
+                    match = found_in(function, types, ops)
                 if match is not None and match.op == op:
                     found[op, case.mask] = found[op, case.mask, types] = function, types, match
     return [
@@ -172,7 +174,8 @@ def in_programs(found):
 
 
 def optimized(function, numerics):
-    return autopallas.optimize(function, objective="always", numerics=numerics, strict=True)
+    ops = [*operation_names(), "scan_checkpoint"]  # which is looked for by name alone
+    return autopallas.optimize(function, objective="always", numerics=numerics, strict=True, ops=ops)
 
 
 @pytest.mark.parametrize("narrower", [False, pytest.param(True, marks=pytest.mark.nightly)])

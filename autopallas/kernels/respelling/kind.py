@@ -61,6 +61,7 @@ class Kind:
       assumptions: what has to hold for the results to be equal, in words; or a function of the spec that returns it.
       may_round_sums: whether a platform may round the original's sums of 16-bit numbers to 16 bits, so that a search
         compares with the original in float32; all its operands are floating.
+      maps_alike: whether many examples are one with larger arrays, for which the same evidence holds.
       fill: ``fill(spec, random, arrays)`` may replace the arrays of a search by such that occur.
     """
 
@@ -75,6 +76,7 @@ class Kind:
     samples: Callable[[], Iterable[tuple[str, Sample]]]
     assumptions: tuple[str, ...] | Callable[[RespellingSpec], tuple[str, ...]] = ()
     may_round_sums: bool = False
+    maps_alike: bool = False
     fill: Callable[[RespellingSpec, np.random.Generator, Sequence[np.ndarray]], list[np.ndarray]] | None = field(
         default=None
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
+from autopallas.kernels.respelling.kinds import kind_named
 from autopallas.kernels.respelling.operation import OPERATION
 from autopallas.kernels.respelling.spec import RespellingSpec
 from autopallas.sites.calls import Vmaps, under_vmaps, vjp_at
@@ -39,6 +40,11 @@ class RespellingSite:
         for _, size in self.axes:
             examples *= size
         return replace(self.form, mapped=examples)
+
+    @property
+    def maps_alike(self) -> bool:
+        """Whether what was measured of one example holds for many, so that ``vmap`` leaves the decision as it is."""
+        return kind_named(self.form.kind).maps_alike
 
     @property
     def has_backward(self) -> bool:

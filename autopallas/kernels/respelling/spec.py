@@ -13,11 +13,12 @@ from autopallas.sites.spec import Dtype, plain_fields
 
 if TYPE_CHECKING:
     from autopallas.kernels.respelling.around import Around
+    from autopallas.kernels.respelling.checkpointed import CheckpointedScan
     from autopallas.kernels.respelling.indexed import IndexedLoop
 
 __all__ = ["ArrayType", "Parameters", "Plain", "RespellingSpec"]
 
-Plain: TypeAlias = "bool | int | str | tuple[Plain, ...] | Around | IndexedLoop | None"
+Plain: TypeAlias = "bool | int | str | tuple[Plain, ...] | Around | CheckpointedScan | IndexedLoop | None"
 Parameters: TypeAlias = tuple[tuple[str, Plain], ...]
 """Parameters by name, sorted."""
 ArrayType: TypeAlias = tuple[tuple[int, ...], Dtype]

@@ -29,7 +29,7 @@ KINDS = kind_names()
 
 def holds_a_program(spec):
     """Whether parameters hold a part of the program, which has no form as data."""
-    return not {"loop", "around"}.isdisjoint(dict(spec.parameters))
+    return not {"loop", "around", "pair"}.isdisjoint(dict(spec.parameters))
 
 
 def random(*shape, seed=0, dtype=jnp.float32):
@@ -87,6 +87,8 @@ def test_the_reference_of_a_kind_is_its_original(name):
             operands = [jnp.asarray(known[i]) if i in known else next(rest) for i in range(len(spec.operands))]
             return kind_named(name).original(spec, *operands)
 
+        if "pair" in dict(match.spec.parameters):
+            continue  # of two passes, which are no pair by themselves
         (found,) = find(Graph(flatten(jax.make_jaxpr(original)(*open_types))), ("respelling",), True)[0]
         if holds_a_program(match.spec):
             assert kind_named(name).feature(found.spec) == kind_named(name).feature(match.spec)

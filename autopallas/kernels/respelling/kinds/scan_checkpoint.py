@@ -1,0 +1,103 @@
+"""Loops of a train step whose backward reads values of each step: only the beginnings of chunks are kept.
+
+Places are found by :mod:`autopallas.patterns.checkpointed_scans`, since each is two loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopallas.graph import Graph, Node
+from autopallas.kernels.respelling.checkpointed import CheckpointedScan, Part
+from autopallas.kernels.respelling.kind import Found, Kind, Sample
+from autopallas.kernels.respelling.spec import RespellingSpec
+
+__all__ = ["KIND"]
+
+
+def _match(graph: Graph, node: Node) -> Found | None:
+    return None
+
+
+def _pair(spec: RespellingSpec) -> CheckpointedScan:
+    return cast(CheckpointedScan, spec["pair"])
+
+
+def _original(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
+    return _pair(spec).as_written(cast(Part, spec["part"]), operands)
+
+
+def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
+    return _pair(spec).by_chunks(cast(Part, spec["part"]), operands)
+
+
+# ---------------------------------------------------------------------- evidence
+
+
+def _feature(spec: RespellingSpec) -> str:
+    """Returns whether a step has matrix products, whose computing again takes long."""
+    return "steps with products" if _pair(spec).has_products else "elementwise steps"
+
+
+def _samples() -> Iterator[tuple[str, Sample]]:
+    for length, batch, width in ((64, 4, 32), (256, 8, 32), (256, 16, 128), (512, 32, 256)):
+        types = _types((length, batch, width), (width, 4 * width), (width, 4 * width))
+        yield f"lstm_{length}x{batch}x{width}", Sample(_lstm, types)
+    for length, width in ((64, 128), (256, 1024), (1024, 4096), (1024, 16384)):
+        yield f"elementwise_{length}x{width}", Sample(_elementwise, _types((length, width), (width,), (width,)))
+
+
+def _types(*shapes: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+
+
+def _lstm(x: jax.Array, w: jax.Array, u: jax.Array) -> tuple[jax.Array, ...]:
+    """Gradients of an LSTM; x is [time, batch, width], w and u are [width, 4 width]."""
+
+    def loss(x: jax.Array, w: jax.Array, u: jax.Array) -> jax.Array:
+        def step(carried: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+            h, c = carried
+            i, f, g, o = jnp.split(x @ w + h @ u, 4, axis=-1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            return (h, c), h
+
+        first = jnp.zeros_like(x[0])
+        return jnp.sum(jnp.sin(lax.scan(step, (first, first), x)[1]))
+
+    found: tuple[jax.Array, ...] = jax.grad(loss, (0, 1, 2))(x, w, u)
+    return found
+
+
+def _elementwise(x: jax.Array, a: jax.Array, b: jax.Array) -> tuple[jax.Array, ...]:
+    """Gradients of a loop of elementwise steps; x is [time, width], a and b are [width]."""
+
+    def loss(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        def step(h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            gate = jax.nn.sigmoid(a * h + x)
+            h = gate * jnp.tanh(b * h + x) + (1 - gate) * h
+            return h, h
+
+        return jnp.sum(jnp.sin(lax.scan(step, jnp.zeros_like(x[0]), x)[1]))
+
+    found: tuple[jax.Array, ...] = jax.grad(loss, (0, 1, 2))(x, a, b)
+    return found
+
+
+KIND = Kind(
+    name="scan_checkpoint",
+    primitives=(),
+    numerics="reordered",
+    instead="a loop that keeps what it carries at the beginnings of chunks, and a backward that runs each chunk again",
+    match=_match,
+    original=_original,
+    respelt=_respelt,
+    feature=_feature,
+    samples=_samples,
+    maps_alike=True,
+)
