@@ -26,7 +26,7 @@ from autopallas.passes import Passes
 from autopallas.patterns import Match, NearMiss, find
 from autopallas.plan.allowed_places import deny_places, selecting_nothing
 from autopallas.plan.choose_implementation import plan
-from autopallas.plan.decision import Decision
+from autopallas.plan.decision import Decision, size_unknown
 from autopallas.plan.left_out import without_left_out
 from autopallas.report import Failure, Report, Site
 from autopallas.report import NearMiss as NearMissRecord
@@ -101,6 +101,10 @@ def rewritten(
     options = lockfile.pinned(options)
     tuner = Tuner(device, options, probes)
     run = Passes(program, checked=options.strict)
+    if unknown := _unknown_sizes(program):
+        report = _report((), (), (), tuner, device, run, (f"the program stays as it was: {size_unknown(unknown)}",))
+        require(report, options)
+        return program, LiveReport(report, [])
     result = program
     sites: tuple[Site, ...] = ()
     misses: list[NearMiss] = []
@@ -137,7 +141,27 @@ def rewritten(
             result, sites, decisions = program, (), []
             failures.append(Failure(run.stage, f"{type(error).__name__}: {error}"))
             warn(f"autopallas left a program as it was: {run.stage} failed with {type(error).__name__}: {error}")
-    report = Report(
+    report = _report(sites, misses, failures, tuner, device, run, notes)
+    require(report, options)
+    return result, LiveReport(report, [decision.entry for decision in decisions])
+
+
+def _unknown_sizes(program: ClosedJaxpr) -> str:
+    """Returns the sizes of a program's arguments that are expressions, joined by commas."""
+    sizes = (size for aval in program.in_avals for size in getattr(aval, "shape", ()))
+    return ", ".join(dict.fromkeys(str(size) for size in sizes if not isinstance(size, int)))
+
+
+def _report(
+    sites: tuple[Site, ...],
+    misses: Sequence[NearMiss],
+    failures: Sequence[Failure],
+    tuner: Tuner,
+    device: Device,
+    run: Passes,
+    notes: tuple[str, ...],
+) -> Report:
+    return Report(
         sites=sites,
         near_misses=tuple(NearMissRecord(miss.op, miss.location, miss.reason, miss.advice) for miss in misses),
         failures=(*failures, *(Failure("providers", f"{f.provider}: {f.error}") for f in PROVIDERS.faults)),
@@ -148,8 +172,6 @@ def rewritten(
         trace=tuple(run.done),
         notes=notes,
     )
-    require(report, options)
-    return result, LiveReport(report, [decision.entry for decision in decisions])
 
 
 def find_sites(

@@ -10,10 +10,15 @@ from autopallas.report.late import Entry
 from autopallas.sites.spec import BlockSizes
 from autopallas.tuning.row import Row
 
-__all__ = ["NOTHING_TO_COMPUTE", "Decision"]
+__all__ = ["NOTHING_TO_COMPUTE", "Decision", "size_unknown"]
 
 NOTHING_TO_COMPUTE = "an axis of size 0 leaves nothing to compute"
 """Why a site with an empty array keeps its original, whatever the operation: kernels cut axes into blocks."""
+
+
+def size_unknown(size: object) -> str:
+    """Returns why the original runs where a size is an expression, as in a program that is exported for several."""
+    return f"kernels are chosen by sizes, and {size} is not known"
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from autopallas.compat import (
 )
 from autopallas.faults import one_line
 from autopallas.plan.cross_platform import replan_for
-from autopallas.plan.decision import NOTHING_TO_COMPUTE, Decision
+from autopallas.plan.decision import NOTHING_TO_COMPUTE, Decision, size_unknown
 from autopallas.report.late import Entry
 from autopallas.rewrite.manual_axes import evaluate, varied_alike
 from autopallas.sites.calls import SiteDescription, kernel_backward, kernel_forward, with_residuals
@@ -522,14 +522,18 @@ def _batch(
     in_front = [0 if axis is not None or w else None for axis, w in zip(axes, wanted, strict=True)]
     types = [jax.typeof(x) for x in moved]
     decision = params["decision"]
-    try:
-        outputs = primitive.bind(*moved, **_batched_params(params, in_front[:count], size, types))
-    except Exception as error:
-        if decision.raise_on_failure or decision.verdict == "kept":
-            raise
-        enter(primitive.name, decision, decision.platform, "batching", error)
-        compute = functools.partial(_COMPUTED[primitive], False, **params)
-        outputs = jax.vmap(compute, in_axes=tuple(axes), axis_size=size)(*arguments)
+    if isinstance(size, int):
+        try:
+            outputs = primitive.bind(*moved, **_batched_params(params, in_front[:count], size, types))
+            return outputs, [0] * len(outputs)
+        except Exception as error:
+            if decision.raise_on_failure or decision.verdict == "kept":
+                raise
+            enter(primitive.name, decision, decision.platform, "batching", error)
+    elif decision.verdict == "applied":
+        entry_of(decision).keeps(decision.platform, size_unknown(size))
+    compute = functools.partial(_COMPUTED[primitive], False, **params)
+    outputs = jax.vmap(compute, in_axes=tuple(axes), axis_size=size)(*arguments)
     return outputs, [0] * len(outputs)
 
 
