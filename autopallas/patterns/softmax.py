@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -35,22 +34,20 @@ from autopallas.patterns.advice import (
 )
 from autopallas.patterns.expressions import Apply, Expression, Scope, parts_of
 from autopallas.patterns.match import Mismatch
+from autopallas.patterns.softmax_terms import (
+    HIDDEN,
+    ROUNDED,
+    UNSHIFTED,
+    Exponential,
+    Factor,
+    LogSumExp,
+    SeveralBlocks,
+    Term,
+)
 from autopallas.sites.elementwise import Constant, conversion_params
 
-__all__ = [
-    "HIDDEN",
-    "ROUNDED",
-    "UNSHIFTED",
-    "Exponential",
-    "Factor",
-    "LogSumExp",
-    "NoNormaliser",
-    "SeveralBlocks",
-    "Softmax",
-    "Term",
-]
+__all__ = ["Softmax"]
 
-Kind = Literal["constant", "value", "log", "logsumexp"]
 T = TypeVar("T")
 
 _DEEPEST = 64
@@ -67,89 +64,6 @@ _BLURS_BY = 1e3
 """Magnitude to which float32 adds a score with an error beyond its tolerance."""
 _KEEPS_DIGITS = frozenset({"convert_element_type", "max", "min", "neg", "select_n"})
 """Operations whose results have no more digits than their operands."""
-
-UNSHIFTED = "no maximum is subtracted before the exponential, which neither overflows nor vanishes in a whole row"
-"""Assumption about scores that enter an exponential without a shift, or less a maximum that a cast may make infinite:
-where the exponential overflows, the program gives NaN."""
-HIDDEN = "keys are hidden after the maximum is subtracted, none of which is so great that a whole row vanishes"
-"""Assumption about scores that are not masked themselves while their exponentials are: where all remaining exponentials
-vanish, the program gives NaN."""
-
-
-ROUNDED = "the maximum is rounded before it is subtracted, by less than makes an exponential overflow"
-"""Assumption about scores less a maximum in a narrower dtype. A maximum of 45,000 loses up to 88 in bfloat16: the
-exponential of so much overflows, and the program gives NaN."""
-
-
-class SeveralBlocks(Mismatch):
-    """Reports that one softmax runs over several blocks of scores that could not be merged."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the softmax runs over several blocks of scores, each with values of its own: concatenated keys and values "
-            "would be one attention",
-            advice="Concatenate the keys, the values and the masks along the keys, and write one softmax over all of "
-            "them.",
-        )
-
-
-class NoNormaliser(Mismatch):
-    """Reports an exponential that nothing over S divides: the division may come after the contraction."""
-
-
-class Term(NamedTuple):
-    """``coefficient * f(expression)`` in a sum of logarithms; a constant's coefficient is its value."""
-
-    coefficient: float
-    kind: Kind
-    expression: Ref | LogSumExp | None
-
-    @property
-    def value(self) -> Ref:
-        """Value that the term stands for or takes the logarithm of."""
-        assert isinstance(self.expression, Ref)
-        return self.expression
-
-    @property
-    def inner(self) -> LogSumExp:
-        assert isinstance(self.expression, LogSumExp)
-        return self.expression
-
-    def scaled(self, factor: float) -> Term:
-        return self._replace(coefficient=self.coefficient * factor)
-
-
-@dataclass(frozen=True, slots=True)
-class Factor:
-    """A factor that carries S. Kind ``where`` / ``unless``: zero where the mask is false / true. Other kinds multiply /
-    divide."""
-
-    kind: Literal["where", "unless", "multiply", "divide"]
-    source: Ref
-    after_normalisation: bool
-    """Whether the factor was applied to a quotient: then a mask also turns the 0 / 0 of an empty row into 0."""
-
-
-@dataclass(slots=True)
-class Exponential:
-    """``exp(argument) * product of weights * exp(sum of rows)``."""
-
-    argument: Expression
-    weights: list[Factor] = field(default_factory=list)
-    rows: list[Term] = field(default_factory=list)
-    guarded: bool = False
-    """Whether NaN, as in a row without any key, is replaced by 0."""
-    under_mask: list[Term] = field(default_factory=list)
-    """Subset of ``rows`` over which a mask stood: in a row whose keys it hides all, they do not matter."""
-
-
-@dataclass(frozen=True, slots=True)
-class LogSumExp:
-    """``log(sum over S of exp(argument) * weights  +  sum of exp(extra))``; each extra is a sum of terms."""
-
-    argument: Expression
-    weights: tuple[Factor, ...]
-    extras: tuple[tuple[Term, ...], ...] = ()
 
 
 class _Stripped(NamedTuple):

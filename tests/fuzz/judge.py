@@ -19,7 +19,7 @@ from autopallas.numerics.oracle import Oracle
 from autopallas.numerics.promote import Value, decided, is_float, quiet
 from autopallas.options import resolve
 from autopallas.patterns.cross_entropy.row_statistics import DIVIDED
-from autopallas.patterns.softmax import HIDDEN, UNSHIFTED
+from autopallas.patterns.softmax_terms import HIDDEN, UNSHIFTED
 from autopallas.pipeline import rewrite
 from autopallas.rewrite.primitive import site_p
 from autopallas.verification.influence import replaced

@@ -32,7 +32,8 @@ from autopallas.patterns.expressions import Apply, Expression, Scope, precision_
 from autopallas.patterns.forward import LAYOUT, Forward, differentiable
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.program_builder import InstructionParams, ProgramBuilder, Register
-from autopallas.patterns.softmax import SeveralBlocks, Softmax, Term
+from autopallas.patterns.softmax import Softmax
+from autopallas.patterns.softmax_terms import SeveralBlocks, Term
 from autopallas.sites.elementwise import Constant, ElementwiseProgram, Index, Input, Instruction, Side
 from autopallas.sites.index_notation import Operand, Positions
 

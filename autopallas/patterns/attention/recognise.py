@@ -40,7 +40,8 @@ from autopallas.patterns.attention.taken_over import TakenOver
 from autopallas.patterns.backward import Lookup, Search, settle
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, describe_reason
-from autopallas.patterns.softmax import Exponential, LogSumExp, NoNormaliser, SeveralBlocks, Softmax, Term
+from autopallas.patterns.softmax import Softmax
+from autopallas.patterns.softmax_terms import Exponential, LogSumExp, NoNormaliser, SeveralBlocks, Term
 
 _RANDOM = frozenset({"random_bits", "threefry2x32", "random_unwrap", "rng_bit_generator", "rng_uniform"})
 _CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})

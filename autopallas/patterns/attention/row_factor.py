@@ -26,7 +26,8 @@ from autopallas.patterns.carry import Carrier
 from autopallas.patterns.expressions import Apply, Computed, Expression, operation
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.program_builder import ProgramBuilder, Register
-from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, Softmax, Term
+from autopallas.patterns.softmax import Softmax
+from autopallas.patterns.softmax_terms import Exponential, Factor, LogSumExp, Term
 from autopallas.sites.elementwise import Constant, ElementwiseProgram, Side, conversion_params
 from autopallas.sites.index_notation import Operand, Positions
 

@@ -36,7 +36,8 @@ from autopallas.patterns.carry import Carrier
 from autopallas.patterns.expressions import Apply, Expression, Scope, computed_from, precision_of
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.program_builder import ProgramBuilder
-from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, SeveralBlocks, Softmax, Term
+from autopallas.patterns.softmax import Softmax
+from autopallas.patterns.softmax_terms import Exponential, Factor, LogSumExp, SeveralBlocks, Term
 from autopallas.sites.elementwise import Constant, ElementwiseProgram
 from autopallas.sites.index_notation import Operand, Positions, View
 

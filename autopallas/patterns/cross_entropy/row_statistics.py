@@ -28,7 +28,8 @@ from autopallas.patterns.advice import BETWEEN_LOGITS, COUNT, LOSS_PER_ROW
 from autopallas.patterns.expressions import Apply, Computed, Expression, Position, Scope, operation
 from autopallas.patterns.indexing import Pick, placed
 from autopallas.patterns.match import Mismatch
-from autopallas.patterns.softmax import Softmax, Term
+from autopallas.patterns.softmax import Softmax
+from autopallas.patterns.softmax_terms import Term
 from autopallas.sites.elementwise import Axis, Constant
 
 __all__ = ["RowStatistics"]
