@@ -16,7 +16,7 @@ import jax
 from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, JaxprLike, Literal, Var
 
-__all__ = ["evaluate", "varied_alike", "with_casts"]
+__all__ = ["casts_to", "evaluate", "varied_alike", "with_casts"]
 
 T = TypeVar("T")
 

@@ -489,11 +489,10 @@ def _batched_params(params: _Params, axes: Sequence[int | None], size: int, type
 def _still_holds(decision: Decision, site: SiteDescription) -> bool:
     """Returns whether what was decided about a site holds for the site that ``vmap`` made of it."""
     options = decision.options
-    if (
-        decision.evidence is not None and decision.block_sizes_from != "explicit"
-    ):  # evidence is for the site's own sizes
-        if options is not None and options.objective != "always" and not getattr(site, "maps_alike", False):
-            return False
+    by_evidence = decision.evidence is not None and decision.block_sizes_from != "explicit"
+    asked = options is None or options.objective == "always" or not by_evidence
+    if not (asked or getattr(site, "maps_alike", False)):
+        return False  # evidence is for the site's own sizes
     device = Device(decision.platform, decision.kind)
     return isinstance(site.operation.supports(decision.implementation or "", site.spec, device), Supported)
 

@@ -172,8 +172,11 @@ class _Splicer:
                 same = [v for v in equation.outvars if numbers[v] == number]
                 left = edit.replaced.get(position, [equation])
                 edit.replaced[position] = [kept for e in left for kept in without_results(e, same)]
-                edit.added += [cast for v in same for cast in casts_to(v, variable, equation)]
-                edit.renamed.update((v, variable) for v in same if not casts_to(v, variable, equation))
+                for v in same:
+                    if casts := casts_to(v, variable, equation):
+                        edit.added += casts
+                    else:
+                        edit.renamed[v] = variable
 
     def _places(self, number: int) -> list[tuple[Body, int]]:
         """Returns (body, position) of every equation that computes a value itself, and of every scan that gives it."""

@@ -52,11 +52,7 @@ def body(w: Writer, at: str, size: dict[str, int], k: str, v: str, q: str, g: st
         ys, last = _counted(w, size["t"], start, each, step)
     else:
         w.features.add("recurrence: scan")
-        with w.block("def step(s, now):"):
-            w.line("kt, vt, qt, at = now")
-            for line in step:
-                w.line(line)
-            w.line("return s, y")
+        _define(w, "step(s, now)", ["kt, vt, qt, at = now", *step, "return s, y"])
         reverse, unroll = c.chance(f"{at}.reverse", 0.25), c.pick(f"{at}.unroll", [1, 2, 5], 0.2)
         last, ys = w.fresh("last"), w.fresh("ys")
         w.line(f"{last}, {ys} = lax.scan(step, {start}, ({each}), reverse={reverse}, unroll={unroll})")
@@ -66,23 +62,22 @@ def body(w: Writer, at: str, size: dict[str, int], k: str, v: str, q: str, g: st
 
 def _counted(w: Writer, steps: int, start: str, each: str, step: list[str]) -> tuple[str, str]:
     """The loop as a ``fori_loop`` that writes its outputs by index."""
-    with w.block("def first_output(s):"):
-        w.line(f"kt, vt, qt, at = (x[0] for x in ({each}))")
-        for line in step:
-            w.line(line)
-        w.line("return y")
+    _define(w, "first_output(s)", [f"kt, vt, qt, at = (x[0] for x in ({each}))", *step, "return y"])
     out = w.set("out", f"jax.eval_shape(first_output, {start})")
-    with w.block("def step(i, c):"):
-        w.line("s, ys = c")
-        w.line(f"kt, vt, qt, at = (x[i] for x in ({each}))")
-        for line in step:
-            w.line(line)
-        w.line("return s, ys.at[i].set(y)")
+    now = f"kt, vt, qt, at = (x[i] for x in ({each}))"
+    _define(w, "step(i, c)", ["s, ys = c", now, *step, "return s, ys.at[i].set(y)"])
     last, ys = w.fresh("last"), w.fresh("ys")
     w.line(
         f"{last}, {ys} = lax.fori_loop(0, {steps}, step, ({start}, jnp.zeros(({steps}, *{out}.shape), {out}.dtype)))"
     )
     return ys, last
+
+
+def _define(w: Writer, head: str, lines: list[str]) -> None:
+    """A function within the program."""
+    with w.block(f"def {head}:"):
+        for line in lines:
+            w.line(line)
 
 
 def _matrix(w: Writer, at: str) -> list[str]:

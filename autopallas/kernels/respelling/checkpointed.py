@@ -375,6 +375,7 @@ def key_of(pair: CheckpointedScan) -> str:
     for loop in (pair.forward, pair.backward):
         _, captured = jaxprs.open_jaxpr(loop.step)
         literals = [(i, x.dtype, x.tobytes()) for i, x in loop.literals]
-        plain = (loop.constants, loop.carried, loop.reverse, loop.unroll, literals, [id(x) for x in captured])
+        held = [(x.dtype, x.shape, x.tobytes()) for x in map(np.asarray, captured)]
+        plain = (loop.constants, loop.carried, loop.reverse, loop.unroll, literals, held)
         found.update(f"{loop.step} {plain}".encode())
     return found.hexdigest()[:16]

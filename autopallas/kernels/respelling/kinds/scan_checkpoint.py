@@ -21,6 +21,7 @@ __all__ = ["KIND"]
 
 
 def _match(graph: Graph, node: Node) -> Found | None:
+    """Finds nothing: no equation alone is such a pair, and the kind names no primitive to be asked about."""
     return None
 
 
