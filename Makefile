@@ -89,7 +89,7 @@ check-gpu:  ## Compiles the GPU kernels for the H100, without a GPU, on a Python
 check-gpu-line: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,gpu-check]'
 	NPROC=32 FULL_GRID=1 $(VENV)/bin/python -m pytest -q -rsP --numprocesses=$(WORKERS) --maxprocesses=4 -k "gpu or Gpu" \
-	  tests/kernels tests/tuning/test_gpu_ahead_of_time.py $(ARGS)
+	  tests/kernels tests/tuning/test_gpu_ahead_of_time.py tests/test_benchmarks_gpu_model.py $(ARGS)
 
 faults: $(VENV)/.installed  ## Breaks every kernel at every stage, and prints the matrix of faults
 	FAULTS=all $(VENV)/bin/python -m pytest -q --numprocesses=$(WORKERS) --maxprocesses=4 tests/faults $(ARGS)

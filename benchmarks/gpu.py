@@ -8,6 +8,8 @@ of the same work, and a copy.  Each row is written as soon as it is known; the t
 ``--all`` does this for all operations, in stages, and ``--tables`` makes tables of what it found: see
 :mod:`benchmarks.gpu_session`.
 
+``--model`` estimates times on a machine without a GPU, from the compiled code: see :mod:`benchmarks.gpu_model`.
+
 ``--dry-run`` goes the same way with small shapes and interpreted kernels, on a CPU; its times mean nothing, and it
 writes no table.
 """
@@ -124,6 +126,10 @@ def main(arguments: Sequence[str]) -> int:
         from benchmarks.gpu_session import command
 
         return command.main(arguments)
+    if "--model" in arguments:
+        from benchmarks.gpu_model import command as model
+
+        return model.main(arguments)
     options = _parser().parse_args(arguments)
     device = Device.current()
     if options.estimate:

@@ -51,6 +51,7 @@ class Kernel:
       operations: how often instructions of interest occur in it: HGMMA (wgmma), HMMA (the slow way), UTMALDG and
         UTMASTG (TMA), LDL and STL (spills), ...
       warnings: numbers of ptxas' warnings that wgmma is serialized, such as C7511 and C7512.
+      listing: its machine code as nvdisasm prints it, with the scheduler's control words.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Kernel:
     instructions: int
     operations: Mapping[str, int]
     warnings: tuple[str, ...]
+    listing: str = field(default="", repr=False)
 
     def faults(self) -> tuple[str, ...]:
         """Returns in words what a kernel that computes matrix products must not have; empty if all is well."""

@@ -47,6 +47,7 @@ def kernels(folder: Path) -> list[dict[str, object]]:
                 "instructions": sum(operations.values()),
                 "operations": {name: operations[name] for name in _COUNTED if operations[name]},
                 "warnings": sorted(set(_SERIALIZED.findall(said))),
+                "listing": sass,
             }
         )
     return found

@@ -1,0 +1,112 @@
+"""Says how often the loops of each kernel run: cases of attention, grouped matmul and cross-entropy.
+
+Letters as in the operations: B batch, T length, N heads, D head size; M rows, K inner size, N columns, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.gpu_model.model import Blocks, Case, Code, Tiles
+
+__all__ = ["attention", "cross_entropy", "grouped_matmul", "train_step"]
+
+_SIZE = 2
+"""Bytes of bfloat16."""
+_ROWS, _COLUMNS, _INNER = 128, 256, 64
+"""Tile of the persistent kernels."""
+_PART = 8192
+"""Columns of the vocabulary whose gradient is stored at a time."""
+
+
+def attention(
+    name: str,
+    codes: Sequence[Code],
+    shape: tuple[int, int, int, int],
+    causal: bool,
+    *,
+    rows: int = 128,
+    keys: int = 128,
+    warpgroups: int = 2,
+    backward: bool = False,
+    two_stages: bool = False,
+    copies: int = 0,
+) -> Case:
+    """Attention of shape (B, T, N, D).
+
+    Args:
+      name: of the case.
+      codes: one kernel of a forward pass, all of a backward pass.
+      shape, causal: what is computed; a causal pass is credited with half of the operations.
+      rows, keys: of a block, and of a pass of its loop.
+      warpgroups: that compute.
+      backward: whether it is a backward pass; 10 B T T N D are credited, and the sums of out * dout are read beside it.
+      two_stages: as :class:`Blocks` has it.
+      copies: how many arrays of the size of the queries are transposed beside it.
+    """
+    b, t, n, d = shape
+    cut = max(1.0, rows / keys)
+    passes = ((t / rows - 1) / 2 * rows / keys, cut) if causal else (t / keys,)
+    works = tuple(
+        Blocks(code, b * n * t // rows, passes, warpgroups, not causal, backward, two_stages) for code in codes
+    )
+    operations = (10 if backward else 4) * b * t * t * n * d * (0.5 if causal else 1.0)
+    return Case(name, operations, works, copied=(copies + backward) * 2 * b * t * n * d * _SIZE)
+
+
+def grouped_matmul(
+    name: str,
+    code: Code,
+    shape: tuple[int, int, int, int],
+    *,
+    row_tiles: int | None = None,
+    step_bytes: float = _INNER * (_ROWS + _COLUMNS) * _SIZE,
+) -> Case:
+    """Grouped matmul of (M, K, N, G).
+
+    Args:
+      name, code: of the case and its kernel.
+      shape: what is computed.
+      row_tiles: how many tiles of rows the groups have; None for the gradient of the weights, whose groups are even.
+      step_bytes: that a multiprocessor loads in a step.
+    """
+    m, k, n, groups = shape
+    columns = -(-n // _COLUMNS)
+    if row_tiles is None:
+        count, steps = groups * -(-k // _ROWS) * columns, m / groups / _INNER + 0.5
+    else:
+        count, steps = row_tiles * columns, -(-k // _INNER)
+    return Case(name, 2.0 * m * k * n, (Tiles(code, count, steps, step_bytes),))
+
+
+def cross_entropy(
+    name: str, code: Code, shape: tuple[int, int, int], step_bytes: float = _INNER * (_ROWS + _COLUMNS) * _SIZE
+) -> Case:
+    """The statistics, or the values, of the logits of (N rows, D, V)."""
+    n, d, v = shape
+    tiles = -(-n // _ROWS) * -(-v // _COLUMNS)
+    return Case(name, 2.0 * n * d * v, (Tiles(code, tiles, -(-d // _INNER), step_bytes),))
+
+
+def train_step(
+    name: str,
+    statistics: Code,
+    values: Code,
+    shape: tuple[int, int, int],
+    step_bytes: float = _INNER * (_ROWS + _COLUMNS) * _SIZE,
+) -> Case:
+    """Statistics, the gradient of the logits, dx and dW, of which three products are credited."""
+    n, d, v = shape
+    parts = -(-v // _PART)
+    own = tuple(
+        cross_entropy("", code, (n, d, columns), step_bytes).works[0]
+        for code, columns, count in (
+            (statistics, v, 1),
+            (values, _PART, parts - 1),
+            (values, v - _PART * (parts - 1), 1),
+        )
+        for _ in range(count)
+    )
+    product = 2.0 * n * d * v
+    # dx is read and written in float32 for every part.
+    return Case(name, 3 * product, own, copied=2.0 * parts * n * d * 4, products=2 * product)

@@ -1,0 +1,112 @@
+"""Compiles the kernels as they are, and says what the model makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from autopallas.compile.gpu import Compiler, Kernel
+from benchmarks import gpu_attention, gpu_cross_entropy, gpu_grouped_matmul
+from benchmarks.gpu import Timed
+from benchmarks.gpu_model import cases
+from benchmarks.gpu_model.model import Case, Code
+
+__all__ = ["CASES", "Compiled", "compiled"]
+
+Compiled = dict[str, Code]
+"""Codes of a case's kernels by name."""
+Row = tuple[Timed, Callable[[str, Compiled], Case]]
+
+_CROSS_ENTROPY = (32768, 2560, 128256)
+_LARGE, _MANY = (8192, 4096, 4096, 8), (32768, 2048, 1408, 64)
+_ROW_TILES = {_LARGE: 68, _MANY: 320}
+"""Tiles of 128 rows of uneven groups, as the review counted them."""
+
+
+def _grouped(shape: tuple[int, int, int, int], use: str) -> Row:
+    timed: Timed
+    if use == "forward":
+        timed = gpu_grouped_matmul._timed(*shape, 1, False)
+    else:
+        timed = gpu_grouped_matmul._product(*shape, use, 0)  # type: ignore[arg-type]
+
+    def case(name: str, found: Compiled) -> Case:
+        (code,) = found.values()
+        return cases.grouped_matmul(name, code, shape, row_tiles=None if use == "drhs" else _ROW_TILES[shape])
+
+    return timed, case
+
+
+def _cross_entropy(train: bool) -> Row:
+    direction: Any = "forward+backward" if train else "forward"
+    timed = gpu_cross_entropy._timed(gpu_cross_entropy.case_of(*_CROSS_ENTROPY, "bfloat16", direction), 1)
+
+    def case(name: str, found: Compiled) -> Case:
+        statistics = found["autopallas_cross_entropy_statistics"]
+        if not train:
+            return cases.cross_entropy(name, statistics, _CROSS_ENTROPY)
+        return cases.train_step(name, statistics, found["autopallas_cross_entropy_values"], _CROSS_ENTROPY)
+
+    return timed, case
+
+
+def _attention(shape: tuple[int, int, int, int], mask: str, backward: bool) -> Row:
+    timed = gpu_attention._timed(*shape, mask, 1, backward)
+    sizes = next(iter(timed.block_sizes.values()))
+
+    def case(name: str, found: Compiled) -> Case:
+        chosen = [code for kernel, code in found.items() if ("backward" in kernel) == backward]
+        groups = 1 if backward and shape[3] > 128 else 2
+        keys = (32 if shape[3] > 128 else 64) if backward else sizes.key_block
+        return cases.attention(
+            name, chosen, shape, mask == "causal", rows=64 * groups, keys=keys, warpgroups=groups, backward=backward,
+            two_stages=False, copies=7 if backward else 4,
+        )  # fmt: skip
+
+    return timed, case
+
+
+CASES: dict[str, Callable[[], Row]] = {
+    "grouped matmul forward G8": lambda: _grouped(_LARGE, "forward"),
+    "grouped matmul dlhs G8": lambda: _grouped(_LARGE, "dlhs"),
+    "grouped matmul drhs G8": lambda: _grouped(_LARGE, "drhs"),
+    "grouped matmul forward G64": lambda: _grouped(_MANY, "forward"),
+    "grouped matmul drhs G64": lambda: _grouped(_MANY, "drhs"),
+    "cross-entropy forward": lambda: _cross_entropy(False),
+    "cross-entropy train step": lambda: _cross_entropy(True),
+    "attention forward T16384 D128 causal": lambda: _attention((1, 16384, 16, 128), "causal", False),
+    "attention forward T16384 D128 full": lambda: _attention((1, 16384, 16, 128), "full", False),
+    "attention forward T4096 D128 causal": lambda: _attention((4, 4096, 16, 128), "causal", False),
+    "attention forward T4096 D64 causal": lambda: _attention((4, 4096, 16, 64), "causal", False),
+    "attention backward T16384 D128 causal": lambda: _attention((1, 16384, 16, 128), "causal", True),
+    "attention backward T16384 D128 full": lambda: _attention((1, 16384, 16, 128), "full", True),
+}
+"""What is estimated, by name: a timed case, and the model's case of its kernels. Attention is as a caller with
+[B, T, N, D] has it, with the copies."""
+
+
+def compiled(compiler: Compiler, timed: Timed) -> tuple[Kernel, ...]:
+    """Compiles the first choice of block sizes of a timed case, and returns its kernels.
+
+    Raises:
+      RuntimeError: the compiler failed, or a kernel has a fault.
+    """
+    arguments = timed.arguments
+    types = jax.eval_shape(arguments) if callable(arguments) else arguments
+    found = compiler.compile(timed.candidates[next(iter(timed.block_sizes))], types)
+    if faults := found.faults():
+        raise RuntimeError("; ".join(faults))
+    return found.kernels
+
+
+def estimated(compiler: Compiler, names: Sequence[str] = ()) -> Iterator[tuple[str, Case, tuple[Kernel, ...]]]:
+    """Yields each case with its kernels, of those whose names contain one of these words."""
+    for name, make in CASES.items():
+        if names and not any(all(word in name for word in wanted.split()) for wanted in names):
+            continue
+        timed, case = make()
+        kernels = compiled(compiler, timed)
+        codes = {k.name: Code.of(k.listing, k.registers, k.shared_bytes) for k in kernels}
+        yield name, case(name, codes), kernels
