@@ -47,9 +47,8 @@ def body(w: Writer, at: str, size: dict[str, int], k: str, v: str, q: str, g: st
     first = c.pick(f"{at}.first", [zero, f"0.5 + {zero}", f"jnp.cos({k}[0])" + (f"[:, None] + {zero}" * matrix)], 0.3)
     start = w.set("start", f"({first}).astype({dtype})")
     each = f"{k}, {v}, {q}, {gate}"
-    if c.chance(f"{at}.loop", 0.15):
-        w.features.add("recurrence: fori")
-        ys, last = _counted(w, size["t"], start, each, step)
+    if c.chance(f"{at}.loop", 0.3):
+        ys, last = _counted(w, at, size["t"], start, each, step)
     else:
         w.features.add("recurrence: scan")
         _define(w, "step(s, now)", ["kt, vt, qt, at = now", *step, "return s, y"])
@@ -60,16 +59,42 @@ def body(w: Writer, at: str, size: dict[str, int], k: str, v: str, q: str, g: st
     return w.set("result", c.pick(f"{at}.result", results, 0.3))
 
 
-def _counted(w: Writer, steps: int, start: str, each: str, step: list[str]) -> tuple[str, str]:
-    """The loop as a ``fori_loop`` that writes its outputs by index."""
+def _counted(w: Writer, at: str, steps: int, start: str, each: str, step: list[str]) -> tuple[str, str]:
+    """The loop as one that reads and writes arrays at a counter."""
+    c = w.choices
     _define(w, "first_output(s)", [f"kt, vt, qt, at = (x[0] for x in ({each}))", *step, "return y"])
     out = w.set("out", f"jax.eval_shape(first_output, {start})")
-    now = f"kt, vt, qt, at = (x[i] for x in ({each}))"
-    _define(w, "step(i, c)", ["s, ys = c", now, *step, "return s, ys.at[i].set(y)"])
-    last, ys = w.fresh("last"), w.fresh("ys")
-    w.line(
-        f"{last}, {ys} = lax.fori_loop(0, {steps}, step, ({start}, jnp.zeros(({steps}, *{out}.shape), {out}.dtype)))"
+    where = c.pick(f"{at}.where", ["i", f"{steps - 1} - i", f"i - {steps}"], 0.3)
+    reads = {
+        "itself": "x[j]", "index": "lax.dynamic_index_in_dim(x, j, 0, False)", "before": "x[j - 1]",
+        "half": "x[j // 2]", "clamped": "lax.dynamic_slice_in_dim(x, j + 2, 1)[0]",
+        "two": "0.5 * (x[j] + x[jnp.maximum(j - 1, 0)])",
+    }  # fmt: skip
+    writes = {
+        "set": "ys.at[j].set(y)", "update": "lax.dynamic_update_index_in_dim(ys, y, j, 0)", "add": "ys.at[j].add(y)",
+        "onto": "ys.at[j].set(ys[j] + y)", "twice": "ys.at[j].set(y).at[j - 1].set(0.5 * y)",
+        "half": "ys.at[j // 2].set(y)", "at times": "jnp.where(at.mean() > 0.6, ys.at[j].set(y), ys)",
+        "with the one before": "ys.at[j].set(y + 0.5 * ys[j - 1])", "from the start": "ys.at[i].set(y)",
+    }  # fmt: skip
+    read, write = (
+        c.pick(f"{at}.{name}", {n: n for n in of}, 0.5) for name, of in (("reads", reads), ("writes", writes))
     )
+    w.features |= {f"reads: {read}", f"writes: {write}"}
+    lines = [f"j = {where}", f"kt, vt, qt, at = ({reads[read]} for x in ({each}))", *step]
+    length = c.pick(f"{at}.buffer rows", [steps, steps + 3], 0.2)
+    buffer = c.pick(f"{at}.buffer", ["jnp.zeros", "0.5 + jnp.zeros"], 0.2)
+    first = f"({start}, ({buffer}(({length}, *{out}.shape))).astype({out}.dtype))"
+    last, ys = w.fresh("last"), w.fresh("ys")
+    bounds = c.pick(f"{at}.bounds", [f"0, {steps}", f"1, {steps}", f"0, {steps - 1}"], 0.2)
+    if c.chance(f"{at}.numbers", 0.3):
+        w.features.add("recurrence: numbers")
+        _define(w, "step(c, i)", ["s, ys = c", *lines, f"return (s, {writes[write]}), None"])
+        reverse = c.chance(f"{at}.reverse", 0.25)
+        w.line(f"({last}, {ys}), _ = lax.scan(step, {first}, jnp.arange({bounds}), reverse={reverse})")
+    else:
+        w.features.add("recurrence: fori")
+        _define(w, "step(i, c)", ["s, ys = c", *lines, f"return s, {writes[write]}"])
+        w.line(f"{last}, {ys} = lax.fori_loop({bounds}, step, {first})")
     return ys, last
 
 

@@ -69,6 +69,7 @@ def test_loops_over_time_carry_what_they_are_said_to():
     features = {feature for program in programs for feature in program.features}
     updates = ("sum", "other order", "delta", "read by a gate", "squashed", "largest", "squared", "shifted")
     wanted = [f"update: {name}" for name in updates] + ["recurrence: fori", "recurrence: scan", "decay: above one"]
+    wanted += ["recurrence: numbers", "reads: before", "writes: add", "writes: twice"]
     assert [name for name in wanted if name not in features] == []
 
 

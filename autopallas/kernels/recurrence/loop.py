@@ -27,6 +27,7 @@ class Loop:
       key: equal for equal loops, which jaxprs are not.
       lead: from a site's operands to the loop's constants, first values and arrays to be sliced.
       step: from constants, carried values and slices to carried values and results.
+      tail: from a site's operands and what it needs of the loop to its results; None where these are that.
       constants, carried: how many of each there are; the rest are slices.
       length: the number of steps.
       reverse: whether the last slices come first.
@@ -39,6 +40,7 @@ class Loop:
     carried: int
     length: int
     reverse: bool
+    tail: ClosedJaxpr | None = field(default=None, compare=False)
 
     @cached_property
     def equations(self) -> list[JaxprEqn]:
@@ -83,6 +85,10 @@ class Loop:
 
         last, results = lax.scan(one, first, slices, length=self.length, reverse=self.reverse)
         return [*last, *results]
+
+    def finished(self, operands: Sequence[Array], needed: Sequence[Array]) -> list[Array]:
+        """Returns a site's results, of its operands and what it needs of what the loop gives."""
+        return list(needed) if self.tail is None else list(compat.jaxpr_as_fun(self.tail)(*operands, *needed))
 
     def leading_to(self, wanted: Iterable[Var], known: Mapping[Var, object]) -> list[int]:
         """Returns the positions of the equations that compute variables from known ones, in order."""

@@ -6,4 +6,4 @@ from autopallas.sites.operation import Operation
 
 __all__ = ["OPERATION"]
 
-OPERATION = Operation("recurrence", anchors=frozenset({"scan"}))
+OPERATION = Operation("recurrence", anchors=frozenset({"scan", "while"}))

@@ -31,7 +31,7 @@ class RecurrenceSite:
       states: the carried matrices.
       known: the other carried values, in the order in which they can be computed.
       sizes: (label, size) of each label.
-      results: which of the last carried values and stacked results the program needs.
+      results: which of the last carried values and stacked results the program needs, or makes its results of.
       mapped: the axes of each ``vmap`` around it, the innermost first: per operand, 0 or None, and the size.
     """
 
@@ -59,9 +59,9 @@ class RecurrenceSite:
             groups *= size
         return replace(self.form, groups=groups)
 
-    def chosen(self, found: Sequence[jax.Array]) -> list[jax.Array]:
+    def chosen(self, operands: Sequence[jax.Array], found: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the site's results of all that the loop gives."""
-        return [found[place] for place in self.results]
+        return self.loop.finished(operands, [found[place] for place in self.results])
 
     def forward(
         self, kernel: Kernel, block_sizes: BlockSizes | None, operands: Sequence[jax.Array]
@@ -69,7 +69,7 @@ class RecurrenceSite:
         """Returns (the program's results, no residuals)."""
 
         def one(*given: jax.Array) -> tuple[jax.Array, ...]:
-            return tuple(self.chosen(kernel.forward(self, block_sizes, given)))
+            return tuple(self.chosen(given, kernel.forward(self, block_sizes, given)))
 
         found: tuple[jax.Array, ...] = under_vmaps(one, self.mapped)(*operands)
         return found, ()

@@ -48,7 +48,7 @@ def backward(
         filled = list(operands)
         for position, x in zip(active, chosen, strict=True):
             filled[position] = x
-        return site.chosen(_run(site, block_sizes.backward, block_sizes.chunk, filled))
+        return site.chosen(filled, _run(site, block_sizes.backward, block_sizes.chunk, filled))
 
     _, pull = jax.vjp(varied, *(operands[position] for position in active))
     return tuple(pull(list(cotangents)))

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 import jax.numpy as jnp
 
 from autopallas.compat import JaxprAtom, Var
+from autopallas.graph.indexed_arrays import WRITES
 from autopallas.kernels.recurrence.structure import Correction, Factor, Known, Labels, MatrixState, Readout, Term
-from autopallas.patterns.advice import READOUT, STATE
+from autopallas.patterns.advice import READOUT, STATE, WHOLE_ROWS
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.recurrence.interpret import Interpretation, Opaque
 from autopallas.patterns.recurrence.step import Step
@@ -61,6 +62,8 @@ def carries_of(step: Step) -> Carries:
             solved |= 1 << value.carry
             left.remove(value.carry)
         states = [p for p in left if not depends[p] & ~solved & ~(1 << p)]
+        if not states and any(_is_written(step, place) for place in nonlinear):
+            raise Mismatch(_INDEXED, advice=WHOLE_ROWS)
         if not states:
             raise Mismatch(
                 "; ".join(dict.fromkeys(reasons.values())) or "what it carries depends on each other", advice=STATE
@@ -72,11 +75,22 @@ def carries_of(step: Step) -> Carries:
         reasons |= opaque
         nonlinear.update(opaque)
     waiting = [place for place in left if place not in states]
+    if any(_is_written(step, place) for place in waiting):
+        raise Mismatch(_INDEXED, advice=WHOLE_ROWS)
     if waiting:
         raise Mismatch("a carried value is computed from another one that depends on itself", advice=STATE)
     for place in states:
         _check_update(found, place)
     return Carries(states, known, last, found, reasons)
+
+
+_INDEXED = "an array that it carries is not written by whole rows, in each step its own that no other step reads"
+
+
+def _is_written(step: Step, place: int) -> bool:
+    """Returns whether a carried array is written by an index."""
+    carry = step.carries[place]
+    return any(e.primitive.name in WRITES and e.invars[0] is carry for e in step.equations)
 
 
 def _unread(step: Step) -> list[int]:

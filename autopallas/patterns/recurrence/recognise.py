@@ -5,34 +5,40 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
-from autopallas import jaxprs
-from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
+from autopallas import compat, jaxprs
+from autopallas.compat import ArrayFunction, JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.faults import contained
-from autopallas.graph import Body, Graph, Node
+from autopallas.graph import Body, Graph, Node, flatten
+from autopallas.graph.array_slices import Place, plus_slices, slices_at, with_slices
 from autopallas.graph.edit import surviving
 from autopallas.graph.extract import closed, copied
+from autopallas.graph.indexed_arrays import READS, WRITES
+from autopallas.graph.known_integers import KnownIntegers
 from autopallas.kernels.recurrence.forms import is_product, products_apart
 from autopallas.kernels.recurrence.loop import Loop
 from autopallas.kernels.recurrence.operation import OPERATION
 from autopallas.kernels.recurrence.site import RecurrenceSite
 from autopallas.kernels.recurrence.spec import RecurrenceSpec
 from autopallas.kernels.recurrence.structure import Known, MatrixState
-from autopallas.patterns.advice import AT_HAND, LOOP_GRADIENT
+from autopallas.patterns.advice import AT_HAND, COUNTED, LOOP_GRADIENT
 from autopallas.patterns.carry import is_available
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss, bounded
 from autopallas.patterns.recurrence.all_steps import check_all_steps
+from autopallas.patterns.recurrence.by_slices import by_slices, without_counters
 from autopallas.patterns.recurrence.carries import carries_of, check_delta_rules, matrix_states
+from autopallas.patterns.recurrence.counted import while_loops
 from autopallas.patterns.recurrence.interpret import RULES
 from autopallas.patterns.recurrence.rules import restored
-from autopallas.patterns.recurrence.step import Scan, Step, scans
-from autopallas.patterns.recurrence.transpose import Lead, Pair, Pairing, constant_atom, program_key
+from autopallas.patterns.recurrence.step import Scan, Step, Written, scans
+from autopallas.patterns.recurrence.transpose import Lead, Pair, Pairing, constant_atom, is_scalar_literal, program_key
 
 __all__ = ["find"]
 
@@ -58,10 +64,20 @@ class _Candidate:
     others: list[Scan]
     stacks: bool
 
+    def without_counters(self, wanted: Sequence[int]) -> tuple[_Candidate, list[int]]:
+        """Returns the loop without numbers of steps that nothing needs, and the places of the results that are
+        wanted."""
+        scan, step, places = without_counters(self.scan, self.step, wanted)
+        return replace(self, scan=scan, step=step), places
+
 
 def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
     """Finds every recurrence in a graph, and the near misses."""
-    forwards, backwards = _divided(graph)
+    integers = KnownIntegers(graph)
+    forwards, backwards = _divided(graph, integers)
+    if not forwards:
+        return [], []
+    forwards, backwards = ([_form(graph, scan, integers) for scan in own] for own in (forwards, backwards))
     readers = _Readers(graph, backwards)
     analyses = _Analyses(graph, assume_finite)
     misses: list[NearMiss] = []
@@ -73,7 +89,9 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 with bounded(graph):
                     step = Step.of(graph, scan)
                     may_be_affine, gated = _paths_of(step)
-                    if may_be_affine or gated:
+                    if gated and not scan.length:
+                        raise Mismatch("how often it runs is not known while the program is traced", advice=COUNTED)
+                    if scan.length and (may_be_affine or gated):
                         analyses.check(step)
                         candidates.append(_Candidate(scan, step, *readers.of(scan, step)))
             except Mismatch as mismatch:
@@ -97,19 +115,35 @@ def _is_floating(variable: Var) -> bool:
     return bool(jnp.issubdtype(variable.aval.dtype, jnp.inexact))
 
 
-def _divided(graph: Graph) -> tuple[list[Scan], list[Scan]]:
+def _is_integer(variable: Var) -> bool:
+    return bool(jnp.issubdtype(variable.aval.dtype, jnp.integer))
+
+
+def _divided(graph: Graph, integers: KnownIntegers) -> tuple[list[Scan], list[Scan]]:
     """Returns the loops of the program's forward that carry floating values, and those that autodiff reversed."""
     forwards: list[Scan] = []
     backwards: list[Scan] = []
-    for scan in scans(graph):
-        if scan.outer.transposed or scan.body.transposed:
+    for scan in (*scans(graph), *while_loops(graph, integers)):
+        if scan.is_backward:
             backwards.append(scan)
-        elif scan.length >= _SHORTEST and any(
-            map(_is_floating, scan.body.invars[scan.constants : scan.constants + scan.carried])
-        ):
-            if not any(0 in v.aval.shape for v in scan.body.invars):  # an empty batch
+        elif _is_long(scan) and any(map(_is_floating, scan.carries)):
+            if not any(0 in v.aval.shape for v in scan.inputs):  # an empty batch
                 forwards.append(scan)
     return forwards, backwards
+
+
+def _form(graph: Graph, scan: Scan, integers: KnownIntegers) -> Scan:
+    """Returns the form of a loop by slices, where there is one."""
+    with contained(jaxprs.location(scan.equation)):
+        return by_slices(graph, scan, integers)
+    return scan
+
+
+def _is_long(scan: Scan) -> bool:
+    """Returns whether a loop is looked at: it has many steps, or counts and indexes but may stop at any of them."""
+    if scan.length:
+        return scan.length >= _SHORTEST
+    return any(e.primitive.name in READS for e in scan.body.equations)
 
 
 _MOST_READERS = 32
@@ -123,23 +157,23 @@ class _Readers:
         self.graph = graph
         self.of_number: dict[int, list[Scan]] = {}
         for backward in backwards:
-            numbers = graph.numbers[backward.body]
-            for number in dict.fromkeys(numbers[v] for v in backward.body.invars):
+            numbers = backward.numbers(graph)
+            for number in dict.fromkeys(numbers[v] for v in backward.inputs):
                 self.of_number.setdefault(number, []).append(backward)
 
     def of(self, scan: Scan, step: Step) -> tuple[list[Scan], list[Scan], bool]:
         """Returns the reversed loops, as a candidate has them.
 
         What several loops compute of slices that they share has one number.  Readers of a value that many loops read do
-        not count.
+        not count, nor do those of integers: loops of one length have the same numbers of steps.
         """
 
         def fits(backward: Scan) -> bool:
             return backward.length == scan.length and backward.reverse != scan.reverse
 
         bits = step.dependencies()
-        made = [v for e in step.equations for v in e.outvars if v in step.numbers]
-        own = [*step.carries, *(v for v in made if bits[v])]
+        made = [v for e in step.equations for v in e.outvars if v in step.numbers and not _is_integer(v)]
+        own = [v for v in (*step.carries, *made) if bits[v] and not _is_integer(v)]
         backwards = dict.fromkeys(b for v in own for b in self.of_number.get(step.numbers[v], ()) if fits(b))
         counts: Counter[Scan] = Counter()
         stacks = False
@@ -160,7 +194,7 @@ def _miss(graph: Graph, scan: Scan, mismatch: Mismatch) -> NearMiss:
 
 _PATH = frozenset({
     "add", "sub", "mul", "div", "neg", "select_n", "broadcast_in_dim", "transpose", "reshape", "squeeze", "add_any",
-    "convert_element_type", "max", "min", "clamp", "reduce_sum",
+    "convert_element_type", "max", "min", "clamp", "reduce_sum", *READS, *WRITES,
 })  # fmt: skip
 
 
@@ -226,30 +260,31 @@ def _cotangents(graph: Graph, candidates: Sequence[_Candidate]) -> dict[int, lis
     return found
 
 
+def _read(graph: Graph, alive: frozenset[int]) -> frozenset[int]:
+    """Returns the values that something reads, of those that loops give: these give what they carry anyway."""
+    found: set[int] = set()
+    for body in graph.numbers:
+        for position in body.children:
+            for number in map(graph.numbers[body].__getitem__, body.equations[position].outvars):
+                users = graph.users.get(number, ())
+                read = (not alive.isdisjoint(user.outputs) or bool(user.equation.effects) for user in users)
+                if number in alive and (number in graph.returned or any(read)):
+                    found.add(number)
+    return frozenset(found)
+
+
 class _Finder:
     """Makes matches of the candidates of one program."""
 
     def __init__(self, graph: Graph, candidates: Sequence[_Candidate], analyses: _Analyses):
         self.graph, self.analyses = graph, analyses
         self.pairing = Pairing(graph)
-        self.read = self._read(surviving(graph))
+        self.programs: dict[Hashable, Body] = {}
+        self.read = _read(graph, surviving(graph))
         cotangents = _cotangents(graph, candidates)
-        self.read_forward = self._read(surviving(graph, cotangents, cotangents)) if cotangents else self.read
+        self.read_forward = _read(graph, surviving(graph, cotangents, cotangents)) if cotangents else self.read
         """What the program reads beside the reversed loops."""
-        self.nodes = {id(node.equation): node for node in graph.nodes if node.name == "scan"}
-
-    def _read(self, alive: frozenset[int]) -> frozenset[int]:
-        """Returns the values that something reads, of those that loops give: these give what they carry anyway."""
-        graph = self.graph
-        found: set[int] = set()
-        for body in graph.numbers:
-            for position in body.children:
-                for number in map(graph.numbers[body].__getitem__, body.equations[position].outvars):
-                    users = graph.users.get(number, ())
-                    read = (not alive.isdisjoint(user.outputs) or bool(user.equation.effects) for user in users)
-                    if number in alive and (number in graph.returned or any(read)):
-                        found.add(number)
-        return frozenset(found)
+        self.nodes = {id(node.equation): node for node in graph.nodes if node.name in ("scan", "while")}
 
     def match(self, candidate: _Candidate) -> Match:
         """Returns the match of a loop.
@@ -258,23 +293,25 @@ class _Finder:
           Mismatch: there is none.
         """
         scan = candidate.scan
-        numbers = [self.graph.numbers[scan.outer][v] for v in scan.equation.outvars]
+        numbers = [self.graph.numbers[scan.outer][v] for v in scan.ends]
         if self.read.isdisjoint(numbers):
             raise Mismatch("nothing needs its results", advice=LOOP_GRADIENT)
         given = {self.graph.numbers[scan.outer][a] for a in scan.equation.invars if isinstance(a, Var)}
         first = [(i, number) for i, number in enumerate(numbers) if number not in numbers[:i]]
         own = [(i, number) for i, number in first if number not in given]  # it may stack what it reads
-        needed = [i for i, number in own if number in self.read_forward]
-        step, pairs = candidate.step, list[Pair]()
+        pairs: list[Pair] = []
         if candidate.backwards or candidate.others:
-            step, pairs = self._pairs(candidate, needed)
+            whole, needed = candidate.without_counters([i for i, number in own if number in self.read_forward])
+            scan, (step, pairs) = whole.scan, self._pairs(whole, needed)
         if not pairs:
-            needed = [i for i, number in own if number in self.read]
-            step = candidate.step.with_results([i - scan.carried for i in needed if i >= scan.carried])
+            whole, needed = candidate.without_counters([i for i, number in own if number in self.read])
+            scan = whole.scan
+            step = whole.step.with_results([i - scan.carried for i in needed if i >= scan.carried])
         if not needed:
             raise Mismatch("nothing needs its results", advice=LOOP_GRADIENT)
         lead = pairs[0].lead if pairs else Lead.of(self.graph, scan)
-        return _Assembly(self.graph, scan, step, lead, needed, self.nodes).match(pairs, self.analyses)
+        assembly = _Assembly(self.graph, scan, step, lead, needed, self.nodes, self.programs)
+        return assembly.match(pairs, self.analyses)
 
     def _pairs(self, candidate: _Candidate, needed: Sequence[int]) -> tuple[Step, list[Pair]]:
         """Returns the step whose derivative the program holds, and the pairs."""
@@ -378,8 +415,18 @@ class _Analyses:
 class _Assembly:
     """Makes the match of one loop."""
 
-    def __init__(self, graph: Graph, scan: Scan, step: Step, lead: Lead, needed: Sequence[int], nodes: dict[int, Node]):
+    def __init__(
+        self,
+        graph: Graph,
+        scan: Scan,
+        step: Step,
+        lead: Lead,
+        needed: Sequence[int],
+        nodes: dict[int, Node],
+        programs: dict[Hashable, Body],
+    ):
         self.graph, self.scan, self.step, self.lead, self.needed, self.nodes = graph, scan, step, lead, needed, nodes
+        self.programs = programs
         self.numbers = graph.numbers[scan.outer]
         self.inputs: list[Var] = []
         self.operands: list[int] = []
@@ -387,18 +434,26 @@ class _Assembly:
         self.outer: list[Node] = []
         self.of_source: dict[int, int] = {}
         self.of_place: dict[int, int] = {}
+        self.of_array: dict[int, int] = {}
+        self.of_before: dict[int, int] = {}
+        self.arrays: dict[int, JaxprAtom] = {}
+        """The arrays that the loop reads by slices, by their numbers."""
+        self.before: dict[int, JaxprAtom] = {}
+        """The arrays into which the loop's results are written, by the places of these."""
+        self.known: dict[int, JaxprAtom] = {}
+        """What is known by its number."""
 
     def match(self, pairs: Sequence[Pair], analyses: _Analyses) -> Match:
         """Returns the match."""
         scan = self.scan
-        atoms = self._scan_inputs()
+        atoms, written = self._scan_inputs(), self._as_written()
         loop = self._loop(atoms)
         site = self._site(loop, analyses.of(self.step, loop))
         results = [Var(v.aval) for v in scan.equation.outvars]
-        whole = scan.equation.replace(invars=atoms, outvars=results)
-        given = [results[i] for i in self.needed]
+        whole = scan.equation.replace(invars=written, outvars=results)
+        given = [results[scan.equation.outvars.index(scan.ends[i])] for i in self.needed]
         original = jaxprs.without_dead_code(closed(self.inputs, given, [*self.equations, whole]))
-        numbers = tuple(self.numbers[scan.equation.outvars[i]] for i in self.needed)
+        numbers = tuple(self.numbers[scan.ends[i]] for i in self.needed)
         backwards = tuple(self._backward(pair) for pair in pairs)
         return Match(
             op=OPERATION.name,
@@ -418,7 +473,7 @@ class _Assembly:
 
     def _scan_inputs(self) -> list[JaxprAtom]:
         """Returns the inputs of the loop in terms of operands, which it makes; what is made of literals is none."""
-        scan = self.scan
+        scan, constants = self.scan, len(self.scan.constants)
         atoms: list[JaxprAtom] = []
         variables: dict[int, JaxprAtom] = {}
         for source in self.lead.sources:
@@ -426,25 +481,85 @@ class _Assembly:
         names = {number: atom for number, atom in variables.items() if isinstance(atom, Var)}
         self.equations += copied(self.graph, self.lead.nodes, names)
         self.outer += self.lead.nodes
-        for place, atom in enumerate(scan.equation.invars):
-            if isinstance(atom, Literal):
-                atoms.append(atom)
-            elif place < scan.constants:
+        self.known |= names
+        for end, written in scan.written.items():
+            if end in self.needed or end in scan.tables.values():
+                self.before[end] = self._given(written.first, self.of_before, end)
+        for position, (variable, atom) in enumerate(zip(scan.inputs, scan.given, strict=True)):
+            place = scan.places.get(variable)
+            if position < constants and isinstance(atom, Var):
                 atoms.append(constant_atom(self.graph, self.numbers[atom], names))
+            elif place is None:
+                atoms.append(self._given(atom, self.of_place, position - constants))
             else:
-                atoms.append(self._source(self.numbers[atom], self.of_place, place - scan.constants))
+                table = scan.tables.get(variable)
+                array = self._array(atom) if table is None else self.before[table]
+                atoms.append(self._sliced(array, place, variable))
         return atoms
+
+    def _as_written(self) -> list[JaxprAtom]:
+        """Returns the inputs of the loop as the program has it."""
+        found: list[JaxprAtom] = []
+        for atom in self.scan.equation.invars:
+            number = None if isinstance(atom, Literal) else self.numbers[atom]
+            if number is not None and number not in self.known:
+                if is_scalar_literal(self.graph, number):
+                    self.known[number] = constant_atom(self.graph, number, {})
+                else:
+                    self._source(number, {}, 0)
+            found.append(atom if number is None else self.known[number])
+        return found
+
+    def _given(self, atom: JaxprAtom, positions: dict[int, int], key: int) -> JaxprAtom:
+        return atom if isinstance(atom, Literal) else self._source(self.numbers[atom], positions, key)
+
+    def _array(self, atom: JaxprAtom) -> JaxprAtom:
+        """Returns an array that is read by slices; all that read it share the operand."""
+        assert isinstance(atom, Var)
+        number = self.numbers[atom]
+        if number not in self.arrays:
+            self.arrays[number] = self._source(number, self.of_array, number)
+        return self.arrays[number]
+
+    def _sliced(self, array: JaxprAtom, place: Place, like: Var) -> JaxprAtom:
+        """Returns the slices of an array, each of the shape of a variable."""
+
+        def slices(x: jax.Array) -> jax.Array:
+            return slices_at(x, place).reshape(self.scan.length, *like.aval.shape)
+
+        return self._traced(("slices", place, like.aval.shape), slices, array)
+
+    def _traced(self, key: Hashable, function: ArrayFunction, *atoms: JaxprAtom) -> JaxprAtom:
+        """Returns what a function makes of operands, by equations that it appends; of one key there is one function."""
+        key = key, tuple(a.aval for a in atoms)
+        if key not in self.programs:
+            with compat.on_mesh_of([a.aval for a in atoms]):
+                made = compat.make_jaxpr(function, *(compat.typed_like(a.aval) for a in atoms))
+            self.programs[key] = flatten(made)
+        body = self.programs[key]
+        if body.constvars:
+            raise Mismatch("it writes slices in an order that is no sequence", advice=LOOP_GRADIENT)
+        names: dict[Var, JaxprAtom] = dict(zip(body.invars, atoms, strict=True))
+
+        def named(atom: JaxprAtom) -> JaxprAtom:
+            return atom if isinstance(atom, Literal) else names[atom]
+
+        for equation in body.equations:
+            outputs = [Var(v.aval) for v in equation.outvars]
+            self.equations.append(equation.replace(invars=[named(a) for a in equation.invars], outvars=outputs))
+            names.update(zip(equation.outvars, outputs, strict=True))
+        return named(body.outvars[0])
 
     def _source(self, number: int, positions: dict[int, int], key: int) -> Var:
         """Returns an operand, whose position it enters, or the value as it is made of literals."""
         made = self._of_literals(number)
-        if made is not None:
-            return made
-        positions[key] = len(self.operands)
-        inner = Var(self.graph.avals[number])
-        self.inputs.append(inner)
-        self.operands.append(number)
-        return inner
+        if made is None:
+            positions[key] = len(self.operands)
+            made = Var(self.graph.avals[number])
+            self.inputs.append(made)
+            self.operands.append(number)
+        self.known.setdefault(number, made)
+        return made
 
     def _of_literals(self, number: int) -> Var | None:
         node = self.graph.definitions.get(number)
@@ -458,18 +573,50 @@ class _Assembly:
 
     # ------------------------------------------------------------------ the site
 
+    def _tail(self) -> tuple[list[Var], list[JaxprEqn], list[JaxprAtom]] | None:
+        """Returns a program from the operands and what the loop gives to the site's results; None if these are the
+        same."""
+        scan = self.scan
+        if not any(end in scan.written for end in self.needed):
+            return None
+        before, self.equations = self.equations, [*self.equations]
+        given: list[Var] = []
+        results: list[JaxprAtom] = []
+        for end in self.needed:
+            like, own = scan.ends[end].aval, scan.written.get(end)
+            if own is not None:
+                row = scan.outputs[end].aval
+                like = compat.array_type((scan.length, *row.shape), row.dtype, [row], row)
+            given.append(Var(like))
+            results.append(given[-1] if own is None else self._put(own, self.before[end], given[-1]))
+        equations, self.equations = jaxprs.live_equations(self.equations, results), before
+        return [*self.inputs, *given], equations, results
+
+    def _put(self, own: Written, array: JaxprAtom, slices: JaxprAtom) -> JaxprAtom:
+        """Returns an array with what a loop stacks in its slices, or added to them."""
+
+        def put(array: jax.Array, slices: jax.Array) -> jax.Array:
+            shape = array.shape[: own.place.axis], array.shape[own.place.axis + 1 :]
+            rows = slices.reshape(slices.shape[0], *shape[0], 1, *shape[1])
+            return (plus_slices if own.adds else with_slices)(array, own.place, rows)
+
+        return self._traced(("put", own.place, own.adds), put, array, slices)
+
     def _loop(self, atoms: Sequence[JaxprAtom]) -> Loop:
         step, scan = self.step, self.scan
         results = [*step.after, *step.results]
+        tail = self._tail()
         key = (
             program_key(self.graph, self.inputs, self.equations, atoms),
             program_key(self.graph, step.inputs, step.equations, results),
+            None if tail is None else program_key(self.graph, *tail),
         )
         return Loop(
             key=key,
             lead=closed(self.inputs, atoms, self.equations),
             step=closed(step.inputs, results, step.equations),
-            constants=scan.constants,
+            tail=None if tail is None else closed(tail[0], tail[2], tail[1]),
+            constants=len(scan.constants),
             carried=scan.carried,
             length=scan.length,
             reverse=scan.reverse,
@@ -497,7 +644,7 @@ class _Assembly:
         def extent(labels: Sequence[int]) -> int:
             return math.prod(sizes[label] for label in labels)
 
-        first = self.scan.equation.outvars[self.needed[0]].aval.dtype
+        first = self.scan.ends[self.needed[0]].aval.dtype
         wide = [state for state in states if extent(state.columns) >= _LEAST_COLUMNS]
         if not wide:
             place = max(found.affine, key=lambda i: math.prod(self.step.carries[i].aval.shape))
@@ -539,6 +686,8 @@ class _Assembly:
             gradients = [(self.of_source[source], number) for source, number in pair.sources.items()]
             gradients += [(self.of_place[place], number) for place, number in pair.first.items()]
             gradients += [(self.of_place[self.scan.carried + i], number) for i, number in pair.slices.items()]
+            gradients += [(self.of_array[array], number) for array, number in pair.arrays.items()]
+            gradients += [] if pair.before is None else [(self.of_before[self.needed[0]], pair.before)]
         except KeyError:
             raise Mismatch("its backward gives the cotangent of a constant", advice=LOOP_GRADIENT) from None
         if not gradients:

@@ -3,54 +3,113 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopallas import compat
 from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph import Body, Graph
+from autopallas.graph.array_slices import Place
 from autopallas.graph.loop_slices import is_zero
 from autopallas.patterns.advice import CAPTURED, SIDE_EFFECTS
 from autopallas.patterns.match import Mismatch
 
-__all__ = ["Scan", "Step", "scans"]
+__all__ = ["Scan", "Step", "Written", "needed", "scans"]
 
 _DISSOLVED = frozenset({"remat", "remat2", "checkpoint", "jit", "pjit"})
 """Equations in a step whose one body stands for them: a checkpoint within a step keeps nothing that matters here."""
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """How an array that a loop carries is made of what its steps write.
+
+    Attributes:
+      place: where each step writes.
+      first: the array before the loop, in the body around it.
+      adds: whether slices are added to it, rather than put into it.
+    """
+
+    place: Place
+    first: JaxprAtom
+    adds: bool
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Scan:
-    """A scan of a program: the body that has it, its position there, and its own body."""
+    """A loop of a program that is given slices and gives slices: as it is written, or by
+    :func:`~autopallas.patterns.recurrence.by_slices.by_slices`.
+
+    Attributes:
+      outer, position: the body that has it, and its position there.
+      body: its own body.
+      length, reverse: the number of steps, and whether the last slices come first.
+      constants, carries, slices: the inputs of a step.
+      given: for each of these, in this order, what the loop is given, in the body around it.
+      ends: what the loop gives, there: the carried values at the end, and then what it stacks, or arrays made of that.
+      places: where the slices lie that are not the first array's in the order of the steps.
+      tables: for slices of an array that steps write too, its place among ``ends``.
+      written: the arrays that are made of what the loop stacks, by their places among ``ends``.
+      unchanged: what the loop gives as it was given it: what it gives, and what it is given.
+      step: its step, where that is known already.
+    """
 
     outer: Body
     position: int
     body: Body
+    length: int
+    reverse: bool
+    constants: list[Var]
+    carries: list[Var]
+    slices: list[Var]
+    given: list[JaxprAtom]
+    ends: list[Var]
+    places: Mapping[Var, Place] = field(default_factory=dict)
+    tables: Mapping[Var, int] = field(default_factory=dict)
+    written: Mapping[int, Written] = field(default_factory=dict)
+    unchanged: Sequence[tuple[Var, JaxprAtom]] = ()
+    step: Step | None = None
+
+    @staticmethod
+    def of(outer: Body, position: int, body: Body) -> Scan:
+        """Returns a scan as it is written."""
+        equation, inputs = outer.equations[position], body.invars
+        constants, carried = compat.scan_parts(equation)
+        last = constants + carried
+        parts = inputs[:constants], inputs[constants:last], inputs[last:]
+        length, reverse = int(equation.params["length"]), bool(equation.params["reverse"])
+        return Scan(outer, position, body, length, reverse, *parts, list(equation.invars), list(equation.outvars))
 
     @property
     def equation(self) -> JaxprEqn:
         return self.outer.equations[self.position]
 
     @property
-    def constants(self) -> int:
-        return compat.scan_parts(self.equation)[0]
+    def is_backward(self) -> bool:
+        """Whether autodiff made it."""
+        return self.outer.transposed or self.body.transposed
+
+    @property
+    def inputs(self) -> list[Var]:
+        return [*self.constants, *self.carries, *self.slices]
+
+    @property
+    def outputs(self) -> list[JaxprAtom]:
+        """What a step carries on and gives."""
+        return [*self.body.outvars] if self.step is None else [*self.step.after, *self.step.results]
 
     @property
     def carried(self) -> int:
-        return compat.scan_parts(self.equation)[1]
+        return len(self.carries)
 
-    @property
-    def length(self) -> int:
-        return int(self.equation.params["length"])
-
-    @property
-    def reverse(self) -> bool:
-        return bool(self.equation.params["reverse"])
+    def numbers(self, graph: Graph) -> Mapping[Var, int]:
+        """Returns the numbers of a step's variables."""
+        return graph.numbers[self.body] if self.step is None else self.step.numbers
 
 
 def scans(graph: Graph) -> list[Scan]:
-    """Returns the scans of a program."""
+    """Returns the scans of a program, as they are written."""
     return [
-        Scan(outer, position, children[0].body)
+        Scan.of(outer, position, children[0].body)
         for outer in graph.numbers
         for position, children in outer.children.items()
         if outer.equations[position].primitive.name == "scan"
@@ -80,30 +139,30 @@ class Step:
     zeros: frozenset[Var]
 
     @staticmethod
-    def of(graph: Graph, scan: Scan, results: Sequence[int] | None = None) -> Step:
-        """Returns the step of a scan, with all that it stacks or with the results of these places.
+    def of(graph: Graph, scan: Scan) -> Step:
+        """Returns the step of a scan, with all that it stacks.
 
         Raises:
           Mismatch: the step does more than compute.
         """
-        body, constants, carried = scan.body, scan.constants, scan.carried
+        if scan.step is not None:
+            return scan.step
+        body, carried = scan.body, scan.carried
         equations: list[JaxprEqn] = []
         names: dict[Var, JaxprAtom] = {}
         numbers: dict[Var, int] = {}
         _flatten(graph, body, equations, names, numbers)
         graph.steps.spend(len(equations))
         outputs = [_named(names, atom) for atom in body.outvars]
-        stacked = outputs[carried:] if results is None else [outputs[carried + i] for i in results]
-        after = outputs[:carried]
         return Step(
-            body.invars[:constants],
-            body.invars[constants : constants + carried],
-            body.invars[constants + carried :],
-            _needed(equations, [*after, *stacked]),
-            after,
-            stacked,
+            scan.constants,
+            scan.carries,
+            scan.slices,
+            needed(equations, outputs),
+            outputs[:carried],
+            outputs[carried:],
             numbers,
-            frozenset(v for v in body.invars[:constants] if is_zero(graph, numbers[v])),
+            frozenset(v for v in scan.constants if is_zero(graph, numbers[v])),
         )
 
     @property
@@ -113,12 +172,12 @@ class Step:
     def with_results(self, places: Sequence[int]) -> Step:
         """Returns the step with some of its results alone, and what they need."""
         results = [self.results[i] for i in places]
-        equations = _needed(self.equations, [*self.after, *results])
+        equations = needed(self.equations, [*self.after, *results])
         return replace(self, equations=equations, results=results)
 
     def with_equations(self, equations: Sequence[JaxprEqn]) -> Step:
         """Returns the step with other equations for the same variables, without those that it does not need."""
-        return replace(self, equations=_needed(equations, [*self.after, *self.results]))
+        return replace(self, equations=needed(equations, [*self.after, *self.results]))
 
     def dependencies(self) -> dict[Var, int]:
         """Returns for each variable which carried values it depends on, as bits."""
@@ -161,7 +220,7 @@ def _named(names: Mapping[Var, JaxprAtom], atom: JaxprAtom) -> JaxprAtom:
     return atom if isinstance(atom, Literal) else names.get(atom, atom)
 
 
-def _needed(equations: Sequence[JaxprEqn], wanted: Iterable[JaxprAtom]) -> list[JaxprEqn]:
+def needed(equations: Sequence[JaxprEqn], wanted: Iterable[JaxprAtom]) -> list[JaxprEqn]:
     """Returns the equations that compute some values, in order."""
     read = {atom for atom in wanted if isinstance(atom, Var)}
     found = []

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from autopallas import compat, jaxprs
 from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph import Body, Graph, Node, flatten
+from autopallas.graph.array_slices import Place
 from autopallas.graph.custom_rules import is_elementwise_call
 from autopallas.graph.extract import closed, copied
 from autopallas.graph.loop_slices import is_zero
@@ -48,7 +49,7 @@ class Lead:
     def of(graph: Graph, scan: Scan) -> Lead:
         """Returns the lead whose sources are the loop's constants themselves."""
         numbers = graph.numbers[scan.outer]
-        found = [numbers[a] for a in scan.equation.invars[: scan.constants] if isinstance(a, Var)]
+        found = [numbers[a] for a in scan.given[: len(scan.constants)] if isinstance(a, Var)]
         return Lead(tuple(n for n in dict.fromkeys(found) if not is_scalar_literal(graph, n)))
 
 
@@ -64,7 +65,7 @@ def constant_atom(graph: Graph, number: int, variables: Mapping[int, JaxprAtom])
     return variables[number]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Pair:
     """A loop and its backward.
 
@@ -73,6 +74,8 @@ class Pair:
       cotangent: the number of the cotangent of the loop's one result, where the reversed loop is.
       lead: from the values whose cotangents the reversed loop sums to the loop's constants.
       sources, first, slices: the number of the cotangent, by source, and by the places of carried values and slices.
+      arrays: that of an array of which the loop reads slices elsewhere, by its number.
+      before: that of the array into which the loop's result is written, None where it is not asked for.
     """
 
     backward: Scan
@@ -81,6 +84,8 @@ class Pair:
     sources: dict[int, int] = field(default_factory=dict)
     first: dict[int, int] = field(default_factory=dict)
     slices: dict[int, int] = field(default_factory=dict)
+    arrays: dict[int, int] = field(default_factory=dict)
+    before: int | None = None
 
 
 def program_key(
@@ -117,19 +122,23 @@ class _Reversed:
       starts: what it is given beside constants: the first carried values, and arrays to be sliced.
       after: what it carries on, and what it stacks, in a step.
       ends: its results.
+      unchanged: results that are what the loop is given, and that.
+      befores: the arrays, before the loop, that are made of what it stacks.
     """
 
     def __init__(self, graph: Graph, scan: Scan):
-        inner, outer = graph.numbers[scan.body], graph.numbers[scan.outer]
+        inner, outer = scan.numbers(graph), graph.numbers[scan.outer]
 
-        def number(numbers: dict[Var, int], atom: JaxprAtom) -> int | None:
+        def number(numbers: Mapping[Var, int], atom: JaxprAtom) -> int | None:
             return graph.find_literal(atom) if isinstance(atom, Literal) else numbers[atom]
 
-        self.graph = graph
-        self.inputs = [inner[v] for v in scan.body.invars[scan.constants :]]
-        self.starts = [number(outer, a) for a in scan.equation.invars[scan.constants :]]
-        self.after = [number(inner, a) for a in scan.body.outvars]
-        self.ends = [outer[v] for v in scan.equation.outvars]
+        self.graph, self.scan = graph, scan
+        self.inputs = [inner[v] for v in (*scan.carries, *scan.slices)]
+        self.starts = [number(outer, a) for a in scan.given[len(scan.constants) :]]
+        self.after = [number(inner, a) for a in scan.outputs]
+        self.ends = [outer[v] for v in scan.ends]
+        self.unchanged = [(outer[end], number(outer, start)) for end, start in scan.unchanged]
+        self.befores = {i: number(outer, own.first) for i, own in scan.written.items()}
 
     def begins_with_zero(self, place: int) -> bool:
         """Returns whether a carried value is zero at the start."""
@@ -148,6 +157,19 @@ class _Reversed:
             return None
         del terms[within]
         return terms
+
+    def slices_added(self, end: int) -> Counter[tuple[Place, int]] | None:
+        """Returns the slices that make a sum, zero at the start, each with its place; None where it is no such sum."""
+        own = [i for i, number in enumerate(self.ends) if number == end]
+        found: Counter[tuple[Place, int]] = Counter()
+        for i in own:
+            written, before, number = self.scan.written.get(i), self.befores.get(i), self.after[i]
+            if written is None or not written.adds or before is None or number is None:
+                return None
+            if not is_zero(self.graph, before):
+                return None
+            found[written.place, number] += 1
+        return found
 
 
 def _terms(graph: Graph, number: int, kept: int = -1) -> Counter[int]:
@@ -243,19 +265,20 @@ class Pairing:
 
     def _guesses(self, scan: Scan, step: Step, result: int, backward: Scan) -> Iterator[_Guess]:
         """Yields assignments; JAX carries sums of cotangents of constants first, then those of what is carried."""
-        graph, inputs = self.graph, backward.body.invars
-        numbers, constants, carried = graph.numbers[backward.body], backward.constants, backward.carried
+        numbers, carried = backward.numbers(self.graph), backward.carried
         floating = [i for i, v in enumerate(step.carries) if _is_floating(v) and isinstance(step.after[i], Var)]
         stacked: list[int | None] = [None]
         if step.results:
             (variable,) = step.results
             made = set(step.numbers.values())
-            read = inputs[constants + carried :]
+            written = scan.written.get(result)
+            place = None if written is None else written.place
+            read = [v for v in backward.slices if backward.places.get(v) == place]
             stacked = [n for v in read if (n := numbers[v]) not in made and _alike(v, variable)]
         for count in range(len(floating), 0, -1):
             last = range(carried - count, carried)
             for chosen in combinations(floating, count) if count <= carried else ():
-                if all(_alike(step.carries[i], inputs[constants + j]) for i, j in zip(chosen, last, strict=True)):
+                if all(_alike(step.carries[i], backward.carries[j]) for i, j in zip(chosen, last, strict=True)):
                     for cotangent in stacked:
                         yield _Guess(tuple(zip(chosen, last, strict=True)), cotangent)
 
@@ -276,13 +299,23 @@ class Pairing:
         cotangent = None if of_result is None else loop.starts[of_result]
         if cotangent is None:
             return None, False
-        return self._explained(Pair(backward, cotangent, lead), loop, guess, alive, step, derivative)
+        return self._explained(Pair(backward, cotangent, lead), loop, guess, alive, scan, step, derivative, result)
 
     def _explained(
-        self, pair: Pair, loop: _Reversed, guess: _Guess, alive: frozenset[int], step: Step, derivative: _Derivative
+        self,
+        pair: Pair,
+        loop: _Reversed,
+        guess: _Guess,
+        alive: frozenset[int],
+        scan: Scan,
+        step: Step,
+        derivative: _Derivative,
+        result: int,
     ) -> tuple[Pair | None, bool]:
         """Says which cotangent each result of the reversed loop is."""
-        slices = {n: i for i, v in enumerate(step.slices) if (n := derivative.number(v)) is not None}
+        plain = [(i, v) for i, v in enumerate(step.slices) if v not in scan.places]
+        slices = {n: i for i, v in plain if (n := derivative.number(v)) is not None}
+        arrays = self._of_arrays(scan, derivative)
         sources = dict.fromkeys(pair.lead.sources)
         places = {own: place for place, own in guess.carries}
         complete = True
@@ -292,6 +325,15 @@ class Pairing:
                 continue
             if i in places:
                 pair.first[places[i]] = end
+            elif i in loop.scan.written:
+                slices_added = loop.slices_added(end)
+                array = next((n for n, own in arrays.items() if own == slices_added), None)
+                if array is not None:
+                    pair.arrays[array] = end
+                elif pair.before is None and self._is_before(loop, i, scan, result, pair, derivative):
+                    pair.before = end
+                else:
+                    return None, False
             elif i < pair.backward.carried:
                 added = loop.added(i) if loop.begins_with_zero(i) else None
                 source = next((n for n in sources if added and derivative.terms(n) == added), None)
@@ -304,7 +346,37 @@ class Pairing:
                 pair.slices[slices[after]] = end
             else:
                 return None, False
+        if result in scan.written and scan.written[result].adds:  # the array before it has the result's cotangent
+            ends = [end for end, start in loop.unchanged if start == pair.cotangent and end in alive]
+            pair.before = next(iter(ends), None)
         return pair, complete
+
+    def _of_arrays(self, scan: Scan, derivative: _Derivative) -> dict[int, Counter[tuple[Place, int]]]:
+        """Returns the cotangents of the slices of arrays that no step changes, with their places, by the array's
+        number."""
+        found: dict[int, Counter[tuple[Place, int]]] = {}
+        unknown: set[int] = set()
+        outer, first = self.graph.numbers[scan.outer], len(scan.constants) + len(scan.carries)
+        for variable, atom in zip(scan.slices, scan.given[first:], strict=True):
+            if variable in scan.places and variable not in scan.tables and variable in derivative.cotangents:
+                assert isinstance(atom, Var)
+                number, cotangent = outer[atom], derivative.number(variable)
+                if cotangent is None:
+                    unknown.add(number)
+                else:
+                    found.setdefault(number, Counter())[scan.places[variable], cotangent] += 1
+        return {number: own for number, own in found.items() if number not in unknown}
+
+    def _is_before(self, loop: _Reversed, i: int, scan: Scan, result: int, pair: Pair, derivative: _Derivative) -> bool:
+        """Returns whether a result of the reversed loop is the cotangent of the array into which the loop writes its
+        result: that of the result, with zeros, or the cotangents of the slices that the loop reads, in their places."""
+        own, forward, row = loop.scan.written[i], scan.written.get(result), loop.after[i]
+        if forward is None or own.adds or forward.adds or own.place != forward.place:
+            return False
+        if row is None or loop.befores[i] != pair.cotangent:
+            return False
+        read = [v for v, table in scan.tables.items() if table == result and v in derivative.cotangents]
+        return derivative.number(read[0]) == row if read else is_zero(self.graph, row)
 
     def _cotangents(self, scan: Scan, step: Step, backward: Scan, guess: _Guess, lead: Lead) -> _Derivative:
         """Differentiates the step, and looks the derivative up in the reversed loop."""
@@ -317,9 +389,9 @@ class Pairing:
         if key not in self._derivatives:
             self._derivatives[key] = _derivative(inputs, equations, roots)
         derivative = self._derivatives[key]
-        inner = graph.numbers[backward.body]
+        inner = backward.numbers(graph)
         numbers = [*lead.sources, *(step.numbers[v] for v in (*step.carries, *step.slices))]
-        numbers += [inner[backward.body.invars[backward.constants + j]] for _, j in guess.carries]
+        numbers += [inner[backward.carries[j]] for _, j in guess.carries]
         numbers += [] if guess.result is None else [guess.result]
         found = dict(zip(derivative.invars, numbers, strict=True))
         self._follow(derivative.equations, found, graph.frames[backward.body])
@@ -338,7 +410,7 @@ class Pairing:
         before = copied(self.graph, lead.nodes, variables)
         outer = self.graph.numbers[scan.outer]
         given: dict[Var, JaxprAtom] = {}
-        for variable, atom in zip(step.constants, scan.equation.invars, strict=False):
+        for variable, atom in zip(step.constants, scan.given, strict=False):
             number = None if isinstance(atom, Literal) else outer[atom]
             given[variable] = atom if number is None else constant_atom(self.graph, number, variables)
 

@@ -19,17 +19,15 @@ from jax import lax
 from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprEqn, Var
 from autopallas.graph import Graph, Node, flatten
+from autopallas.graph.known_integers import KnownIntegers
 from autopallas.graph.loop_slices import is_zero
 from autopallas.kernels.respelling.indexed import IndexedLoop, key_of, planned
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
-from autopallas.kernels.respelling.known_integers import Array, is_small_integer, known_result, of_steps
 from autopallas.kernels.respelling.spec import RespellingSpec
 
 __all__ = ["KIND"]
 
 _ADDITIONS = frozenset({"add", "add_any"})
-_DEEPEST = 64
-"""Longest chain of equations by which an integer is known."""
 _PLACED = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "add_any", "jit", "pjit"})
 """Primitives that may give an array that is zero but for a slice."""
 
@@ -45,8 +43,8 @@ def _match(graph: Graph, node: Node) -> Found | None:
     numbers = list(dict.fromkeys(number for number in node.inputs if number not in graph.literals))
     places = {number: position for position, number in enumerate(numbers)}
     operands = [places[n] if n in places else np.asarray(graph.literals[n], graph.dtype(n)) for n in node.inputs]
-    remembered: dict[int, Array | None] = {}
-    known = [(position, _known(graph, number, remembered)) for number, position in places.items()]
+    integers = KnownIntegers(graph)
+    known = [(position, integers.of(number)) for number, position in places.items()]
     constants, carried = compat.scan_parts(equation)
     loop = IndexedLoop(
         key="",
@@ -84,51 +82,6 @@ def _adds_what_is_placed(equation: JaxprEqn) -> bool:
                 return True
         made.update(dict.fromkeys(e.outvars, e.primitive.name))
     return False
-
-
-def _known(graph: Graph, number: int, remembered: dict[int, Array | None], deep: int = 0) -> Array | None:
-    """Returns an integer array that the program knows, or None; ``remembered`` has the answers so far."""
-    if number not in remembered:
-        small = is_small_integer(graph.avals[number]) and deep <= _DEEPEST
-        remembered[number] = _computed(graph, number, remembered, deep + 1) if small else None
-    return remembered[number]
-
-
-def _computed(graph: Graph, number: int, remembered: dict[int, Array | None], deep: int) -> Array | None:
-    if number in graph.literals:
-        return np.asarray(graph.literals[number], graph.dtype(number))
-    if number in graph.constants:
-        value = graph.constants[number]
-        return None if compat.is_tracer(value) else np.asarray(value)
-    node = graph.definitions.get(number)
-    if node is None:
-        return None
-    if node.name == "iota":
-        shape, axis = graph.shape(number), int(node.params["dimension"])
-        column = np.arange(shape[axis], dtype=graph.dtype(number)).reshape(-1, *(1,) * (len(shape) - axis - 1))
-        return np.broadcast_to(column, shape)
-    if node.name != "scan" and (len(node.outputs) != 1 or jaxprs.bodies(node.equation)):
-        return None
-    given = [_known(graph, n, remembered, deep) for n in node.inputs]
-    if node.name == "scan":
-        return _stacked(node, number, given)
-    arrays = [x[None] for x in given if x is not None]
-    found = known_result(node.equation, arrays) if len(arrays) == len(given) else None
-    return None if found is None else found[0]
-
-
-def _stacked(node: Node, number: int, given: Sequence[Array | None]) -> Array | None:
-    """Returns the integers that a loop stacks, from what is known of its operands."""
-    equation = node.equation
-    parts = compat.scan_parts(equation)
-    position = node.outputs.index(number)
-    if position < parts[1]:
-        return None
-    body = flatten(equation.params["jaxpr"])
-    length, reverse = int(equation.params["length"]), bool(equation.params["reverse"])
-    steps = of_steps(body.equations, body.invars, body.outvars, parts, given, length, reverse)
-    result = body.outvars[position]
-    return steps.get(result) if isinstance(result, Var) else None
 
 
 # ---------------------------------------------------------------------- what is computed

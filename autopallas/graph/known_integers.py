@@ -1,22 +1,29 @@
 """Computes integers that a program knows while it is traced: what follows from literals and the numbers of steps.
 
-Arrays have the steps of a loop as their first axis, in the order of its slices.
+Arrays of a loop have its steps as their first axis, in the order of its slices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autopallas import jaxprs
+from autopallas import compat, jaxprs
 from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
+from autopallas.graph.flatten import flatten
 
-__all__ = ["Array", "is_small_integer", "known_result", "of_steps"]
+if TYPE_CHECKING:
+    from autopallas.graph.numbering import Graph, Node
+
+__all__ = ["Array", "KnownIntegers", "of_steps"]
 
 Array = np.ndarray
 
 _MOST_ELEMENTS = 2**22
+_DEEPEST = 64
+"""Longest chain of equations by which an integer is known."""
 _ELEMENTWISE: Mapping[str, Callable[..., Array]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "neg": np.negative, "max": np.maximum, "min": np.minimum,
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
@@ -25,13 +32,13 @@ _ELEMENTWISE: Mapping[str, Callable[..., Array]] = {
 _SAME_ELEMENTS = frozenset({"squeeze", "expand_dims", "copy", "copy_p", "stop_gradient"})
 
 
-def is_small_integer(aval: object, steps: int = 1) -> bool:
+def _is_small_integer(aval: object, steps: int = 1) -> bool:
     """Returns whether a value is of integers or booleans, and small enough to be known."""
     dtype, size = getattr(aval, "dtype", None), getattr(aval, "size", None)
     return size is not None and getattr(dtype, "kind", "") in "iub" and steps * int(size) <= _MOST_ELEMENTS
 
 
-def known_result(equation: JaxprEqn, given: Sequence[Array]) -> Array | None:
+def _known_result(equation: JaxprEqn, given: Sequence[Array]) -> Array | None:
     """Returns the result of an equation of integers for all steps, or None if it is not known how to compute it.
 
     Args:
@@ -42,7 +49,7 @@ def known_result(equation: JaxprEqn, given: Sequence[Array]) -> Array | None:
         return None
     name, aval = equation.primitive.name, equation.outvars[0].aval
     steps = given[0].shape[0]
-    if not is_small_integer(aval, steps):
+    if not _is_small_integer(aval, steps):
         return None
     shape = (steps, *aval.shape)
     found: Array | None = None
@@ -106,7 +113,7 @@ def of_steps(
     number = np.arange(length)[::-1] if reverse else np.arange(length)
     known: dict[Var, Array] = {}
     after = {v: i for i, v in enumerate(outputs[:carried]) if isinstance(v, Var)}
-    added = {e.outvars[0]: e for e in equations if e.primitive.name == "add" and e.outvars[0] in after}
+    added = {e.outvars[0]: e for e in equations if e.primitive.name in ("add", "sub") and e.outvars[0] in after}
     for position, (variable, array) in enumerate(zip(inputs, given, strict=True)):
         if array is None:
             continue
@@ -117,24 +124,84 @@ def of_steps(
         else:
             result = outputs[position - constants]
             equation = added.get(result) if isinstance(result, Var) else None
-            by = [] if equation is None else [a for a in equation.invars if a is not variable]
-            if len(by) == 1 and isinstance(by[0], Literal) and array.ndim == 0 and array.dtype.kind in "iu":
-                known[variable] = (array + number.astype(array.dtype) * np.asarray(by[0].val, array.dtype)).astype(
-                    array.dtype
-                )
+            by = None if equation is None else _added(equation, variable)
+            if by is not None and array.ndim == 0 and array.dtype.kind in "iu":
+                known[variable] = (array + number.astype(array.dtype) * by).astype(array.dtype)
     for equation in equations:
         values = [_value(atom, known, length) for atom in equation.invars]
         if values and all(value is not None for value in values) and not jaxprs.bodies(equation):
-            found = known_result(equation, [value for value in values if value is not None])
+            found = _known_result(equation, [value for value in values if value is not None])
             if found is not None:
                 known[equation.outvars[0]] = found
     return known
 
 
+def _added(equation: JaxprEqn, variable: Var) -> Array | None:
+    """Returns the literal that a sum or difference adds to a variable."""
+    minus = equation.primitive.name == "sub"
+    others = [a for a in equation.invars if a is not variable]
+    if len(others) != 1 or not isinstance(others[0], Literal) or (minus and equation.invars[0] is not variable):
+        return None
+    by = np.asarray(others[0].val, others[0].aval.dtype)
+    return np.negative(by) if minus else by
+
+
 def _value(atom: JaxprAtom, known: Mapping[Var, Array], length: int) -> Array | None:
     if isinstance(atom, Var):
         return known.get(atom)
-    if not is_small_integer(atom.aval):
+    if not _is_small_integer(atom.aval):
         return None
     value = np.asarray(atom.val, atom.aval.dtype)
     return np.broadcast_to(value, (length, *value.shape))
+
+
+class KnownIntegers:
+    """The integer arrays that a program knows while it is traced, by their numbers; each is computed once."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self._found: dict[int, Array | None] = {}
+
+    def of(self, number: int, deep: int = 0) -> Array | None:
+        """Returns an integer array, or None if it is not known, or large."""
+        if number not in self._found:
+            small = _is_small_integer(self.graph.avals[number]) and deep <= _DEEPEST
+            self._found[number] = self._computed(number, deep + 1) if small else None
+        return self._found[number]
+
+    def _computed(self, number: int, deep: int) -> Array | None:
+        graph = self.graph
+        if number in graph.literals:
+            return np.asarray(graph.literals[number], graph.dtype(number))
+        if number in graph.constants:
+            value = graph.constants[number]
+            return None if compat.is_tracer(value) else np.asarray(value)
+        node = graph.definitions.get(number)
+        if node is None:
+            return None
+        if node.name == "iota":
+            shape, axis = graph.shape(number), int(node.params["dimension"])
+            column = np.arange(shape[axis], dtype=graph.dtype(number)).reshape(-1, *(1,) * (len(shape) - axis - 1))
+            return np.broadcast_to(column, shape)
+        if node.name != "scan" and (len(node.outputs) != 1 or jaxprs.bodies(node.equation)):
+            return None
+        given = [self.of(n, deep) for n in node.inputs]
+        if node.name == "scan":
+            return _stacked(node, number, given)
+        arrays = [x[None] for x in given if x is not None]
+        found = _known_result(node.equation, arrays) if len(arrays) == len(given) else None
+        return None if found is None else found[0]
+
+
+def _stacked(node: Node, number: int, given: Sequence[Array | None]) -> Array | None:
+    """Returns the integers that a loop stacks, from what is known of its operands."""
+    equation = node.equation
+    parts = compat.scan_parts(equation)
+    position = node.outputs.index(number)
+    if position < parts[1]:
+        return None
+    body = flatten(equation.params["jaxpr"])
+    length, reverse = int(equation.params["length"]), bool(equation.params["reverse"])
+    steps = of_steps(body.equations, body.invars, body.outvars, parts, given, length, reverse)
+    result = body.outvars[position]
+    return steps.get(result) if isinstance(result, Var) else None

@@ -1,0 +1,286 @@
+"""Loops that index arrays, in the form of loops that are given slices and give slices.
+
+A loop may read ``x[i]`` and write ``y.at[i].set(...)`` for a number i that follows from the number of the step.  Then x
+is an array to be sliced, and y is made of what the loop stacks.  The derivative of such a loop is another one, which
+reads the cotangent of y by slices, and adds slices to the cotangent of x.  Both have one form here; what indexes in
+another way stays as it is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
+from autopallas.graph import Body, Graph
+from autopallas.graph.array_slices import Place
+from autopallas.graph.indexed_arrays import READS, WRITES, Action, IndexedArrays, Plan, Steps
+from autopallas.graph.known_integers import Array, KnownIntegers
+from autopallas.graph.loop_slices import is_zero
+from autopallas.patterns.match import Mismatch
+from autopallas.patterns.recurrence.step import Scan, Step, Written, needed
+
+__all__ = ["by_slices", "without_counters"]
+
+_MOST_STEPS = 2**20
+"""Largest number of steps whose positions are looked at one by one."""
+_OF_ARRAYS = READS | WRITES | {"add", "add_any"}
+"""Primitives that read what is a carried array of slices."""
+_ROUNDS = 8
+"""How often a loop is looked at anew without the arrays that turned out to be indexed in another way."""
+
+
+def by_slices(graph: Graph, scan: Scan, integers: KnownIntegers) -> Scan:
+    """Returns the form of a loop by slices; the loop as it is where there is none.
+
+    Args:
+      graph: the program.
+      scan: the loop.
+      integers: what the program knows of integers.
+    """
+    if not 0 < scan.length <= _MOST_STEPS or not any(name in READS or name in WRITES for name in _names(scan.body)):
+        return scan
+    try:
+        step = Step.of(graph, scan)
+    except Mismatch:  # said of the loop, where it might be a site
+        return scan
+    return _Loop(graph, scan, step, integers).by_slices()
+
+
+def _names(body: Body) -> list[str]:
+    return [equation.primitive.name for own in body.walk() for equation in own.equations]
+
+
+class _Refused(Exception):
+    """Carried arrays that are not indexed by slices alone."""
+
+    def __init__(self, *carried: int):
+        super().__init__(carried)
+        self.carried = frozenset(carried)
+
+
+class _Loop:
+    """A loop whose arrays that no step changes are constants."""
+
+    def __init__(self, graph: Graph, scan: Scan, step: Step, integers: KnownIntegers):
+        self.graph, self.scan, self.step = graph, scan, step
+        self.outer = graph.numbers[scan.outer]
+        parts = len(step.constants), len(step.carries)
+        read = _variables(e.invars[0] for e in step.equations if e.primitive.name in READS)
+        unchanged = [v is after and v in read for v, after in zip(step.carries, step.after, strict=True)]
+        self.places = [i for i, same in enumerate(unchanged) if not same]
+        """The places of the other carried values, among all that the loop carries."""
+        same = [i for i, same in enumerate(unchanged) if same]
+        first = scan.given[parts[0] : sum(parts)]
+        self.unchanged = [(scan.ends[i], first[i]) for i in same]
+        self.constants = [*step.constants, *(step.carries[i] for i in same)]
+        self.carries = [step.carries[i] for i in self.places]
+        self.after = [step.after[i] for i in self.places]
+        self.first = [first[i] for i in self.places]
+        self.of_constants = [*scan.given[: parts[0]], *(first[i] for i in same)]
+        self.of_slices = scan.given[sum(parts) :]
+        given = [*self.of_constants, *self.first, *self.of_slices]
+        self.steps = Steps(
+            step.equations,
+            [*self.constants, *self.carries, *step.slices],
+            [*self.after, *step.results],
+            len(self.constants),
+            len(self.carries),
+            [self._known(atom, integers) for atom in given],
+            {i for i, v in enumerate(self.constants) if is_zero(graph, step.numbers[v])},
+            scan.length,
+            scan.reverse,
+        )
+
+    def _known(self, atom: JaxprAtom, integers: KnownIntegers) -> Array | None:
+        if isinstance(atom, Var):
+            return integers.of(self.outer[atom])
+        value = np.asarray(atom.val, atom.aval.dtype)
+        return value if value.dtype.kind in "iub" else None
+
+    def by_slices(self) -> Scan:
+        """Returns the loop by slices, or as it was."""
+        other = _variables(a for e in self.step.equations if e.primitive.name not in _OF_ARRAYS for a in e.invars)
+        candidates = frozenset(i for i, v in enumerate(self.carries) if v.aval.shape and v not in other)
+        arrays = frozenset(v for v in self.constants if v.aval.shape)
+        for _ in range(_ROUNDS):
+            found = IndexedArrays(self.steps, candidates, arrays)
+            plan = found.plan()
+            try:
+                if found.refused:
+                    raise _Refused(*found.refused)
+                if not plan.actions and not found.reads:
+                    return self.scan
+                return _Form(self, plan, found.reads).scan()
+            except _Refused as refused:
+                candidates -= refused.carried
+        return self.scan
+
+
+class _Form:
+    """A loop without the equations that index."""
+
+    def __init__(self, loop: _Loop, plan: Plan, reads: Mapping[int, Place]):
+        self.loop, self.step = loop, loop.step
+        self.names: dict[Var, JaxprAtom] = {}
+        self.equations: list[JaxprEqn] = []
+        self.slices: list[Var] = []
+        self.given: list[JaxprAtom] = []
+        self.places: dict[Var, Place] = {}
+        self.of_table: dict[Var, int] = {}
+        """For slices of a carried array, which one."""
+        self.rows: dict[Var, JaxprAtom] = {}
+        """By the variable of a table, its slice in this step."""
+        self.added: dict[int, list[tuple[Place, JaxprAtom]]] = {i: [] for i, _ in plan.sums}
+        self.tables = dict(plan.tables)
+        self.read: set[Var] = set()
+        of_array = dict(zip(loop.constants, loop.of_constants, strict=True))
+        known: dict[int, Var] = {}
+        for position, equation in enumerate(self.step.equations):
+            action, place = plan.actions.get(position), reads.get(position)
+            if action is not None:
+                self._act(action, equation)
+            elif place is not None and _moves(place):
+                (array, *_), (result,) = equation.invars, equation.outvars
+                assert isinstance(array, Var)
+                number = self.step.numbers[result]
+                if number in known:
+                    self.names[result] = known[number]
+                    continue
+                known[number] = result
+                self.read.add(array)
+                self._slice(result, of_array[array], place)
+            else:
+                self.equations.append(equation.replace(invars=[self._named(a) for a in equation.invars]))
+
+    def _named(self, atom: JaxprAtom) -> JaxprAtom:
+        return self.names.get(atom, atom) if isinstance(atom, Var) else atom
+
+    def _slice(self, variable: Var, array: JaxprAtom, place: Place) -> None:
+        self.slices.append(variable)
+        self.given.append(array)
+        self.places[variable] = place
+
+    def _act(self, action: Action, equation: JaxprEqn) -> None:
+        """Follows what becomes of the slice of a carried array.
+
+        Raises:
+          _Refused: it is looked at in several shapes, or added to.
+        """
+        (result,), carried = equation.outvars, action.carried
+        if carried in self.added:
+            self.added[carried] += [(place, self._named(atom)) for place, atom in action.slices]
+            return
+        row = self.rows.get(action.before)
+        if action.kind == "read" and row is None:
+            self._slice(result, self.loop.first[carried], self.tables[carried])
+            self.of_table[result] = carried
+            self.rows[action.before] = result
+        elif action.kind == "read":
+            assert row is not None
+            if row.aval.shape != result.aval.shape:
+                raise _Refused(carried)
+            self.names[result] = row
+        else:
+            ((_, atom), *more) = action.slices
+            if more or (action.kind == "add" and not self._is_zero(row)):
+                raise _Refused(carried)
+            self.rows[result] = self._named(atom)
+
+    def _is_zero(self, row: JaxprAtom | None) -> bool:
+        if row is None:
+            return False
+        if isinstance(row, Literal):
+            return not np.any(np.asarray(row.val))
+        return is_zero(self.loop.graph, self.step.numbers[row])
+
+    def scan(self) -> Scan:
+        """Returns the loop, without the arrays that it made of slices.
+
+        Raises:
+          _Refused: a forward loop adds several slices to one array.
+        """
+        loop, step, scan = self.loop, self.step, self.loop.scan
+        after, results = [self._named(a) for a in loop.after], [self._named(a) for a in step.results]
+        ends: list[Var] = list(scan.ends[scan.carried :])
+        written: dict[int, tuple[Written, JaxprAtom, int]] = {}
+        for i in (*self.tables, *self.added):
+            made = self.added[i] if i in self.added else [(self.tables[i], self._row(i))]
+            if len(made) > 1 and not scan.is_backward:
+                raise _Refused(i)
+            for place, atom in made:
+                written[len(results)] = Written(place, loop.first[i], i in self.added), atom, i
+                results.append(atom)
+                ends.append(scan.ends[loop.places[i]])
+        kept = [i for i in range(len(loop.carries)) if i not in self.tables and i not in self.added]
+        after, carries = [after[i] for i in kept], [loop.carries[i] for i in kept]
+        equations = needed(self.equations, [*after, *results])
+        inner = _variables(a for e in equations for a in e.invars) | _variables((*after, *results))
+        constants = [i for i, v in enumerate(loop.constants) if v in inner or v not in self.read]
+        of_written = {i: len(kept) + place for place, (_, _, i) in written.items()}
+        own = [loop.constants[i] for i in constants]
+        slices = [*step.slices, *self.slices]
+        return replace(
+            scan,
+            constants=own,
+            carries=carries,
+            slices=slices,
+            given=[
+                *(loop.of_constants[i] for i in constants),
+                *(loop.first[i] for i in kept),
+                *loop.of_slices,
+                *self.given,
+            ],
+            ends=[*(scan.ends[loop.places[i]] for i in kept), *ends],
+            places=self.places,
+            unchanged=loop.unchanged,
+            tables={v: of_written[i] for v, i in self.of_table.items()},
+            written={len(kept) + place: own for place, (own, _, _) in written.items()},
+            step=Step(
+                own, carries, slices, equations, after, results, step.numbers,
+                frozenset(v for v in own if is_zero(loop.graph, step.numbers[v])),
+            ),
+        )  # fmt: skip
+
+    def _row(self, table: int) -> JaxprAtom:
+        """Returns the slice of a table after the step."""
+        variable = self.loop.after[table]
+        assert isinstance(variable, Var)
+        return self.rows[variable]
+
+
+def without_counters(scan: Scan, step: Step, wanted: Sequence[int]) -> tuple[Scan, Step, list[int]]:
+    """Returns a loop, its step, and the places of the results that are wanted, without the carried integers from which
+    nothing else is computed that is carried or wanted."""
+    idle = {i for i, v in enumerate(step.carries) if not v.aval.shape and v.aval.dtype.kind in "iu"}.difference(wanted)
+    if not idle:
+        return scan, step, list(wanted)
+    carried = scan.carried
+    outputs = [*(a for i, a in enumerate(step.after) if i not in idle)]
+    outputs += [step.results[i - carried] for i in wanted if i >= carried]
+    read = _variables(a for e in needed(step.equations, outputs) for a in e.invars) | _variables(outputs)
+    kept = [i for i, v in enumerate(step.carries) if i not in idle or v in read]
+    moved = {old: new for new, old in enumerate([*kept, *range(carried, len(scan.ends))])}
+    first = len(scan.constants)
+    step = replace(step, carries=[step.carries[i] for i in kept], after=[step.after[i] for i in kept])
+    scan = replace(
+        scan,
+        carries=step.carries,
+        given=[*scan.given[:first], *(scan.given[first + i] for i in kept), *scan.given[first + carried :]],
+        ends=[scan.ends[i] for i in moved],
+        tables={v: moved[i] for v, i in scan.tables.items()},
+        written={moved[i]: own for i, own in scan.written.items()},
+        step=step,
+    )
+    return scan, step, [moved[i] for i in wanted]
+
+
+def _variables(atoms: Iterable[JaxprAtom]) -> set[Var]:
+    return {atom for atom in atoms if isinstance(atom, Var)}
+
+
+def _moves(place: Place) -> bool:
+    """Returns whether slices lie at a few runs of positions, and not all at one."""
+    return place.runs is not None and (len(place.runs) > 1 or place.runs[0].step != 0)

@@ -1,0 +1,82 @@
+"""Recurrences are found in loops that index arrays at a counter, with the backward that adds to whole gradients."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+from support.compare import compare, optimized_like_a_user, with_gradients
+
+import autopallas
+from autopallas.graph import flatten
+from tests.recognition.indexed_recurrences import FOUND, REFUSED, state_space_loop
+
+ONLY = {"ops": ("recurrence",)}
+LOOPS = {"scan", "while"}
+COUNTED = ("until_the_data_say", "as_often_as_is_given")
+"""Loops that have no backward: how often they run is known too late."""
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_an_indexing_loop_is_found_and_right_with_gradients_taken_outside(name):
+    case = FOUND[name]
+    outcome = compare(case.function, case.arguments, gradients=case.trained, **ONLY)
+    assert outcome.complaints == []
+    assert [(site.op, site.verdict) for site in outcome.report.sites] == [("recurrence", "applied")]
+
+
+@pytest.mark.parametrize("name", [name for name, case in FOUND.items() if case.trained])
+def test_its_backward_that_adds_slices_to_gradients_is_found(name):
+    case = FOUND[name]
+    step = with_gradients(case.function, case.arguments)
+    outcome = compare(step, case.arguments, gradients=False, **ONLY)
+    assert outcome.complaints == []
+    assert [(site.direction, site.verdict) for site in outcome.report.sites] == [("forward+backward", "applied")]
+    program = jax.make_jaxpr(optimized_like_a_user(step, **ONLY))(*case.arguments)
+    assert LOOPS.isdisjoint(e.primitive.name for e in flatten(program).equations)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_loop_that_indexes_otherwise_is_left_alone_with_a_reason(name):
+    case = REFUSED[name]
+    trained = [] if name in COUNTED else [with_gradients(case.function, case.arguments)]
+    for function in (case.function, *trained):
+        report = autopallas.explain(optimized_like_a_user(function, **ONLY), *case.arguments)
+        assert (report.sites, report.failures) == ((), ())
+        assert [case.reason in miss.reason for miss in report.near_misses] == [True]
+
+
+def test_where_a_recurrence_is_kept_its_indexing_backward_is_respelt():
+    """A state that is read elementwise has no better form than its loop, which should still not add whole arrays."""
+
+    def loss(decay, x):
+        def step(i, carried):
+            h, y = carried
+            h = decay * h + x[i]
+            return h, y.at[i].set(h)
+
+        first = jax.numpy.zeros(x.shape[1:]), jax.numpy.zeros_like(x)
+        return jax.numpy.sin(jax.lax.fori_loop(0, x.shape[0], step, first)[1]).sum()
+
+    step = autopallas.optimize(jax.grad(loss, (0, 1)), ops=("recurrence", "respelling"))
+    arguments = jax.numpy.full(32, 0.9), jax.numpy.ones((512, 32))
+    sites = autopallas.explain(step, *arguments).sites
+    assert [(site.op, site.verdict) for site in sites] == [("recurrence", "kept"), ("respelling", "applied")]
+
+
+def test_a_recurrence_that_is_applied_goes_before_a_respelling_of_its_backward():
+    case = FOUND["state_space_loop"]
+    step = with_gradients(state_space_loop, case.arguments)
+    outcome = compare(step, case.arguments, gradients=False, ops=("recurrence", "respelling"))
+    assert outcome.complaints == []
+    assert [(site.op, site.verdict) for site in outcome.report.sites] == [("recurrence", "applied")]
+
+
+def test_loops_that_share_the_numbers_of_their_steps_are_paired_with_their_own_backwards():
+    case = FOUND["state_space_loop"]
+
+    def twice(gate, k, v, q):
+        return state_space_loop(gate, k, state_space_loop(gate, k, v, q), q)
+
+    outcome = compare(with_gradients(twice, case.arguments), case.arguments, gradients=False, **ONLY)
+    assert outcome.complaints == []
+    assert [(site.direction, site.verdict) for site in outcome.report.sites] == [("forward+backward", "applied")] * 2
