@@ -219,6 +219,18 @@ def past_the_end(gate: Array, k: Array, v: Array, q: Array) -> Array:
 
 
 @found(gate, k, v, q)
+def rows_that_are_read_twice(gate: Array, k: Array, v: Array, q: Array) -> Array:
+    """Their cotangents are added to the whole gradient one by one."""
+
+    def step(i: Array, carried: Any) -> Any:
+        state, y = carried
+        state = updated(state, gate[i], k[i], v[i])
+        return state, y.at[i].set((q[i] + k[i]) @ state + v[i] * gate[i])
+
+    return lax.fori_loop(0, T, step, (jnp.zeros((N, P)), jnp.zeros((T, P))))[1]
+
+
+@found(gate, k, v, q)
 def every_other_row(gate: Array, k: Array, v: Array, q: Array) -> Array:
     def step(i: Array, carried: Any) -> Any:
         state, y = carried

@@ -159,7 +159,8 @@ class _Reversed:
         return terms
 
     def slices_added(self, end: int) -> Counter[tuple[Place, int]] | None:
-        """Returns the slices that make a sum, zero at the start, each with its place; None where it is no such sum."""
+        """Returns the terms of the slices that make a sum, zero at the start, each with its place; None where it is no
+        such sum."""
         own = [i for i, number in enumerate(self.ends) if number == end]
         found: Counter[tuple[Place, int]] = Counter()
         for i in own:
@@ -168,7 +169,7 @@ class _Reversed:
                 return None
             if not is_zero(self.graph, before):
                 return None
-            found[written.place, number] += 1
+            found.update({(written.place, n): times for n, times in _terms(self.graph, number).items()})
         return found
 
 
@@ -352,19 +353,20 @@ class Pairing:
         return pair, complete
 
     def _of_arrays(self, scan: Scan, derivative: _Derivative) -> dict[int, Counter[tuple[Place, int]]]:
-        """Returns the cotangents of the slices of arrays that no step changes, with their places, by the array's
-        number."""
+        """Returns the terms of the cotangents of the slices of arrays that no step changes, with their places, by the
+        array's number."""
         found: dict[int, Counter[tuple[Place, int]]] = {}
         unknown: set[int] = set()
         outer, first = self.graph.numbers[scan.outer], len(scan.constants) + len(scan.carries)
         for variable, atom in zip(scan.slices, scan.given[first:], strict=True):
             if variable in scan.places and variable not in scan.tables and variable in derivative.cotangents:
                 assert isinstance(atom, Var)
-                number, cotangent = outer[atom], derivative.number(variable)
-                if cotangent is None:
+                number, terms = outer[atom], derivative.terms(variable)
+                if terms is None:
                     unknown.add(number)
                 else:
-                    found.setdefault(number, Counter())[scan.places[variable], cotangent] += 1
+                    own = {(scan.places[variable], n): times for n, times in terms.items()}
+                    found.setdefault(number, Counter()).update(own)
         return {number: own for number, own in found.items() if number not in unknown}
 
     def _is_before(self, loop: _Reversed, i: int, scan: Scan, result: int, pair: Pair, derivative: _Derivative) -> bool:
