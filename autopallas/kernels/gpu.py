@@ -26,6 +26,7 @@ from autopallas.sites.interpret import interpretation, refusal
 from autopallas.sites.operation import Unsupported
 
 __all__ = [
+    "APPROXIMATED",
     "MATRIX_DTYPES",
     "PROGRAM_PRIMITIVES",
     "SHARED_MEMORY",
@@ -100,6 +101,9 @@ PROGRAM_PRIMITIVES = frozenset(
     """.split()
 )
 """Elementwise primitives that Mosaic GPU lowers in every version of JAX in which these kernels run."""
+
+APPROXIMATED = frozenset("atan2 cos erf exp exp2 log logistic pow rsqrt sin sqrt tanh".split())
+"""Primitives whose results ``call(approximate=True)`` may change, tanh by as much as 2**-11 of them."""
 
 _PROGRAM_DTYPES = frozenset("bool int8 int16 int32 uint8 uint16 uint32 bfloat16 float16 float32".split())
 
@@ -272,7 +276,8 @@ def call(
       scratch: shared memory and barriers, as :func:`tile` and Pallas make them.
       warpgroups: threads of 128 lanes in a block.
       flops, bytes_accessed, transcendentals: what XLA's scheduler is told of its cost.
-      approximate: whether exp and log may be the hardware's approximations, of about 2 units in the last place.
+      approximate: whether :data:`APPROXIMATED` may be the hardware's approximations; of exp and log these are within
+        about 2 units in the last place.
       by_lanes: whether the body itself says how arrays lie in registers. Otherwise Mosaic infers it, by a search whose
         time grows exponentially with the number of values that have no given layout.
 

@@ -9,8 +9,8 @@ Letters: N rows (tokens), D hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Literal, NamedTuple, TypeAlias
 
 import jax
@@ -26,8 +26,9 @@ from autopallas.kernels.cross_entropy.tiles import Tile
 from autopallas.kernels.gpu import SHARED_MEMORY, mosaic, rounded, shared_bytes, tile
 from autopallas.kernels.gpu_pipeline import CONSUMERS, PART, REGISTERS, Ring, placed, steps_of, tiles
 from autopallas.kernels.refs import Ref
+from autopallas.sites.elementwise import ElementwiseProgram, Score
 
-__all__ = ["ALIGNED", "ROWS", "Logits", "Plan", "Vectors", "each_tile", "padded"]
+__all__ = ["ALIGNED", "ROWS", "Logits", "Plan", "Vectors", "each_tile", "of_wide", "padded", "value_of"]
 
 Array: TypeAlias = jax.Array
 Stored: TypeAlias = tuple[tuple[int, ...], DTypeLike]
@@ -230,6 +231,31 @@ class Vectors:
             layout = mosaic().Layout.WGMMA.reduce(1 if kind == "rows" else 0)
             value = mosaic().load(ref.at[pl.ds(at, length)], layout=layout, optimized=False)
         return value != 0 if dtype == np.bool_ else value.astype(dtype)
+
+
+def value_of(program: ElementwiseProgram, tile: Tile) -> Array:
+    """The program's value on a tile of logits."""
+    wide = of_wide(program)
+    if wide is None:
+        return program.evaluate(tile.score, tile.query, tile.key, tile.sides)
+    # ptxas rounds two numbers to bfloat16 in one instruction only where their bits are read together. What is rounded
+    # to be widened again takes one each, in the unit that computes exponentials too.
+    bits = lax.bitcast_convert_type(tile.score, jnp.uint16).astype(jnp.uint32)
+    score = lax.bitcast_convert_type(lax.shift_left(bits, jnp.uint32(16)), jnp.float32)
+    return wide.evaluate(score, tile.query, tile.key, tile.sides)
+
+
+@cache
+def of_wide(program: ElementwiseProgram) -> ElementwiseProgram | None:
+    """The program of logits that are held in float32, where it widens those that it has, of bfloat16, and else does not
+    read them; None where it computes with them in bfloat16."""
+    narrow, wide = Score(np.dtype(jnp.bfloat16)), np.dtype(np.float32)
+    places = {n for n, given in enumerate(program.inputs) if given == narrow}
+    readers = [i for i in program.instructions if not places.isdisjoint(i.arguments)]
+    widens = all(i.primitive is lax.convert_element_type_p and i.dtype == wide for i in readers)
+    if not places or not widens or program.result in places:
+        return None
+    return replace(program, inputs=tuple(Score(wide) if given == narrow else given for given in program.inputs))
 
 
 def padded(array: Array, shape: Sequence[int]) -> Array:

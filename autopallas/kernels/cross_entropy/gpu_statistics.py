@@ -7,9 +7,9 @@ Letters: N rows (tokens), D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,16 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from autopallas.kernels.cross_entropy.gpu_logits import Logits, Plan, Vectors, each_tile
+from autopallas.kernels.cross_entropy.gpu_logits import Logits, Plan, Vectors, each_tile, padded, value_of
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Statistic
 from autopallas.kernels.cross_entropy.tiles import Tile
-from autopallas.kernels.gpu import call, mosaic, processors
+from autopallas.kernels.gpu import APPROXIMATED, call, mosaic, processors
 from autopallas.kernels.gpu_pipeline import CONSUMERS, PART, Ring
 from autopallas.kernels.refs import Ref
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
 
-__all__ = ["plan_of", "statistics_call"]
+__all__ = ["plan_of", "statistics_call", "tiles_of_labels"]
 
 Array: TypeAlias = jax.Array
 
@@ -52,7 +52,8 @@ def statistics_call(
     rows: int,
     vocabulary: int,
 ) -> Callable[..., tuple[Array, ...]]:
-    """The kernel as a function of (x [rows, D], w, what ``vectors.operands`` gives).
+    """The kernel as a function of (x [rows, D], w, what :func:`tiles_of_labels` gives where a statistic picks columns,
+    what ``vectors.operands`` gives).
 
     It gives, for each statistic, that of each tile of columns: [tiles, rows].
 
@@ -75,6 +76,7 @@ def statistics_call(
         warpgroups=CONSUMERS + 1,
         flops=2 * rows * vocabulary * spec.hidden,
         transcendentals=rows * vocabulary,
+        approximate=all(APPROXIMATED.isdisjoint(s.program.primitives) for s in needed),
         bytes_accessed=spec.row_dtype.itemsize * spec.hidden * (rows + vocabulary) + 4 * rows * count * len(needed),
     )
 
@@ -87,28 +89,78 @@ def _kernel(
     given: Vectors,
     *refs: Ref,
 ) -> None:
-    count = 2 + len(given.kinds)
-    (x, w, *vectors), rest = refs[:count], refs[count:]
+    streamed, picked = [s for s in needed if s.kind != "pick"], [s for s in needed if s.kind == "pick"]
+    x, w, *rest = refs
+    tables, rest = rest[: bool(picked)], rest[bool(picked) :]
+    vectors, rest = rest[: len(given.kinds)], rest[len(given.kinds) :]
     results, (first, second, full, free, *stored) = rest[: len(needed)], rest[len(needed) :]
     plgpu = mosaic()
     warpgroup = lax.axis_index("warpgroup")
 
     def visit(at: Array, column: Array, logits: Array) -> None:
-        found = [_initial(s) for s in needed]
         rows = given.of_rows(vectors, at)
-        for c in range(0, plan.columns, plan.strip):
-            start = column * plan.columns + c
-            strip = given.strip(spec, logits[:, c : c + plan.strip], (at, start), vectors, rows)
-            found = _advanced(spec, needed, found, strip, start, labels)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for value, place in zip(found, stored, strict=True):
-            place.at[warpgroup][...] = value
+        start = column * plan.columns
+        here: Array = tables[0][lax.div(at, jnp.int32(PART)), column] != 0 if picked else jnp.bool_(False)
+
+        def strips(bounded: bool) -> Iterator[_Strip]:
+            for c in range(0, plan.columns, plan.strip):
+                tile = given.strip(spec, logits[:, c : c + plan.strip], (at, start + c), vectors, rows)
+                inside = tile.key < spec.vocabulary if bounded else None
+                yield _Strip(tile, inside, start + c, labels)
+
+        def keep(statistics: Sequence[Statistic], found: Sequence[Array]) -> None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for statistic, value in zip(statistics, found, strict=True):
+                stored[needed.index(statistic)].at[warpgroup][...] = value
+
+        def stream(bounded: bool) -> None:
+            found = [_initial(s) for s in streamed]
+            for strip in strips(bounded):
+                found = _advanced(streamed, found, strip)
+            keep(streamed, found)
+
+        def pick() -> None:
+            found = [_initial(s) for s in picked]
+            for strip in strips(False):
+                found = [before + strip.picked(s) for s, before in zip(picked, found, strict=True)]
+            keep(picked, found)
+
+        # What only some tiles need is computed in those alone: bounds, and the logits of labels.
+        if spec.vocabulary % plan.columns == 0:
+            stream(False)
+        else:
+            last = start + plan.columns > spec.vocabulary
+            pl.when(last)(partial(stream, True))
+            pl.when(~last)(partial(stream, False))
+        if picked:
+            pl.when(here)(pick)
+            pl.when(~here)(lambda: keep(picked, [_initial(s) for s in picked]))
         plgpu.commit_smem()
         for place, result in zip(stored, results, strict=True):
             plgpu.copy_smem_to_gmem(place.at[warpgroup], result.at[column, pl.ds(at, PART)])
 
     ring = Ring(first, second, full, free, plan.stages)
     each_tile(Logits(spec, plan, x, w, ring, results[0].shape[0]), visit)
+
+
+def tiles_of_labels(labels: Sequence[Array], rows: int, columns: int, count: int) -> Array:
+    """Whether a tile has the logit of a label, int32 [rows / 64, count].
+
+    A kernel cannot find out by itself: what Mosaic reduces over the rows goes through shared memory that its two
+    warpgroups would overwrite for each other.
+
+    Args:
+      labels: canonical, [N|1, 1] each.
+      rows: N, padded to whole tiles.
+      columns: of a tile.
+      count: tiles along the vocabulary.
+    """
+    found = jnp.zeros((rows // PART, count), jnp.bool_)
+    for label in labels:
+        own = jnp.where(label[:, 0] < 0, -1, label[:, 0] // columns)
+        each = padded(own, (rows,)) if own.size > 1 else jnp.broadcast_to(own, (rows,))
+        found |= jnp.any(each.reshape(-1, PART, 1) == jnp.arange(count, dtype=jnp.int32), axis=1)
+    return found.astype(jnp.int32)
 
 
 def _initial(statistic: Statistic) -> Array:
@@ -123,27 +175,47 @@ def _wide(value: Array, like: Array) -> Array:
     return lax.broadcast_in_dim(value, like.shape, (0,))
 
 
-def _advanced(
-    spec: CrossEntropySpec,
-    needed: Sequence[Statistic],
-    before: Sequence[Array],
-    strip: Tile,
-    column: Array,
-    labels: Mapping[int, int],
-) -> list[Array]:
-    """The statistics [64] after one more strip of logits [64, c], whose first is in this column."""
-    key = strip.key
-    inside = key < spec.vocabulary
-    old, new = dict(zip(needed, before, strict=True)), dict[Statistic, Array]()
+class _Strip(NamedTuple):
+    """A strip of logits [64, c] of a tile.
 
-    def value_of(program: ElementwiseProgram) -> Array:
-        return program.evaluate(strip.score, strip.query, key, strip.sides).astype(jnp.float32)
+    Attributes:
+      tile: the logits, and what belongs to them.
+      inside: whether a column is one of the vocabulary's; None where all are.
+      column: the first.
+      labels: where the labels are among the side inputs.
+    """
 
-    values = {program: value_of(program) for program in dict.fromkeys(s.program for s in needed)}
+    tile: Tile
+    inside: Array | None
+    column: Array
+    labels: Mapping[int, int]
+
+    def value(self, program: ElementwiseProgram) -> Array:
+        return value_of(program, self.tile).astype(jnp.float32)
+
+    def within(self, value: Array, otherwise: float) -> Array:
+        """The value, and another behind the end of the vocabulary."""
+        return value if self.inside is None else jnp.where(self.inside, value, otherwise)
+
+    def both(self, condition: Array) -> Array:
+        return condition if self.inside is None else self.inside & condition
+
+    def picked(self, statistic: Statistic) -> Array:
+        """The value in the label's column [64]; 0 where that is elsewhere."""
+        assert statistic.label is not None
+        chosen = self.tile.key == self.tile.sides[self.labels[statistic.label]]
+        return jnp.sum(jnp.where(chosen, self.value(statistic.program), 0), axis=1)
+
+
+def _advanced(streamed: Sequence[Statistic], before: Sequence[Array], strip: _Strip) -> list[Array]:
+    """The statistics [64], but those that pick a column, after one more strip."""
+    key = strip.tile.key
+    old, new = dict(zip(streamed, before, strict=True)), dict[Statistic, Array]()
+    values = {program: strip.value(program) for program in dict.fromkeys(s.program for s in streamed)}
     greatest = {
-        s.program: jnp.max(jnp.where(inside, values[s.program], -jnp.inf), axis=1) for s in needed if s.kind == "max"
+        s.program: jnp.max(strip.within(values[s.program], -jnp.inf), axis=1) for s in streamed if s.kind == "max"
     }
-    for statistic in needed:
+    for statistic in streamed:
         program = statistic.program
         value, maximum = values[program], Statistic("max", program)
         match statistic.kind:
@@ -151,26 +223,22 @@ def _advanced(
                 found = jnp.maximum(old[statistic], greatest[program])
             case "exp_sum":
                 shift = jnp.where(jnp.abs(new[maximum]) < jnp.inf, new[maximum], 0.0)  # Mosaic has no is_finite
-                exponentials = jnp.exp(jnp.where(inside, value, -jnp.inf) - _wide(shift, key))
+                exponentials = jnp.exp(strip.within(value, -jnp.inf) - _wide(shift, key))
                 # Not exp(old shift - shift): where all was -inf so far, 0 times its overflow would be NaN.
                 found = old[statistic] * jnp.exp(old[maximum] - shift) + jnp.sum(exponentials, axis=1)
             case "sum":
-                found = old[statistic] + jnp.sum(jnp.where(inside, value, 0), axis=1)
-            case "pick":
-                assert statistic.label is not None
-                chosen = key == strip.sides[labels[statistic.label]]
-                found = old[statistic] + jnp.sum(jnp.where(chosen, value, 0), axis=1)
+                found = old[statistic] + jnp.sum(strip.within(value, 0), axis=1)
             case "argmax":
                 here, past = greatest[program], old[maximum]
                 level = _wide(here, key)
-                most = inside & ((value == level) | ((level != level) & (value != value)))
+                most = strip.both((value == level) | ((level != level) & (value != value)))
                 index = jnp.min(jnp.where(most, key, _NONE), axis=1)
                 # Where all is -inf so far, the first column has it.
-                empty = (here == past) & (old[statistic] == 0) & (column == 0)
+                empty = (here == past) & (old[statistic] == 0) & (strip.column == 0)
                 found = jnp.where((here > past) | ((here != here) & (past == past)) | empty, index, old[statistic])
             case "ties":
                 here, past, now = greatest[program], old[maximum], new[maximum]
-                times = jnp.sum(jnp.where(inside & (value == _wide(here, key)), 1.0, 0.0), axis=1)
+                times = jnp.sum(jnp.where(strip.both(value == _wide(here, key)), 1.0, 0.0), axis=1)
                 found = jnp.where(past == now, old[statistic], 0.0) + jnp.where(here == now, times, 0.0)
         new[statistic] = found
-    return [new[statistic] for statistic in needed]
+    return [new[statistic] for statistic in streamed]

@@ -13,11 +13,12 @@ from functools import partial
 from typing import TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from autopallas.compat import Dtype
-from autopallas.kernels.cross_entropy.gpu_logits import Logits, Plan, Vectors, each_tile
+from autopallas.kernels.cross_entropy.gpu_logits import Logits, Plan, Vectors, each_tile, value_of
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
 from autopallas.kernels.gpu import call, mosaic, processors, rounded, tile
 from autopallas.kernels.gpu_pipeline import CONSUMERS, PART, Ring
@@ -90,7 +91,7 @@ def _kernel(spec: CrossEntropySpec, plan: Plan, wanted: Sequence[Wanted], given:
             # Read anew for each strip: else ptxas computes all strips at once, and spills registers.
             rows = given.of_rows(vectors, at)
             strip = given.strip(spec, logits[:, c : c + plan.strip], position, vectors, rows)
-            values = [strip.value(program, dtype) for program, dtype in wanted]
+            values = [jnp.broadcast_to(value_of(p, strip).astype(dtype), strip.score.shape) for p, dtype in wanted]
             # Those of the strip before may still be read, from the other buffers.
             plgpu.wait_smem_to_gmem(len(wanted), wait_read_only=True)
             for value, place in zip(values, stored, strict=True):

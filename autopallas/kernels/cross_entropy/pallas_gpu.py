@@ -124,7 +124,7 @@ def backward(
 def _statistics(spec: CrossEntropySpec, operands: Operands) -> tuple[Array, ...]:
     """The spec's statistics, [N] each."""
     from autopallas.kernels.cross_entropy.gpu_logits import Vectors
-    from autopallas.kernels.cross_entropy.gpu_statistics import statistics_call
+    from autopallas.kernels.cross_entropy.gpu_statistics import plan_of, statistics_call, tiles_of_labels
 
     needed = required(spec.statistics)
     labels = TileOperands.of(spec, operands).labels
@@ -134,7 +134,9 @@ def _statistics(spec: CrossEntropySpec, operands: Operands) -> tuple[Array, ...]
     places = {position: len(operands.sides) + n for n, position in enumerate(labels)}
     columns = w.shape[0 if spec.vocabulary_major else 1]
     kernel = statistics_call(spec, needed, places, vectors, x.shape[0], columns)
-    parts = dict(zip(needed, kernel(x, w, *beside), strict=True))
+    tile = plan_of(spec, len(needed)).columns
+    tables = [tiles_of_labels([*labels.values()], x.shape[0], tile, -(-columns // tile))] if labels else []
+    parts = dict(zip(needed, kernel(x, w, *tables, *beside), strict=True))
     return tuple(_merged(s, parts)[: spec.rows] for s in spec.statistics)
 
 

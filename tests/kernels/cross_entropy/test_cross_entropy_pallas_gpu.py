@@ -10,18 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cross_entropy_cases import BF16, F32, KINDS, LOSS, Case
+from cross_entropy_cases import BF16, F32, F64, KINDS, LOSS, Case
 from cross_entropy_implementation import BY_NAME, SIZES, CrossEntropyImplementation
 
 from autopallas import compat
-from autopallas.kernels.cross_entropy import pallas_gpu, xla
+from autopallas.kernels.cross_entropy import gpu_logits, gpu_statistics, pallas_gpu, xla
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.gradients import Pull
 from autopallas.kernels.cross_entropy.operands import Operands
 from autopallas.kernels.cross_entropy.spec import Product
 from autopallas.kernels.cross_entropy.statistics import stream
 from autopallas.kernels.cross_entropy.tiles import TileOperands
-from autopallas.kernels.gpu import too_few_threads
+from autopallas.kernels.gpu import APPROXIMATED, too_few_threads
 from autopallas.sites import interpret
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import Score, traced
@@ -38,8 +38,11 @@ needs_interpreter = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 TILED = {
     "tails": Case("tails", rows=150, hidden=72, vocabulary=300, labels=(-3, 330), kinds=LOSS),
     "table": Case("table", rows=130, hidden=200, vocabulary=520, labels=(0, 520), kinds=KINDS, vocabulary_major=True),
+    "whole": Case("whole", rows=150, hidden=72, vocabulary=512, labels=(250, 260), kinds=LOSS),
+    "no label": Case("no label", rows=70, hidden=72, vocabulary=300, labels=(-9, 0), kinds=LOSS),
 }
-"""Several tiles of rows and of the vocabulary, more steps than stages, and tails of every axis."""
+"""Several tiles of rows and of the vocabulary, more steps than stages, and tails of every axis; a vocabulary that fills
+its tiles, with labels in the last columns of one and the first of the next; and rows whose labels are none."""
 
 
 class Gpu(CrossEntropyImplementation):
@@ -97,6 +100,85 @@ def test_logits_are_rounded_to_their_dtype(racing):
     np.testing.assert_array_equal(argmax, z.argmax(axis=1))
     np.testing.assert_array_equal(ties, (z == z.max(axis=1, keepdims=True)).sum(axis=1))
     assert np.asarray(ties).max() > 1
+
+
+class _Hardware:
+    """``jax.numpy`` with exponentials as far off as the hardware's may be, all of them in one direction.
+
+    ``ex2.approx.ftz.f32`` of the argument times log2(e), rounded: within 2**-22, and 0 for what is not normal.
+    """
+
+    def __getattr__(self, name):
+        return getattr(jnp, name)
+
+    @staticmethod
+    def exp(x):
+        power = jnp.exp2(x * np.float32(np.log2(np.e)))
+        return jnp.where(power < 2.0**-126, 0, power * np.float32(1 + 2**-22))
+
+
+OFFSETS = {
+    "large offset": Case("large offset", hidden=64, vocabulary=300, labels=(0, 300), whole=True, kinds=LOSS),
+    "masked": replace(BY_NAME["rows without positions"], labels=(-20, 70), kinds=LOSS),
+    "infinities": replace(BY_NAME["vocabulary mask"], kinds=LOSS),
+    "activations of 1000": BY_NAME["activations of 1000"],
+}
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", some(OFFSETS, ["large offset", "infinities"]))
+def test_the_hardwares_exponentials_keep_the_error(racing, monkeypatch, name):
+    """Each row's logsumexp, and the logit of its label, within 4e-6 of float64 on the same logits."""
+    case = OFFSETS[name]
+    spec = case.spec(BF16)
+    x, w, sides, _ = case.operands(BF16)
+    if name == "large offset":
+        x, w = x.at[:, 0].set(1), w.at[0].set(2**14)
+    monkeypatch.setattr(gpu_statistics, "jnp", _Hardware())
+    found, _ = jax.jit(partial(pallas_gpu.forward, spec, SIZES["tiles"]))(Operands(x, w, sides))
+    x, w = np.asarray(x, F64), np.asarray(w, F64)
+    exact = x @ (w.T if case.vocabulary_major else w)
+    if len(sides) > 1:
+        beside = np.asarray(sides[1])
+        exact = np.where(beside, exact, -np.inf) if beside.dtype == np.bool_ else exact + np.asarray(beside, F64)
+    maximum, total, picked = (np.asarray(value, F64) for value in found)
+    label = np.asarray(sides[0])[:, 0]
+    inside = (label >= 0) & (label < case.vocabulary)
+    own = np.where(inside, np.take_along_axis(exact, np.clip(label, 0, case.vocabulary - 1)[:, None], 1)[:, 0], 0)
+    with np.errstate(divide="ignore"):
+        shift = np.where(np.isfinite(exact.max(1)), exact.max(1), 0)
+        logsumexp = shift + np.log(np.exp(exact - shift[:, None]).sum(1))
+        ours = np.where(np.isfinite(maximum), maximum, 0) + np.log(total)
+    scale = np.where(np.isfinite(logsumexp), np.maximum(np.abs(logsumexp), 1), 1)
+    np.testing.assert_array_equal(np.isfinite(ours), np.isfinite(logsumexp))
+    difference = np.where(np.isfinite(logsumexp), ours, 0) - np.where(np.isfinite(logsumexp), logsumexp, 0)
+    assert (np.abs(difference) / scale).max() <= 4e-6
+    np.testing.assert_allclose(picked, own, rtol=4e-6, atol=4e-6 * np.abs(exact[np.isfinite(exact)]).max())
+
+
+@pytest.mark.parametrize(
+    "function, reads",
+    [(lambda z: z.astype(F32) * 2, F32), (lambda z: z, None), (lambda z: z.astype(F32) + z * 0, None)],
+)
+def test_rounded_logits_are_widened_where_they_are_only_widened(function, reads):
+    """Two are rounded in one instruction; a program that computes with them in bfloat16 has them as they are."""
+    found = gpu_logits.of_wide(traced(function, Score(BF16)))
+    assert found is None if reads is None else found.inputs[0] == Score(reads)
+    assert gpu_logits.of_wide(traced(lambda z: z * 2, Score(F32))) is None
+
+
+def test_only_what_computes_no_function_of_its_own_is_approximated():
+    """A soft cap by the hardware's tanh would be off by 2**-11 of itself."""
+    assert APPROXIMATED.isdisjoint(BY_NAME["row factor and bias"].program().primitives)
+    assert not APPROXIMATED.isdisjoint(BY_NAME["soft cap"].program().primitives)
+
+
+def test_tiles_that_have_a_label():
+    labels = jnp.full((70, 1), -1).at[3].set(0).at[5].set(127).at[64].set(128).at[69].set(299)
+    found = gpu_statistics.tiles_of_labels([labels], 128, 128, 3)
+    np.testing.assert_array_equal(found, [[1, 0, 0], [1, 1, 1]])  # rows behind the end count as label 0
+    one = gpu_statistics.tiles_of_labels([jnp.full((1, 1), 200), jnp.full((1, 1), -1)], 128, 128, 3)
+    np.testing.assert_array_equal(one, [[0, 1, 0]] * 2)
 
 
 @needs_interpreter
