@@ -127,14 +127,16 @@ class ElementwiseProgram:
 
     @property
     def scales_last(self) -> bool:
-        """Whether the result, apart from casts, is a product or quotient of a computed number, such as a masked score,
-        and not only of inputs."""
-        count, at = len(self.inputs), self.result
-        while at >= count and self.instructions[at - count].primitive.name == "convert_element_type":
+        """Whether the result, apart from casts and its sign, is a product or quotient, other than the score times a
+        constant: of a computed number, such as a masked score, or of a side input, or a negated one."""
+        count, at, negated = len(self.inputs), self.result, False
+        while at >= count and self.instructions[at - count].primitive.name in ("convert_element_type", "neg"):
+            negated |= self.instructions[at - count].primitive.name == "neg"
             (at,) = self.instructions[at - count].arguments
         if at < count or self.instructions[at - count].primitive.name not in ("mul", "div"):
             return False
-        return any(a >= count for a in self.instructions[at - count].arguments)
+        arguments = self.instructions[at - count].arguments
+        return negated or any(a >= count or isinstance(self.inputs[a], Side) for a in arguments)
 
     @property
     def depends_on_score(self) -> bool:
@@ -247,6 +249,60 @@ def honoured(program: ElementwiseProgram) -> ElementwiseProgram:
                 result = put(Instruction(primitive, parameters(params), (result,), dtype))
         registers.append(result)
     return ElementwiseProgram(program.inputs, tuple(instructions), registers[program.result])
+
+
+@functools.cache
+def reproducible(program: ElementwiseProgram) -> ElementwiseProgram:
+    """Writes the program such that a compiler rounds it alike in a forward and in a backward.
+
+    The backward's program also computes the derivatives with respect to side inputs, such as a temperature, for which
+    XLA may decide otherwise: to divide by a number or to multiply by its reciprocal, to leave the product unrounded in
+    a sum or not.  The scores then differ by a rounding, which of a score of 10,000 is 0.001, and so are the
+    probabilities off.  Therefore, in float32 and float64, a divisor that is known without the score, and is no
+    constant, is inverted first; and a product of a side input within a sum, and a factor that is computed from side
+    inputs alone, are rounded.
+    """
+    reads = [frozenset([type(i)]) for i in program.inputs]
+    for instruction in program.instructions:
+        reads.append(frozenset().union(*(reads[a] for a in instruction.arguments)))
+    added = [False] * len(reads)
+    for register, instruction in reversed(list(enumerate(program.instructions, len(program.inputs)))):
+        if instruction.primitive.name in ("add", "sub") or (instruction.primitive.name == "neg" and added[register]):
+            for argument in instruction.arguments:
+                added[argument] = True
+
+    def has_inverse(instruction: Instruction) -> bool:
+        divisor = reads[instruction.arguments[-1]]
+        return instruction.primitive.name == "div" and Score not in divisor and divisor != {Constant}
+
+    def known(register: int) -> bool:
+        return Side in reads[register] and Score not in reads[register]
+
+    factors = {a for i in program.instructions if i.primitive.name == "mul" for a in i.arguments if known(a)}
+
+    def keeps(instruction: Instruction, register: int) -> bool:
+        is_product = instruction.primitive.name == "mul" or has_inverse(instruction)
+        return register in factors or (is_product and added[register] and Side in reads[register])
+
+    registers = list(enumerate(program.instructions, len(program.inputs)))
+    wide = [(r, i) for r, i in registers if i.dtype in (np.float32, np.float64)]
+    inverted = {i for r, i in wide if has_inverse(i)}
+    kept = {i for r, i in wide if keeps(i, r)}
+    if not inverted and not kept:
+        return program
+
+    def rounded(x: jax.Array) -> jax.Array:
+        return jnp.where(x == x, x, jnp.nan)  # no compiler looks through this
+
+    def apply(instruction: Instruction, arguments: list[jax.Array]) -> jax.Array:
+        inverts = instruction in inverted
+        found = arguments[0] * (1 / rounded(arguments[1])) if inverts else bind(instruction, arguments)
+        return rounded(found) if instruction in kept else found
+
+    def function(*values: jax.Array) -> jax.Array:
+        return program.run(dict(zip(program.inputs, values, strict=True)).__getitem__, apply)
+
+    return traced(function, *program.inputs)
 
 
 _ROUNDING = frozenset({"add", "add_any", "sub", "mul", "div", "tanh", "exp", "log", "integer_pow", "square", "sqrt"})

@@ -95,7 +95,7 @@ def changed(path, value):
         (None, "no site"),
         ([], "no site"),
         ({"format": 0, "passes": []}, "no site"),
-        ({"format": 1, "passes": []}, "no site in format 2"),
+        ({"format": 1, "passes": []}, "no site in format 3"),
         ({"format": 3, "passes": []}, "no passes"),
         ({"format": 3, "passes": [3]}, "other fields"),
         (changed(("site",), 3), "no site of attention"),

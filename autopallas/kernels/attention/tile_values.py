@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from autopallas.compat import Dtype
 from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec, Weight
-from autopallas.sites.elementwise import ElementwiseProgram
+from autopallas.sites.elementwise import ElementwiseProgram, reproducible
 
 __all__ = [
     "Tile",
@@ -61,9 +61,10 @@ def logits(spec: AttentionSpec, programs: TilePrograms, score: Array, here: Tile
     A compiler may leave a product unrounded where it subtracts the shift in the same instruction, but not where the
     shift is computed.  For scores as large as a mask's fill, the difference would be that rounding alone.
     """
-    x = programs.score.evaluate(score, here.query, here.key, here.sides)
+    program = reproducible(programs.score)
+    x = program.evaluate(score, here.query, here.key, here.sides)
     x = jnp.broadcast_to(x, score.shape).astype(spec.accumulation_dtype)
-    return jnp.where(x == x, x, jnp.nan) if programs.score.scales_last else x
+    return jnp.where(x == x, x, jnp.nan) if program.scales_last else x
 
 
 def row_maximum(spec: AttentionSpec, programs: TilePrograms, score: Array, x: Array, here: Tile) -> Array:
@@ -81,7 +82,7 @@ def row_maximum(spec: AttentionSpec, programs: TilePrograms, score: Array, x: Ar
 
 def greatest(spec: AttentionSpec, program: ElementwiseProgram, score: Array, here: Tile) -> Array:
     """Returns the maximum over the keys of a program like the score's."""
-    y = program.evaluate(score, here.query, here.key, here.sides)
+    y = reproducible(program).evaluate(score, here.query, here.key, here.sides)
     return jnp.max(jnp.broadcast_to(y, score.shape).astype(spec.accumulation_dtype), axis=-1, keepdims=True)
 
 

@@ -188,6 +188,11 @@ CASES = (
         key_length=16,
     ),
     Case(
+        "temperatures of rows and heads",
+        score=traced(lambda s, a, b: s / a / jnp.sqrt(b), SCORE, side(0), side(1)),
+        sides=(SideSpec(F32, _varies("T")), SideSpec(F32, _varies("KG"))), draw="pp", groups=2, key_length=19,
+    ),
+    Case(
         "soft cap and position bias",
         score=traced(
             lambda s, i, j, slope: jnp.tanh(s / np.float32(5)) * np.float32(5) - slope * (i - j).astype(F32),

@@ -95,6 +95,11 @@ def test_the_compiler_takes_every_kind_of_program(compiler, name, backward):
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_quotients_by_side_inputs_are_differentiated(compiler, backward):
+    check(compiler, sized("temperatures of rows and heads", 64), BF16, BlockSizes(64, 64), backward)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("name", ["full", "causal", "biases of every shape"])
 def test_odd_lengths_are_padded(compiler, name, backward):
     check(compiler, sized(name, 128, RAGGED), BF16, BlockSizes(128, 128), backward)

@@ -17,8 +17,9 @@ from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Results
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.programs import traced
-from autopallas.kernels.attention.spec import Weight
+from autopallas.kernels.attention.spec import SideSpec, Weight
 from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Side
 from autopallas.sites.operation import Unsupported
 
 TOLERANCES = {"float32": (1e-5, 5e-5), "float16": (4e-3, 1e-2), "bfloat16": (2e-2, 4e-2)}
@@ -30,6 +31,18 @@ MIXED = (
     ("bfloat16", "bfloat16", "bfloat16"),
 )
 """Dtypes of queries, keys and values."""
+
+SPELLINGS_OF_TEMPERATURES = {
+    "divided by a number": (lambda s, t: s / t, ""),
+    "divided for each row": (lambda s, t: s / t, "BKGT"),
+    "divided for each key": (lambda s, t: s / t, "S"),
+    "divided by a root": (lambda s, t: s / jnp.sqrt(t), "BK"),
+    "multiplied for each row": (lambda s, t: s * t, "BKGT"),
+    "a product subtracted first": (lambda s, t: (s - 1000 * t) * t, "TS"),
+    "a negated quotient": (lambda s, t: -(s / (abs(t) + 1)), "BKGTS"),
+    "a product of quotients": (lambda s, t: s * s * np.float32(1e-3) * (t * 0.8) * -(1.8 / t), "TS"),
+}
+"""A program of the score and a side input, and along which axes that varies."""
 
 
 def computed(module: ModuleType, case: Case, dtype: Any, sizes: BlockSizes, **changes: Any) -> dict[str, np.ndarray]:
@@ -278,6 +291,18 @@ class TestXla(AttentionImplementation):
 
         temporary = jax.jit(run).lower(*operands).compile().memory_analysis().temp_size_in_bytes
         assert temporary < 512 * 512 * 4 / 2
+
+    @pytest.mark.parametrize("name", SPELLINGS_OF_TEMPERATURES)
+    def test_probabilities_of_large_scores_sum_to_one_in_the_backward(self, module, name):
+        """The sum of the values' gradients over the keys is that of the cotangents over the queries."""
+        program, varies = SPELLINGS_OF_TEMPERATURES[name]
+        side = SideSpec(np.dtype(np.float32), tuple(letter in varies for letter in "BKGTS"))
+        divided = traced(program, SCORE, Side(0, side.dtype))
+        case = Case("large", score=divided, sides=(side,), draw="p", size=3000.0, query_length=40, key_length=64)
+        found = computed(module, case, jnp.float32, self.sizes)
+        wanted = np.asarray(case.operands()[5], np.float64).sum((2, 3))
+        sums = np.asarray(found["dvalue"], np.float64).sum(2)
+        np.testing.assert_allclose(sums, wanted, atol=1e-5)  # of 40 rows, each a few roundings of numbers around 1
 
     def test_gradients_of_rows_whose_weights_sum_to_less_than_zero(self, module):
         self.check(module, BY_NAME["negative weights inside the sum, a mask and a sink"], "float32", self.sizes)

@@ -17,7 +17,7 @@ from autopallas.kernels.attention.intervals import Ranges
 from autopallas.kernels.attention.programs import causal, traced
 from autopallas.kernels.attention.schedule import schedule
 from autopallas.kernels.attention.tiles import DEAD, FULL, PARTIAL, classify, increasing, scale_of, simplified, tile_map
-from autopallas.sites.elementwise import ElementwiseProgram, Index, Score
+from autopallas.sites.elementwise import ElementwiseProgram, Index, Score, Side, reproducible
 
 I32, F32 = np.dtype(np.int32), np.dtype(np.float32)
 QUERY, KEY = Index("query", I32), Index("key", I32)
@@ -257,3 +257,55 @@ def test_only_what_is_scaled_has_a_scale():
               lambda s: s / np.float32(0), lambda s: np.float32(3) / s, lambda s: s * np.float32(1e30))  # fmt: skip
     assert [scale(f) for f in others] == [None] * len(others)
     assert scale(lambda s: s * jnp.bfloat16(2), jnp.bfloat16) is None
+
+
+class TestReproducible:
+    """:func:`autopallas.sites.elementwise.reproducible`."""
+
+    side = Side(0, F32)
+
+    @pytest.mark.parametrize(
+        "function",
+        [
+            lambda s, t: s * 0.3 + t,
+            lambda s, t: s / 0.3 + t,
+            lambda s, t: s * t,
+            lambda s, t: t / (1 + jnp.exp(-s)),
+            lambda s, t: jnp.where(t > 0, s, -1e9),
+        ],
+    )
+    def test_what_rounds_alike_stays_as_it_is(self, function):
+        program = traced(function, Score(F32), self.side)
+        assert reproducible(program) is program
+
+    def test_numbers_of_16_bits_stay_divided(self):
+        narrow = np.dtype(jnp.bfloat16)
+        program = traced(lambda s, t: s / t, Score(narrow), Side(0, narrow))
+        assert reproducible(program) is program
+
+    @pytest.mark.parametrize(
+        "function",
+        [
+            lambda s, t: s / t,
+            lambda s, t: s / jnp.sqrt(t) / (t + 1),
+            lambda s, t: (s - 1000 * t) * t,
+            lambda s, t: s * t + t,
+            lambda s, t: -s * (t * 0.8) / jnp.exp(t),
+            lambda s, t: jax.nn.relu(s) / t,
+        ],
+    )
+    def test_another_program_computes_the_same_but_for_roundings(self, function):
+        program = traced(function, Score(F32), self.side)
+        written = reproducible(program)
+        assert written != program
+        score = np.linspace(-3, 3, 35, dtype=np.float32).reshape(5, 7)
+        side = np.linspace(0.2, 2, 7, dtype=np.float32)[None]
+        wanted = program.evaluate(score, None, None, (side,))
+        np.testing.assert_allclose(written.evaluate(score, None, None, (side,)), wanted, rtol=1e-6, atol=1e-6)
+        assert np.isnan(written.evaluate(score * np.nan, None, None, (side,))).all()
+
+    def test_infinite_numbers_and_zeros_are_divided_as_before(self):
+        program = traced(lambda s, t: s / t, Score(F32), self.side)
+        ends = np.array([0.0, -0.0, 1.0, -2.0, np.inf, -np.inf, np.nan, 1e30], np.float32)
+        found, wanted = (p.evaluate(ends[:, None], None, None, (ends,)) for p in (reproducible(program), program))
+        np.testing.assert_array_equal(found, wanted)
