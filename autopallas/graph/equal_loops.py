@@ -44,7 +44,7 @@ class Loops:
       held: returns the numbers of the results of an equation that holds bodies, likewise, as far as they are known.
     """
 
-    read: Callable[[Literal | JaxprEqn, list[int], tuple[int, ...]], list[int] | None]
+    read: Callable[[Literal | JaxprEqn, Sequence[int | None], tuple[int, ...]], list[int] | None]
     held: Callable[[JaxprEqn, Sequence[Child], Sequence[int | None], tuple[int, ...]], Sequence[int | None] | None]
     _known: dict[Hashable, list[Loop]] = field(default_factory=lambda: defaultdict(list))
     """Scans by kind and by a number that they read or start with."""
@@ -120,9 +120,7 @@ class Loops:
             if position in body.children:
                 results = self.held(equation, body.children[position], operands, frame)
             else:
-                known = [n for n in operands if n is not None]
-                if len(known) == len(operands):
-                    results = self.read(equation, known, frame)
+                results = self.read(equation, operands, frame)
             if results is not None:
                 numbers.update(zip(equation.outvars, results, strict=True))
         return [number(atom) for atom in body.outvars]

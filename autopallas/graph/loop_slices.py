@@ -23,7 +23,18 @@ from autopallas.numerics.casts import counts_exactly
 if TYPE_CHECKING:
     from autopallas.graph.numbering import Graph, Node
 
-__all__ = ["counters", "counting", "folded", "is_zero", "placed", "repeated", "slice_read", "summed_slices", "uniform"]
+__all__ = [
+    "counters",
+    "counting",
+    "folded",
+    "is_zero",
+    "placed",
+    "repeated",
+    "selects",
+    "slice_read",
+    "summed_slices",
+    "uniform",
+]
 
 _REPEATS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
 _CLIPPED = frozenset({GatherScatterMode.CLIP, GatherScatterMode.PROMISE_IN_BOUNDS})
@@ -82,10 +93,16 @@ def folded(graph: Graph, equation: JaxprEqn, operands: Sequence[int]) -> int | b
         if operands[0] in graph.literals:
             return bool(graph.literals[operands[0]] < other)
         return False if operands[0] in graph.counters and other <= 0 else None
-    if name == "select_n" and operands[0] in graph.literals and graph.literals[operands[0]].ndim == 0:
-        which = int(graph.literals[operands[0]])
-        return operands[1 + which] if 0 <= which < len(operands) - 1 else None
-    return None
+    return selects(graph, equation, operands)
+
+
+def selects(graph: Graph, equation: JaxprEqn, operands: Sequence[int | None]) -> int | None:
+    """Returns the number of the value that a selection always selects, or None; others may be unknown."""
+    if equation.primitive.name != "select_n" or operands[0] not in graph.literals:
+        return None
+    literal = graph.literals[operands[0]]
+    which = int(literal) if literal.ndim == 0 else -1
+    return operands[1 + which] if 0 <= which < len(operands) - 1 else None
 
 
 def slice_read(graph: Graph, equation: JaxprEqn, operands: Sequence[int]) -> tuple[int, int] | None:

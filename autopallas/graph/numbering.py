@@ -35,7 +35,16 @@ from autopallas.graph.keys import (
     spread_over_all,
     stacked_key,
 )
-from autopallas.graph.loop_slices import counters, counting, folded, placed, repeated, slice_read, summed_slices
+from autopallas.graph.loop_slices import (
+    counters,
+    counting,
+    folded,
+    placed,
+    repeated,
+    selects,
+    slice_read,
+    summed_slices,
+)
 from autopallas.graph.steps import Steps
 from autopallas.numerics.casts import counts_exactly
 
@@ -305,9 +314,15 @@ class Graph:
             return found if same_rule(self.definitions[found[0]].equation, equation) else None
         return found
 
-    def _read(self, atom: Literal | JaxprEqn, operands: list[int], frame: tuple[int, ...]) -> list[int] | None:
+    def _read(
+        self, atom: Literal | JaxprEqn, operands: Sequence[int | None], frame: tuple[int, ...]
+    ) -> list[int] | None:
         if not isinstance(atom, Literal):
-            return None if compat.has_side_effects(atom) else self.find(atom, operands, frame)
+            known = [number for number in operands if number is not None]
+            if len(known) == len(operands):
+                return None if compat.has_side_effects(atom) else self.find(atom, known, frame)
+            selected = None if operands[0] is None else selects(self, atom, operands)
+            return None if selected is None else [selected]
         number = self.find_literal(atom)
         return None if number is None else [number]
 

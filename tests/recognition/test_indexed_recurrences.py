@@ -80,3 +80,21 @@ def test_loops_that_share_the_numbers_of_their_steps_are_paired_with_their_own_b
     outcome = compare(with_gradients(twice, case.arguments), case.arguments, gradients=False, **ONLY)
     assert outcome.complaints == []
     assert [(site.direction, site.verdict) for site in outcome.report.sites] == [("forward+backward", "applied")] * 2
+
+
+def test_a_loop_that_a_checkpoint_computes_again_is_the_same_loop():
+    """Its indices are selections, of which only one side is a number that the first loop had."""
+    weights = 0.3 * jax.random.normal(jax.random.key(0), (2, 12, 29))
+
+    @jax.checkpoint
+    def layer(x, w):
+        gate, k, v, q = (part for part in jax.numpy.split(x @ w, (1, 9, 21), -1))
+        return x + jax.numpy.tanh(state_space_loop(gate[:, 0], k, v, q)), None
+
+    def layers(x, weights):
+        return jax.lax.scan(layer, x, weights)[0]
+
+    arguments = FOUND["state_space_loop"].arguments[2], weights
+    outcome = compare(with_gradients(layers, arguments), arguments, gradients=False, **ONLY)
+    assert outcome.complaints == []
+    assert [(site.direction, site.verdict) for site in outcome.report.sites] == [("forward+backward", "applied")]
