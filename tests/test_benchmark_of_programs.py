@@ -85,6 +85,24 @@ def test_rows_take_the_place_of_their_own_kind_alone(tmp_path: Path) -> None:
     assert found == {"avx2": 2.0, "avx512_bf16": 1e-6}
 
 
+def test_first_steps_alone_take_the_place_of_those_in_a_row(tmp_path, monkeypatch, capsys) -> None:
+    file, name = tmp_path / "rows.json", "transformers GPT-2 train B4 T512 f32"
+    monkeypatch.setattr(programs_cli, "missing", lambda program: [])
+    monkeypatch.setattr(programs_cli.environment, "vector_extensions", lambda: "avx2")
+    monkeypatch.setattr(measure, "_child", lambda what, *_, **__: {"cpu_seconds": 3.0 if what == "original" else 4.0})
+    versions = {"jax": jax.__version__}
+    programs_cli._write([row(program=name, versions=versions, difference=2.0)], file)
+    arguments = ["--first-steps", "--filter", "gpt-2 b4", "--output", str(file)]
+    assert programs_cli.main(arguments) == 0
+    (found,) = json.loads(file.read_text())
+    assert found["difference"] == 2.0
+    assert found["first_step_cpu_seconds"] == {"original": 3.0, "optimized": 4.0, "searched": 4.0, "cached": 4.0}
+    programs_cli.main(["--first-steps", "--filter", "whisper", "--output", str(file)])
+    assert "no row of this machine" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        programs_cli.main(["--first-steps"])
+
+
 def test_what_falls_short_is_named() -> None:
     assert measure.verdicts(row()) == []
     assert "slower" in measure.verdicts(row(cpu_ratio=[0.96, 0.9, 1.0]))[0]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
+import autopallas
+from benchmarks import environment
 from benchmarks.programs import measure, missing, programs
 
 __all__ = ["main"]
@@ -41,6 +46,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=15, help="runs of each program, in turns (%(default)s)")
     parser.add_argument("--repeats", type=int, default=2, help="first steps of each kind (%(default)s)")
     parser.add_argument(
+        "--first-steps", action="store_true", help="measure these alone, for the rows that --output has of this machine"
+    )
+    parser.add_argument(
         "--cache", type=Path, metavar="DIR", help="keeps what quick searches find; by default forgotten"
     )
     stays = f"rows as JSON, such as {RESULTS.name}; rows of other machines and programs in it stay"
@@ -49,6 +57,8 @@ def main(arguments: Sequence[str]) -> int:
     for name in ("rounds", "repeats"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1")
+    if options.first_steps and not (options.output and options.output.exists()):
+        parser.error("--first-steps needs --output, a file with rows")
     chosen = [one for one in programs() if _selected(one.name, options.filter)]
     if options.list:
         for program in chosen:
@@ -63,10 +73,20 @@ def main(arguments: Sequence[str]) -> int:
     if not chosen:
         print("no program to measure; see --list")
         return 2
+    # As of an installed package: else each first step would read the syntax of ours, but not that of its libraries.
+    compileall.compile_dir(Path(autopallas.__file__).parent, quiet=1)
+    known = _read(options.output) if options.first_steps else {}
     rows: list[measure.Row] = []
     with tempfile.TemporaryDirectory() as forgotten:
+        cache = options.cache or Path(forgotten)
         for program in chosen:
-            rows.append(measure.measured(program, options.rounds, options.repeats, options.cache or Path(forgotten)))
+            if not options.first_steps:
+                rows.append(measure.measured(program, options.rounds, options.repeats, cache))
+            elif row := known.get((program.name, environment.vector_extensions(), jax.__version__)):
+                rows.append(measure.with_first_steps(row, program, options.repeats, cache))
+            else:
+                print(f"{program.name}: no row of this machine in {options.output}")
+                continue
             print(measure.line(rows[-1]), flush=True)
             if options.output:
                 _write(rows, options.output)
@@ -85,8 +105,12 @@ def _machine(row: dict[str, Any]) -> tuple[str, ...]:
     return row["program"], row["vector_extensions"], row["versions"]["jax"]
 
 
+def _read(path: Path) -> dict[tuple[str, ...], measure.Row]:
+    rows = json.loads(path.read_text()) if path.exists() else []
+    return {_machine(row): row for row in rows}
+
+
 def _write(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Writes rows among those that a file has already, of which they take the place."""
-    kept = json.loads(path.read_text()) if path.exists() else []
-    new = {_machine(row): row for row in [*kept, *rows]}
+    new = _read(path) | {_machine(row): row for row in rows}
     path.write_text("[\n" + ",\n".join(json.dumps(new[key]) for key in sorted(new)) + "\n]\n")

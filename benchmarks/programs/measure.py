@@ -57,18 +57,31 @@ def measured(program: Program, rounds: int, repeats: int, cache: Path) -> Row:
         "date": datetime.date.today().isoformat(),
     }  # fmt: skip
     try:
-        first: dict[str, list[float]] = {ORIGINAL: [], OPTIMIZED: []}
-        for _ in range(repeats):
-            with tempfile.TemporaryDirectory() as empty:
-                for what, seconds in first.items():
-                    seconds.append(_child(what, program, 0, Path(empty), searches=False)["cpu_seconds"])
-        row["first_step_cpu_seconds"] = {what: min(seconds) for what, seconds in first.items()}
-        for what in ("searched", "cached"):
-            row["first_step_cpu_seconds"][what] = _child(OPTIMIZED, program, 0, cache, searches=True)["cpu_seconds"]
+        row |= _first_steps(program, repeats, cache)
         row |= _child("steps", program, rounds, cache, searches=True)
     except _Failed as failure:
         row["failure"] = str(failure)
     return row
+
+
+def with_first_steps(row: Row, program: Program, repeats: int, cache: Path) -> Row:
+    """The row of a program that was measured before, with first steps of today."""
+    try:
+        return row | _first_steps(program, repeats, cache)
+    except _Failed as failure:
+        return row | {"failure": str(failure)}
+
+
+def _first_steps(program: Program, repeats: int, cache: Path) -> Row:
+    first: dict[str, list[float]] = {ORIGINAL: [], OPTIMIZED: []}
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory() as empty:
+            for what, seconds in first.items():
+                seconds.append(_child(what, program, 0, Path(empty), searches=False)["cpu_seconds"])
+    found = {what: min(seconds) for what, seconds in first.items()}
+    for what in ("searched", "cached"):
+        found[what] = _child(OPTIMIZED, program, 0, cache, searches=True)["cpu_seconds"]
+    return {"first_step_cpu_seconds": found, "first_step_date": datetime.date.today().isoformat()}
 
 
 def _child(what: str, program: Program, rounds: int, cache: Path, searches: bool) -> Mapping[str, Any]:
