@@ -96,7 +96,11 @@ def test_less_work_takes_less_time():
         for n in (40960, 49152)
     )
     assert near > far
-    assert Tiles(forward, 132, 64).seconds(CONSTANTS) < Tiles(forward, 133, 64).seconds(CONSTANTS), "a wave more"
+    assert Tiles(forward, 132, 64).seconds(CONSTANTS) < Tiles(forward, 133, 64).seconds(CONSTANTS), "a round more"
+    (step,) = forward.loops
+    halved = replace(forward, loops=(step, step._replace(products=step.products / 2)))
+    for count, fewer in ((132, False), (133, True), (198, True), (199, False)):
+        assert (Tiles(halved, count, 64).seconds(CONSTANTS) < Tiles(forward, count, 64).seconds(CONSTANTS)) is fewer
 
 
 def test_registers_and_shared_memory_limit_how_many_blocks_there_are():

@@ -91,11 +91,12 @@ class Ring(NamedTuple):
             plgpu.barrier_arrive(self.free.at[self.slot(step + steps - 1)])
 
 
-def tiles(count: Array | int, visit: Callable[[Array, Array], Array]) -> Array:
-    """Calls ``visit(number, steps done)`` for each tile of this block; returns the number of steps of all of them."""
+def tiles(count: Array | int, visit: Callable[[Array, Array], Array], done: Array | int = 0) -> Array:
+    """Calls ``visit(number, steps done)`` for each tile of this block; returns the number of steps of all of them, and
+    of those that were done before."""
     block, blocks = lax.axis_index("block"), lax.axis_size("block")
     own = lax.div(jnp.maximum(count - block + (blocks - 1), 0), jnp.int32(blocks))
-    return steps_of(0, own, lambda i, step: visit(block + i * blocks, step), jnp.int32(0))
+    return steps_of(0, own, lambda i, step: visit(block + i * blocks, step), jnp.int32(done))
 
 
 def steps_of(begin: Array | int, end: Array | int, body: Callable[[Array, Array], Array], step: Array) -> Array:

@@ -141,7 +141,7 @@ class Code:
         loops = Listing.of(listing).loops
         around = [Part.of(loop) for loop in loops if loop.inside]
         own = tuple(Part.of(loop) for loop in loops if loop.products)
-        return Code(own, around[-1] if around else None, registers, shared_bytes)
+        return Code(own, around[0] if around else None, registers, shared_bytes)
 
 
 def occupancy(registers: int, threads: int, shared_bytes: int) -> int:
@@ -226,13 +226,22 @@ class Tiles:
     warpgroups: int = 2
 
     def seconds(self, constants: Constants) -> float:
-        (step, *_), tile = self.code.loops, self.code.tile
-        assert tile is not None
+        step, *others = self.code.loops
+        rounds, rest = divmod(self.count, PROCESSORS)
+        begin = self.epilogue(constants)
+        cycles = rounds * (self.steps * self._step(step, self.step_bytes, constants) + begin)
+        if rest and others and 2 * others[0].products == step.products and 2 * rest <= PROCESSORS:
+            # Two blocks compute a tile of the last round: each loads half of the rows, and all columns.
+            cycles += self.steps * self._step(others[0], self.step_bytes * 5 / 6, constants) + begin
+        elif rest:
+            cycles += self.steps * self._step(step, self.step_bytes, constants) + begin
+        return cycles / CLOCK + LAUNCH
+
+    def _step(self, step: Part, loaded: float, constants: Constants) -> float:
         # Products and loads wait for each other where both take nearly as long.
-        products, loads = self.warpgroups * step.products, self.step_bytes / constants.bytes_per_cycle
-        each = (products**3 + loads**3) ** (1 / 3)
-        waves = math.ceil(self.count / PROCESSORS)
-        return waves * (self.steps * each + self.epilogue(constants)) / CLOCK + LAUNCH
+        products, loads = self.warpgroups * step.products, loaded / constants.bytes_per_cycle
+        cycles: float = (products**3 + loads**3) ** (1 / 3)
+        return cycles
 
     def epilogue(self, constants: Constants) -> float:
         """Cycles between two tiles' products."""

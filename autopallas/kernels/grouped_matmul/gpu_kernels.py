@@ -8,7 +8,7 @@ Letters: T all rows, K and N the weights' two sides, G groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from autopallas.kernels.gpu import call, mosaic, processors, tile
+from autopallas.kernels.gpu import call, mosaic, processors, tile, unravelled
 from autopallas.kernels.gpu_pipeline import CONSUMERS, PART, REGISTERS, Ring, placed, steps_of, tiles
-from autopallas.kernels.grouped_matmul.gpu_tiles import STORED, Tile
+from autopallas.kernels.grouped_matmul.gpu_tiles import STORED, TOGETHER, Tile
 from autopallas.kernels.grouped_matmul.gpu_visits import ALIGNED, AT, COUNT, FIRST, HIGH, LAST, LOW
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.kernels.refs import Ref
@@ -128,16 +128,86 @@ def _rows_kernel(spec: GroupedMatmulSpec, tile_: Tile, *refs: Ref) -> None:
         visits=visits, warpgroup=warpgroup,
     )  # fmt: skip
 
+    # Registers do not hold what an activation needs of both kinds of tiles.
+    halves = tile_.halves and spec.epilogue is None
+    whole, halved = _shared_out(visits * own.column_tiles, halves)
+
     @pl.when(warpgroup == CONSUMERS)
     def produce() -> None:
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
-        ring.drain(tiles(visits * own.column_tiles, partial(_load_rows, own)))
+        steps = tiles(whole, partial(_load_rows, own, tuple(range(tile_.row_parts))))
+        if halves:
+            steps = tiles(2 * halved, partial(_load_half, own, whole), steps)
+        ring.drain(steps)
 
     @pl.when(warpgroup < CONSUMERS)
     def consume() -> None:
         plgpu.set_max_registers(REGISTERS[0], action="increase")
-        tiles(visits * own.column_tiles, partial(_compute_rows, own, _parts(tile_, warpgroup)))
+        steps = tiles(whole, lambda index, step: _compute_rows(own, _whole(own), index, step))
+        if halves:
+            tiles(2 * halved, partial(_compute_half, own, whole), steps)
         plgpu.wait_smem_to_gmem(0)
+
+
+def _shared_out(count: Array, halves: bool) -> tuple[Array, Array]:
+    """How many tiles are computed whole, and how many behind them as two halves.
+
+    Tiles go around the blocks. Where those of the last round are for half of the blocks or fewer, two compute one.
+    """
+    if not halves:
+        return count, jnp.int32(0)
+    blocks = lax.axis_size("block")
+    rest = lax.rem(count, jnp.int32(blocks))
+    halved = jnp.where(2 * rest <= blocks, rest, 0)
+    return count - halved, halved
+
+
+class _Share(NamedTuple):
+    """Part of a tile that one consumer computes.
+
+    Attributes:
+      row_part: which 64 of the tile's rows.
+      first: in which part of a stage these are.
+      start: the first column, counted from the tile's.
+      columns: how many.
+      second: the columns of a stage, by its slot.
+    """
+
+    row_part: Array
+    first: Array
+    start: Array
+    columns: int
+    second: Callable[[Array], Ref]
+
+
+def _whole(own: _Rows) -> _Share:
+    """The consumers share the rows of a tile of 128, and the columns of one of 64."""
+    row_part, column_part = _parts(own.tile, own.warpgroup)
+    columns, second = own.tile.part_columns, own.ring.second
+    start = column_part * columns
+    return _Share(row_part, row_part, start, columns, lambda slot: second.at[slot, column_part])
+
+
+def _half(own: _Rows, half: Array) -> _Share:
+    """The consumers share the columns of 64 rows of a tile."""
+    columns = own.tile.columns // 2
+    start = own.warpgroup * columns
+
+    def second(slot: Array) -> Ref:
+        stage = own.ring.second.at[slot, 0]
+        return stage.at[pl.ds(start, columns)] if own.transposed else stage.at[:, pl.ds(start, columns)]
+
+    return _Share(half, jnp.int32(0), start, columns, second)
+
+
+def _load_half(own: _Rows, begin: Array, index: Array, step: Array) -> Array:
+    tile_number, half = unravelled(index, 2)
+    return _load_rows(own, (half,), begin + tile_number, step)
+
+
+def _compute_half(own: _Rows, begin: Array, index: Array, step: Array) -> Array:
+    tile_number, half = unravelled(index, 2)
+    return _compute_rows(own, _half(own, half), begin + tile_number, step)
 
 
 def _parts(tile_: Tile, warpgroup: Array) -> tuple[Array, Array]:
@@ -147,8 +217,8 @@ def _parts(tile_: Tile, warpgroup: Array) -> tuple[Array, Array]:
     return row_part, column_part
 
 
-def _load_rows(own: _Rows, index: Array, step: Array) -> Array:
-    """The producer loads what a tile of the result is the product of, and returns the steps done."""
+def _load_rows(own: _Rows, row_parts: Sequence[Array | int], index: Array, step: Array) -> Array:
+    """The producer loads what these parts of a tile of the result are the product of, and returns the steps done."""
     plgpu, tile_, ring = mosaic(), own.tile, own.ring
     visit, column = placed(index, own.visits, own.column_tiles)
     at = pl.multiple_of(own.table[visit, AT], ALIGNED)
@@ -162,9 +232,11 @@ def _load_rows(own: _Rows, index: Array, step: Array) -> Array:
         def load(k: Array, step: Array) -> Array:
             def copies(slot: Array, barrier: Ref) -> None:
                 along = pl.ds(k * tile_.inner, tile_.inner)
-                for i in range(tile_.row_parts):
-                    part = pl.ds(at + i * PART, PART)
-                    plgpu.copy_gmem_to_smem(own.rows.at[part, along], ring.first.at[slot, i], barrier)
+                for i, part in enumerate(row_parts):
+                    rows = pl.ds(at + part * PART, PART)
+                    plgpu.copy_gmem_to_smem(own.rows.at[rows, along], ring.first.at[slot, i], barrier)
+                for _ in range(tile_.row_parts - len(row_parts)):
+                    plgpu.barrier_arrive(barrier)
                 for i in range(tile_.column_parts):
                     start = column * tile_.columns + i * tile_.part_columns
                     across = pl.ds(start, tile_.part_columns)
@@ -179,25 +251,25 @@ def _load_rows(own: _Rows, index: Array, step: Array) -> Array:
     return steps_of(own.table[visit, FIRST], own.table[visit, LAST] + 1, load_group, step)
 
 
-def _compute_rows(own: _Rows, parts: tuple[Array, Array], index: Array, step: Array) -> Array:
+def _compute_rows(own: _Rows, share: _Share, index: Array, step: Array) -> Array:
     """A consumer computes and stores its part of a tile of the result, and returns the steps done."""
-    spec, tile_, ring, (row_part, column_part) = own.spec, own.tile, own.ring, parts
+    spec, tile_, ring, row_part = own.spec, own.tile, own.ring, share.row_part
     visit, column = placed(index, own.visits, own.column_tiles)
     steps = own.table[visit, COUNT] * own.passes
 
     def product(sum_: Ref) -> Array:
         def use(i: Array, slot: Array) -> None:
-            b = ring.second.at[slot, column_part]
-            mosaic().wgmma(sum_, ring.first.at[slot, row_part], b.transpose((1, 0)) if own.transposed else b)
+            b = share.second(slot)
+            mosaic().wgmma(sum_, ring.first.at[slot, share.first], b.transpose((1, 0)) if own.transposed else b)
 
         ring.consume(step, steps, use)
         total: Array = sum_[...]
         return total
 
-    value = pl.run_scoped(product, mosaic().ACC((PART, tile_.part_columns), jnp.float32))
+    value = pl.run_scoped(product, mosaic().ACC((PART, share.columns), jnp.float32))
     at = pl.multiple_of(own.table[visit, AT], ALIGNED) + row_part * PART
     low, high = (jnp.clip(own.table[visit, c] - row_part * PART, 0, PART) for c in (LOW, HIGH))
-    start = column * tile_.columns + column_part * tile_.part_columns
+    start = column * tile_.columns + share.start
 
     @pl.when(high - low == PART)
     def whole() -> None:
@@ -214,17 +286,23 @@ def _compute_rows(own: _Rows, parts: tuple[Array, Array], index: Array, step: Ar
 
 
 def _store(spec: GroupedMatmulSpec, value: Array, stored: Ref, target: Callable[[int], Ref]) -> None:
-    """The tile in strips of columns, through two buffers: TMA reads one of them while the other is written."""
+    """The tile in strips of columns, of which some are written, and then read by TMA, together.
+
+    An activation needs the registers of a strip: there strips go one at a time, through one buffer and the other.
+    """
     plgpu = mosaic()
-    strips = value.shape[1] // STORED
-    if strips % 2:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # else the last tile's last strip would be in the first buffer
-    for i in range(strips):
-        strip = spec.finished(value[:, i * STORED : (i + 1) * STORED].astype(spec.result_dtype))
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        stored.at[i % 2][...] = strip
+    together = TOGETHER if spec.epilogue is None else 1
+    starts = range(0, value.shape[1], STORED)
+    for begin in range(0, len(starts), together):
+        places = {n % TOGETHER: starts[n] for n in range(begin, min(begin + together, len(starts)))}
+        strips = [spec.finished(value[:, c : c + STORED].astype(spec.result_dtype)) for c in places.values()]
+        # Of the last tile, and of what was written here before, nothing is read any more.
+        plgpu.wait_smem_to_gmem(TOGETHER - together if begin else 0, wait_read_only=True)
+        for place, strip in zip(places, strips, strict=True):
+            stored.at[place][...] = strip
         plgpu.commit_smem()  # what was written by threads is now there for TMA
-        plgpu.copy_smem_to_gmem(stored.at[i % 2], target(i * STORED))
+        for place, c in places.items():
+            plgpu.copy_smem_to_gmem(stored.at[place], target(c))
 
 
 def _store_part(

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from autopallas.compat import Dtype
 from autopallas.kernels.gpu import SHARED_MEMORY, rounded, shared_bytes
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 
-__all__ = ["PART", "STORED", "Tile"]
+__all__ = ["PART", "STORED", "TOGETHER", "Tile"]
+
+Stored: TypeAlias = tuple[tuple[int, ...], Dtype]
+"""Shape and dtype of something in shared memory."""
 
 PART = 64
 """Rows of one wgmma, and what is summed over between two steps of the pipeline."""
 
 STORED = 64
 """Columns of the result that go through shared memory at a time."""
+
+TOGETHER = 2
+"""Strips of so many columns that are stored together."""
 
 _MOST_STAGES = 6
 
@@ -71,15 +76,21 @@ class Tile(NamedTuple):
         """Columns of one warpgroup."""
         return self.columns // self.column_parts
 
-    def shapes(self, spec: GroupedMatmulSpec) -> Iterator[tuple[tuple[int, ...], Dtype]]:
+    @property
+    def halves(self) -> bool:
+        """Whether a tile may be computed as two, of 64 rows each, by warpgroups that share the columns."""
+        return self.row_parts == 2 and self.columns % (2 * STORED) == 0
+
+    def shapes(self, spec: GroupedMatmulSpec) -> tuple[Stored, ...]:
         """Shape and dtype of everything in shared memory: first, second, and twice the result on its way out."""
         first = (self.inner, PART) if spec.use == "drhs" else (PART, self.inner)
         second = (self.part_columns, self.inner) if spec.use == "dlhs" else (self.inner, self.part_columns)
-        yield (self.stages, self.row_parts, *first), spec.first_dtype
-        yield (self.stages, self.column_parts, *second), spec.second_dtype
-        yield (2, 2, PART, STORED), spec.output_dtype
-        if spec.use != "drhs":
-            yield (2, PART, STORED), spec.output_dtype
+        found = (
+            ((self.stages, self.row_parts, *first), spec.first_dtype),
+            ((self.stages, self.column_parts, *second), spec.second_dtype),
+            ((2, TOGETHER, PART, STORED), spec.output_dtype),
+        )
+        return found if spec.use == "drhs" else (*found, ((2, PART, STORED), spec.output_dtype))
 
     def shared_bytes(self, spec: GroupedMatmulSpec) -> int:
         """Of one block."""

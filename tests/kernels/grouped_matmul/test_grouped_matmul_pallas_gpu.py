@@ -45,8 +45,12 @@ WIDE = {
     "small tiles, tails": (BlockSizes(64, 64, 128), dict(rows=90, inner=136, columns=72, groups=3), [70, 0, 11]),
     "whole tiles": (BlockSizes(128, 64, 128), dict(rows=256, inner=256, columns=128, groups=2), [128, 128]),
     "deep steps": (BlockSizes(128, 128, 64), dict(rows=136, inner=300, columns=64, groups=2), [130, 6]),
+    "last tile in halves": (BlockSizes(128, 64, 128), dict(rows=298, inner=128, columns=136, groups=2), [128, 163]),
+    "one tile in halves": (BlockSizes(128, 64, 256), dict(rows=100, inner=200, columns=256, groups=1), [97]),
+    "halves, overlapping": (BlockSizes(128, 64, 128), dict(rows=120, inner=72, columns=128, groups=3), [100, -40, 60]),
 }
-"""Shapes of several tiles, and of more steps than there are stages."""
+"""Shapes of several tiles, and of more steps than there are stages. Two blocks are interpreted, so that of an odd
+number of tiles the last is computed in halves."""
 
 
 def racing() -> Any:
@@ -107,7 +111,7 @@ class TestPallasGpu(GroupedMatmulImplementation):
             finite = np.isfinite(found).reshape(len(found), -1).all(axis=1)
             assert set(np.flatnonzero(~finite)) == ({1, 3} if use == "drhs" else {4})
 
-    @pytest.mark.parametrize("name", WIDE if EVERYTHING else ["tails everywhere"])
+    @pytest.mark.parametrize("name", WIDE if EVERYTHING else ["tails everywhere", "last tile in halves"])
     def test_several_tiles_of_every_axis(self, module, name):
         block, shape, group_sizes = WIDE[name]
         for _ in range(3 if EVERYTHING else 1):  # threads of the interpreter run in another order each time
@@ -158,6 +162,27 @@ def test_every_candidate_fits_into_shared_memory(use, result):
             assert tile.stages >= 2
             assert tile.part_columns % 64 == 0
     assert infer_block_sizes(spec, H100, "pallas_gpu") == pallas_gpu.candidates(spec, H100)[0]
+
+
+@pytest.mark.parametrize("blocks", [2, 5, 132])
+def test_tiles_of_a_round_for_half_of_the_blocks_are_halved(monkeypatch, blocks):
+    from autopallas.kernels.grouped_matmul import gpu_kernels
+
+    monkeypatch.setattr(gpu_kernels.lax, "axis_size", lambda name: blocks)
+    for count in range(3 * blocks):
+        whole, halved = (int(n) for n in gpu_kernels._shared_out(jnp.int32(count), True))
+        assert whole + halved == count
+        rounds = -(-whole // blocks) + 0.5 * -(-2 * halved // blocks)
+        assert rounds <= -(-count // blocks)
+        assert halved == 0 or whole % blocks == 0
+        assert halved <= blocks / 2
+    assert [int(n) for n in gpu_kernels._shared_out(jnp.int32(7), False)] == [7, 0]
+
+
+def test_tiles_of_128_rows_may_be_halved():
+    assert Tile(128, 64, 256, 4).halves
+    assert not Tile(128, 64, 64, 4).halves
+    assert not Tile(64, 64, 256, 4).halves
 
 
 @pytest.mark.parametrize("batch, rows, block", [(1, 200, 64), (3, 13, 64), (2, 70, 128), (1, 1, 64)])
