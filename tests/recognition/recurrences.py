@@ -624,13 +624,33 @@ def lstm(x: Array, wx: Array, wh: Array) -> Array:
     return lax.scan(step, (zeros(B, D), zeros(B, D)), x)[1]
 
 
-@refused(x, normal(D, D))
+@refused(x, normal(D, D), reason="multiplied by a matrix")
 def dense(x: Array, w: Array) -> Array:
     def step(h: Array, x: Array) -> Any:
         h = 0.1 * h @ w + x
         return h, h
 
     return lax.scan(step, zeros(B, D), x)[1]
+
+
+@refused(x, 0.3 * normal(T, D), normal(D, D))
+def nonlinear(x: Array, w: Array, u: Array) -> Array:
+    def step(h: Array, given: Any) -> Any:
+        x, w = given
+        h = jnp.tanh((w * h) @ u) + x
+        return h, h
+
+    return lax.scan(step, zeros(B, D), (x, w))[1]
+
+
+@refused(x, normal(T, D), reason="multiplied by a matrix")
+def diagonal_matrix(x: Array, a: Array) -> Array:
+    def step(h: Array, given: Any) -> Any:
+        x, a = given
+        h = h @ jnp.diag(a) + x
+        return h, h
+
+    return lax.scan(step, zeros(B, D), (x, a))[1]
 
 
 @refused(x)
@@ -642,7 +662,7 @@ def rolled(x: Array) -> Array:
     return lax.scan(step, zeros(B, D), x)[1]
 
 
-@refused(q, k, v)
+@refused(q, k, v, reason="multiplied by a matrix")
 def two_corrections(q: Array, k: Array, v: Array) -> Array:
     """The state is read and written along two rows in a step, one after the other."""
 
@@ -669,7 +689,7 @@ def corrected_along_columns(q: Array, k: Array, v: Array) -> Array:
     return lax.scan(step, zeros(B, H, N, P), (q, k, v))[1]
 
 
-@refused(q, unit, v, normal(B, H, N, N))
+@refused(q, unit, v, normal(B, H, N, N), reason="multiplied by a matrix")
 def corrected_by_a_matrix(q: Array, k: Array, v: Array, w: Array) -> Array:
     """What is read of the state goes through a matrix before it is written."""
 

@@ -189,8 +189,8 @@ _PATH = frozenset({
 
 def _paths_of(step: Step) -> tuple[bool, bool]:
     """Returns (whether a carried value may be affine in itself, whether one gets to itself by additions and at least
-    one multiplication, and not through a matrix product or a loop: a recurrence but for what the reason of a near miss
-    says)."""
+    one multiplication, and not through a matrix product or a loop, or through matrix products alone: a recurrence but
+    for what the reason of a near miss says)."""
     paths = {v: _Paths(1 << i, 1 << i, 0, 0, 0) for i, v in enumerate(step.carries) if _is_floating(v)}
     for equation in step.equations:
         read = [paths[a] for a in equation.invars if isinstance(a, Var) and a in paths]
@@ -210,7 +210,8 @@ def _paths_of(step: Step) -> tuple[bool, bool]:
     found = [paths.get(after) if isinstance(after, Var) else None for after in step.after]
     own = [(path, 1 << i) for i, path in enumerate(found) if path is not None]
     may_be_affine = any(path.depends & ~path.opaque & bit for path, bit in own)
-    return may_be_affine, any(path.scaled & ~path.through & bit for path, bit in own)
+    gated = (path.scaled & ~path.through | path.through & ~path.opaque for path, _ in own)
+    return may_be_affine, any(path & bit for path, (_, bit) in zip(gated, own, strict=True))
 
 
 class _Paths(NamedTuple):
