@@ -75,6 +75,8 @@ def programs() -> str:
     for row in json.loads(PROGRAMS.read_text(encoding="utf-8")):
         versions = row["versions"]
         machine = f"{row['processor']} ({row['vector_extensions']}), JAX {versions['jax']}, {row['date']}"
+        began = row.get("first_step_date", row["date"])
+        machine += f", first steps {began}" if began != row["date"] else ""
         by_machine.setdefault(machine, []).append(row)
     lines: list[str] = []
     for machine, rows in sorted(by_machine.items()):
