@@ -45,10 +45,10 @@ if os.environ.get("FULL_GRID") != "1":
 
 CASES = {"fast": 2, "compatibility": 1}
 """How many cases of a parametrized test a tier has."""
-ONE_CASE = {"fuzz", "kernels", "recognition", "sharding", "training"}
-"""Folders whose tests take longest, with interpreted kernels, several devices, train steps or many spellings: one case
-each."""
-TESTS = {"compatibility": 4}
+ONE_CASE = {"cli", "court", "custom", "faults", "fuzz", "kernels", "recognition", "sharding", "training"}
+"""Folders whose tests take longest, with interpreted kernels, several devices or processes, train steps or many
+spellings: one case each."""
+TESTS = {"compatibility": 3}
 """How many tests of a module a tier has."""
 
 

@@ -64,6 +64,7 @@ def causal(q, k, v, reach=0):
     return jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1) @ v
 
 
+@pytest.mark.nightly
 def test_one_key_too_far_in_a_causal_mask_is_found():
     types = (f32(8, 4),) * 3  # two sizes: each further one is several cases, with programs of their own
     verdict = tried(functools.partial(causal, reach=1), causal, *types, questions=["sizes"])

@@ -135,6 +135,7 @@ _LOOP = """def program(k, v, q):
     return out, pull(jnp.cos(out))"""
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "fault, gate, read", [("R1", "jax.nn.sigmoid(s.mean())", "q @ s"), ("R2", "0.9", "q @ s"), ("R2", "0.9", "s @ q")]
 )

@@ -116,6 +116,7 @@ def test_the_simulated_tpu_finds_no_fault(name, monkeypatch):
         assert errors(value + beyond, value)[0] <= 5e-5, key
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_grids_of_one_process_keep_their_own_extents(dtype):
     """JAX 0.11.0 to 0.11.2 give a kernel that is one function for several grids the number of programs of the first:

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from support.compare import compare
-from support.tiers import examples
 
 import autopallas
 from autopallas.graph import Graph, flatten
@@ -293,7 +292,8 @@ def test_wrong_doubling_by_hand_is_left_alone(name):
         assert compare(run, (a, b), gradients=False).complaints == []
 
 
-@settings(max_examples=examples(20), deadline=None, derandomize=True)
+@pytest.mark.nightly
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.integers(8, 40), st.sampled_from(sorted(FORMS)), st.sampled_from(["a", "b", "h", "none"]), st.booleans())
 def test_scans_within_other_arithmetic(length, name, shared, reverse):
     """What stands around a scan is of the same operations as the scan itself."""
