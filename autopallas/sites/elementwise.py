@@ -265,8 +265,9 @@ def reproducible(program: ElementwiseProgram) -> ElementwiseProgram:
     reads = [frozenset([type(i)]) for i in program.inputs]
     for instruction in program.instructions:
         reads.append(frozenset().union(*(reads[a] for a in instruction.arguments)))
+    registers = list(enumerate(program.instructions, len(program.inputs)))
     added = [False] * len(reads)
-    for register, instruction in reversed(list(enumerate(program.instructions, len(program.inputs)))):
+    for register, instruction in reversed(registers):
         if instruction.primitive.name in ("add", "sub") or (instruction.primitive.name == "neg" and added[register]):
             for argument in instruction.arguments:
                 added[argument] = True
@@ -284,15 +285,11 @@ def reproducible(program: ElementwiseProgram) -> ElementwiseProgram:
         is_product = instruction.primitive.name == "mul" or has_inverse(instruction)
         return register in factors or (is_product and added[register] and Side in reads[register])
 
-    registers = list(enumerate(program.instructions, len(program.inputs)))
     wide = [(r, i) for r, i in registers if i.dtype in (np.float32, np.float64)]
     inverted = {i for r, i in wide if has_inverse(i)}
     kept = {i for r, i in wide if keeps(i, r)}
     if not inverted and not kept:
         return program
-
-    def rounded(x: jax.Array) -> jax.Array:
-        return jnp.where(x == x, x, jnp.nan)  # no compiler looks through this
 
     def apply(instruction: Instruction, arguments: list[jax.Array]) -> jax.Array:
         inverts = instruction in inverted
@@ -303,6 +300,11 @@ def reproducible(program: ElementwiseProgram) -> ElementwiseProgram:
         return program.run(dict(zip(program.inputs, values, strict=True)).__getitem__, apply)
 
     return traced(function, *program.inputs)
+
+
+def rounded(x: jax.Array) -> jax.Array:
+    """Returns the same numbers, which no compiler leaves unrounded where it computes with them further."""
+    return jnp.where(x == x, x, jnp.nan)
 
 
 _ROUNDING = frozenset({"add", "add_any", "sub", "mul", "div", "tanh", "exp", "log", "integer_pow", "square", "sqrt"})

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from autopallas.compile.gpu import Compiler, Kernel, missing
 from benchmarks.gpu_model.anchors import anchors
-from benchmarks.gpu_model.model import CONSTANTS, Code, Part, Tiles, Work, occupancy
+from benchmarks.gpu_model.model import CONSTANTS, Part, Tiles, Work, occupancy
 from benchmarks.gpu_model.present import estimated
 
 __all__ = ["main"]
@@ -29,23 +29,13 @@ def main(arguments: Sequence[str]) -> int:
     with Compiler() as compiler:
         for name, case, kernels in estimated(compiler, options.filter):
             print(f"{name}: estimated {case.teraflops():.0f} TFLOP/s, {case.seconds() * 1e3:.3f} ms", flush=True)
-            works = {id(work.code): work for work in case.works}  # type: ignore[attr-defined]
-            for work, kernel in zip(works.values(), _own(kernels, list(works.values())), strict=True):
-                print(*(f"  {line}" for line in _described(work, kernel)), sep="\n", flush=True)
+            for work in {work.code: work for work in case.works}.values():
+                print(*(f"  {line}" for line in _described(work, kernels[work.code])), sep="\n", flush=True)
     return 0
 
 
-def _own(kernels: Sequence[Kernel], works: Sequence[Work]) -> list[Kernel]:
-    """Returns the kernel of each work."""
-    codes = {
-        kernel.name: (kernel, Code.of(kernel.listing, kernel.registers, kernel.shared_bytes)) for kernel in kernels
-    }
-    return [next(kernel for kernel, code in codes.values() if code == work.code) for work in works]  # type: ignore[attr-defined]
-
-
 def _described(work: Work, kernel: Kernel) -> Iterator[str]:
-    code: Code = work.code  # type: ignore[attr-defined]
-    threads = 128 * (1 + work.warpgroups)  # type: ignore[attr-defined]
+    code, threads = work.code, 128 * (1 + work.warpgroups)
     blocks = occupancy(kernel.registers, threads, kernel.shared_bytes)
     yield (
         f"{kernel.name}: {kernel.registers} registers, {kernel.shared_bytes} bytes of shared memory, {blocks} block"

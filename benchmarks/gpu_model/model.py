@@ -156,7 +156,13 @@ def occupancy(registers: int, threads: int, shared_bytes: int) -> int:
 
 
 class Work(Protocol):
-    """One kernel's work."""
+    """One kernel's work, by so many warpgroups that compute."""
+
+    @property
+    def code(self) -> Code: ...
+
+    @property
+    def warpgroups(self) -> int: ...
 
     def seconds(self, constants: Constants) -> float:
         """Estimates its time."""

@@ -13,7 +13,7 @@ from benchmarks.gpu import Timed
 from benchmarks.gpu_model import cases
 from benchmarks.gpu_model.model import Case, Code
 
-__all__ = ["CASES", "Compiled", "compiled"]
+__all__ = ["CASES", "Compiled", "compiled", "estimated"]
 
 Compiled = dict[str, Code]
 """Codes of a case's kernels by name."""
@@ -101,12 +101,13 @@ def compiled(compiler: Compiler, timed: Timed) -> tuple[Kernel, ...]:
     return found.kernels
 
 
-def estimated(compiler: Compiler, names: Sequence[str] = ()) -> Iterator[tuple[str, Case, tuple[Kernel, ...]]]:
-    """Yields each case with its kernels, of those whose names contain one of these words."""
+def estimated(compiler: Compiler, names: Sequence[str] = ()) -> Iterator[tuple[str, Case, dict[Code, Kernel]]]:
+    """Yields each case with its kernels by their codes, of those whose names contain one of these words."""
     for name, make in CASES.items():
         if names and not any(all(word in name for word in wanted.split()) for wanted in names):
             continue
         timed, case = make()
         kernels = compiled(compiler, timed)
-        codes = {k.name: Code.of(k.listing, k.registers, k.shared_bytes) for k in kernels}
-        yield name, case(name, codes), kernels
+        codes = [Code.of(k.listing, k.registers, k.shared_bytes) for k in kernels]
+        by_name = dict(zip((k.name for k in kernels), codes, strict=True))
+        yield name, case(name, by_name), dict(zip(codes, kernels, strict=True))

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from autopallas.compat import Dtype
 from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec, Weight
-from autopallas.sites.elementwise import ElementwiseProgram, reproducible
+from autopallas.sites.elementwise import ElementwiseProgram, reproducible, rounded
 
 __all__ = [
     "Tile",
@@ -64,7 +64,7 @@ def logits(spec: AttentionSpec, programs: TilePrograms, score: Array, here: Tile
     program = reproducible(programs.score)
     x = program.evaluate(score, here.query, here.key, here.sides)
     x = jnp.broadcast_to(x, score.shape).astype(spec.accumulation_dtype)
-    return jnp.where(x == x, x, jnp.nan) if program.scales_last else x
+    return rounded(x) if program.scales_last else x
 
 
 def row_maximum(spec: AttentionSpec, programs: TilePrograms, score: Array, x: Array, here: Tile) -> Array:
