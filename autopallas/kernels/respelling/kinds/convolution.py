@@ -16,6 +16,7 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from autopallas.compat import Dtype, JaxprEqn
@@ -26,9 +27,12 @@ __all__ = ["KIND"]
 
 _MOST_TAPS = 64
 _UNROLLED = 12
-"""Taps above which a loop over the first axis of the window, or of the result, keeps the program short."""
+"""Elements of a result above which a loop over its first axis keeps the program short."""
 _BLOCK = 2**14
 """Elements that each step of a sum over a large window takes, about."""
+_CACHED = 2**20
+"""Elements of a window up to which it is read again for each element of the result: one loop is compiled then, not one
+for each element of a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,28 +198,13 @@ def _weighted(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
     shape = [1] * x.ndim
     shape[own.lhs[1]] = own.groups
 
-    def some(x: jax.Array, weights: jax.Array) -> jax.Array:
-        """Returns the sum over the window of which there are weights."""
-        total: jax.Array | None = None
-        for place in _places(weights.shape[:-1]):
-            begin = [i * step for i, step in zip(place, own.rhs_dilation, strict=True)]
-            part = _slice(own, x, begin, own.result, own.strides).astype(own.accumulation)
-            term = part * weights[place].reshape(shape)
-            total = term if total is None else total + term
-        assert total is not None
-        return total
-
-    if own.taps <= _UNROLLED:
-        return lax.transpose(some(x, weights), _order(own.lhs, own.out))
-    axis, reach = own.lhs[2], (own.result[0] - 1) * own.strides[0] + 1
-
-    def add(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
-        part = _from(x, row * own.rhs_dilation[0], reach, axis)
-        return total + some(part, _from(weights, row, 1, 0)), None
-
-    sizes = dict(zip(own.lhs, (own.examples, own.groups, *own.result), strict=True))
-    start = jnp.zeros([sizes[a] for a in range(x.ndim)], own.accumulation)
-    total, _ = lax.scan(add, start, jnp.arange(own.window[0], dtype=jnp.int32))
+    total: jax.Array | None = None
+    for place in _places(own.window):
+        begin = [i * step for i, step in zip(place, own.rhs_dilation, strict=True)]
+        part = _slice(own, x, begin, own.result, own.strides).astype(own.accumulation)
+        term = part * weights[place].reshape(shape)
+        total = term if total is None else total + term
+    assert total is not None
     return lax.transpose(total, _order(own.lhs, own.out))
 
 
@@ -233,38 +222,44 @@ def _correlated(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
     """
     w = lax.transpose(w, _order(own.rhs, own.lhs))  # the axes of x: its features are summed over
     axis, count = own.lhs[2], own.window[0]
-    step, steps = own.rhs_dilation[0], count * own.features * math.prod(own.window[1:]) * own.groups // _BLOCK
+    steps = count * own.features * math.prod(own.window[1:]) * own.groups // _BLOCK
     block = max(1, count // max(1, steps))
     others = [a + 1 for a in range(x.ndim) if a != own.lhs[0]]
 
-    def rows(begin: int | jax.Array, given: int) -> jax.Array:
-        """Returns so many rows of the result, from ``begin`` on, one after the other."""
-        places = list(_places((given, *own.result[1:])))
-        span = (given - 1) * own.strides[0] + 1
+    def sums(begin: Sequence[int] | Sequence[jax.Array], sizes: Sequence[int]) -> jax.Array:
+        """Returns so many elements of the result, from ``begin`` on along each axis of space, one after the other."""
+        places = list(_places(sizes))
 
-        def of(first: int | jax.Array, size: int) -> list[jax.Array]:
-            start = begin * own.strides[0] + first * step
-            part = _from(x, start, span + (size - 1) * step, axis)
+        def terms(first: int | jax.Array, size: int) -> list[jax.Array]:
+            """Returns the products of so many elements of the window's first axis, for each element of the result."""
+            read, firsts = (size, *own.window[1:]), (first, *[0] * (len(sizes) - 1))
+            at, reach = [cast("int | jax.Array", 0)] * x.ndim, list(x.shape)
+            for n, a in enumerate(own.lhs[2:]):
+                at[a] = begin[n] * own.strides[n] + firsts[n] * own.rhs_dilation[n]
+                reach[a] = (sizes[n] - 1) * own.strides[n] + (read[n] - 1) * own.rhs_dilation[n] + 1
+            part = lax.dynamic_slice(x, at, reach, allow_negative_indices=False)
             wide = _from(w, first, size, axis).astype(own.accumulation)
-            sizes = [wide.shape[a] for a in own.lhs[2:]]
             starts = ([i * stride for i, stride in zip(o, own.strides, strict=True)] for o in places)
-            return [_slice(own, part, s, sizes, own.rhs_dilation).astype(own.accumulation) * wide for s in starts]
+            return [_slice(own, part, s, read, own.rhs_dilation).astype(own.accumulation) * wide for s in starts]
 
-        def add(sums: list[jax.Array], first: jax.Array) -> tuple[list[jax.Array], None]:
-            return [s + term for s, term in zip(sums, of(first, block), strict=True)], None
+        def add(totals: list[jax.Array], first: jax.Array) -> tuple[list[jax.Array], None]:
+            return [total + term for total, term in zip(totals, terms(first, block), strict=True)], None
 
         shape = list(w.shape)
         shape[axis] = block
         firsts = jnp.arange(0, count - block + 1, block, dtype=jnp.int32)
-        sums, _ = lax.scan(add, [jnp.zeros(shape, own.accumulation)] * len(places), firsts)
-        found = jnp.stack(sums).sum(others)
+        totals, _ = lax.scan(add, [jnp.zeros(shape, own.accumulation)] * len(places), firsts)
+        found = jnp.stack(totals).sum(others)
         left = count % block
-        return found + jnp.stack(of(count - left, left)).sum(others) if left else found
+        return found + jnp.stack(terms(count - left, left)).sum(others) if left else found
 
-    if own.taps <= _UNROLLED:
-        found = rows(0, own.result[0])
+    if math.prod(w.shape) > _CACHED and own.taps <= _UNROLLED:
+        found = sums([0] * len(own.result), own.result)
     else:
-        found = lax.map(lambda row: rows(row, 1), jnp.arange(own.result[0], dtype=jnp.int32))
+        sizes = (1,) * len(own.result) if math.prod(w.shape) <= _CACHED else (1, *own.result[1:])
+        counts = [size // part for size, part in zip(own.result, sizes, strict=True)]
+        begins = np.indices(counts, np.int32).reshape(len(counts), -1)
+        found = lax.map(lambda begin: sums(begin, sizes), list(map(jnp.asarray, begins)))
     found = found.reshape(1, *own.result, own.groups)
     return lax.transpose(found, _order((0, found.ndim - 1, *range(1, found.ndim - 1)), own.out))
 
