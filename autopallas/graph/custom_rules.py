@@ -19,7 +19,16 @@ from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn, JaxprLike, Literal, Var
 from autopallas.sites.elementwise import Constant, ElementwiseProgram, Input, Instruction, Side, parameters
 
-__all__ = ["ELEMENTWISE", "Rule", "called_program", "is_elementwise_call", "restates_casts", "rule_of", "same_rule"]
+__all__ = [
+    "ELEMENTWISE",
+    "Rule",
+    "called_program",
+    "is_elementwise_call",
+    "restates_casts",
+    "rule_key",
+    "rule_of",
+    "same_rule",
+]
 
 ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type cos cosh div eq
@@ -80,6 +89,18 @@ def rule_of(equation: JaxprEqn) -> Rule | None:
     types = tuple((tuple(a.aval.shape), str(a.aval.dtype)) for a in equation.invars)
     tangent = _tangent(_Identified(equation.params["jvp_jaxpr_fun"], equation, types))
     return None if tangent is None else Rule(value, tangent)
+
+
+def rule_key(equation: JaxprEqn) -> Hashable:
+    """Returns a key that is equal for calls of equal derivatives, and None for any other equation.
+
+    A graph's key of a call says what it computes, not how it is differentiated.  A derivative that is not elementwise
+    equals itself alone.
+    """
+    if not is_elementwise_call(equation):
+        return None
+    rule = rule_of(equation)
+    return _Identified(equation.params["jvp_jaxpr_fun"]) if rule is None else rule
 
 
 class _Identified(Generic[It]):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph import Body, Graph
-from autopallas.graph.custom_rules import is_elementwise_call, rule_of
+from autopallas.graph.custom_rules import is_elementwise_call, rule_key
 from autopallas.graph.extract import closed
 from autopallas.graph.keys import literal_key
 from autopallas.graph.numbering import is_identity
@@ -152,9 +152,8 @@ class Forward:
             atoms: tuple[Hashable, ...] = tuple(
                 (a.aval, literal_key(a)) if isinstance(a, Literal) else places.get(a, a.aval) for a in equation.invars
             )
-            rule = rule_of(equation) if is_elementwise_call(equation) else None
             key = self.graph.key(equation, (), ())
-            lines.append((id(equation) if key is None else key, rule, atoms))
+            lines.append((id(equation) if key is None else key, rule_key(equation), atoms))
             places.update({v: len(places) + k for k, v in enumerate(equation.outvars)})
         return tuple(lines)
 

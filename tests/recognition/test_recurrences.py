@@ -419,3 +419,50 @@ def test_a_cotangent_that_the_backward_carries_as_it_is_does_not_stand_for_its_l
     outcome = compare(step, (k, q, a), gradients=False)
     assert outcome.complaints == []
     assert not outcome.report.failures
+
+
+def outer_products(gain, activation):
+    """A state to which outer products are added, of values behind an activation and keys times a gain."""
+
+    def run(gate, k, v, q):
+        def step(state, now):
+            gate, k, v, q = now
+            state = jax.nn.sigmoid(gate) * state + jnp.outer(k * gain, activation(v))
+            return state, q @ state
+
+        return jax.lax.scan(step, jnp.zeros((k.shape[1], v.shape[1])), (gate, k, v, q))[1]
+
+    return run
+
+
+def magnified(x):
+    return 1e4 * jnp.tanh(x)
+
+
+def rectified(slope):
+    """max(x, 0), whose derivative is said to be ``slope * cos(x)``, as of a spike with a surrogate."""
+
+    @jax.custom_jvp
+    def function(x):
+        return jnp.maximum(x, 0)
+
+    function.defjvp(lambda primals, tangents: (function(*primals), tangents[0] * slope * jnp.cos(primals[0])))
+    return function
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (outer_products(1.23446e-4, magnified), outer_products(1.23454e-4, magnified)),
+        (outer_products(1.0, rectified(1.0)), outer_products(1.0, rectified(3.0))),
+    ],
+    ids=["in a digit of a number", "in a derivative"],
+)
+def test_loops_that_hardly_differ_are_told_apart(first, second):
+    """In one program, and in programs that follow each other in one process."""
+    random = np.random.default_rng(3)
+    gate, k, v, q = (jnp.asarray(random.standard_normal((T, *n)), jnp.float32) for n in ((), (8,), (12,), (8,)))
+    for function in (first, second, lambda *arrays: (first(*arrays), second(*arrays))):
+        outcome = compare(function, (gate, k / 3, v, q), **ONLY)
+        assert outcome.complaints == []
+        assert {site.verdict for site in outcome.report.sites} == {"applied"}

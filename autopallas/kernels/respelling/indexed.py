@@ -147,10 +147,15 @@ def key_of(loop: IndexedLoop) -> str:
     """Returns a key that is equal for loops of equal text, parameters and known integers."""
     found = hashlib.sha256(f"{loop.step} {loop.zeros} {loop.unroll}".encode())
     for operand in loop.operands:
-        found.update(repr(operand).encode())
+        found.update(str(operand).encode() if isinstance(operand, int) else _bits(operand))
     for position, array in loop.known:
-        found.update(f"{position} {array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
+        found.update(str(position).encode() + _bits(array))
     return found.hexdigest()[:16]
+
+
+def _bits(array: np.generic | np.ndarray) -> bytes:
+    """Returns what tells an array from others, whose text has fewer digits than its elements."""
+    return f"{array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes()
 
 
 # ---------------------------------------------------------------------- one step

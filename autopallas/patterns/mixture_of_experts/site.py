@@ -13,7 +13,7 @@ from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprEqn, JaxprLike, Literal, Var
 from autopallas.faults import one_line
 from autopallas.graph import Graph, Space, flatten
-from autopallas.graph.custom_rules import is_elementwise_call, rule_of
+from autopallas.graph.custom_rules import is_elementwise_call, rule_key
 from autopallas.graph.extract import jaxpr_of, nodes_between
 from autopallas.graph.keys import literal_key
 from autopallas.kernels.mixture_of_experts.site import ExpertsSite
@@ -82,7 +82,7 @@ class Sites:
     def _does(self, equation: JaxprEqn) -> Hashable:
         """Returns a key that is equal for equations that do the same to other operands."""
         if is_elementwise_call(equation):
-            return self._graph.key(equation, (), ()), rule_of(equation)
+            return self._graph.key(equation, (), ()), rule_key(equation)
         bodies = jaxprs.bodies(equation)
         held = {parameter for parameter, _, _ in bodies}
         others = {name: value for name, value in equation.params.items() if name not in held}
@@ -264,6 +264,11 @@ def _extended(
     return found, [found.numbers[found.root][v] for v in found.root.outvars if isinstance(v, Var)]
 
 
+def _literal(graph: Graph, number: int) -> Hashable:
+    """Returns the key of a literal."""
+    return literal_key(Literal(graph.literals[number], graph.avals[number]))
+
+
 def _prelude(graph: Graph, reading: Reading, root: int | None) -> Prelude:
     """Returns the part of a program that computes the arrays that are read; with a witness if it has to compute
     ``root`` too."""
@@ -279,8 +284,8 @@ def _prelude(graph: Graph, reading: Reading, root: int | None) -> Prelude:
         own: frozenset[int] = frozenset().union(*(reads.get(i, frozenset()) for i in node.inputs))
         reads.update(dict.fromkeys(node.outputs, own))
         key = graph.key(node.equation, (), ())
-        literals = tuple(repr(graph.literals[i]) if i in graph.literals else places[i] for i in node.inputs)
-        lines.append((key if key is not None else id(node.equation), literals))
+        read = tuple(_literal(graph, i) if i in graph.literals else places[i] for i in node.inputs)
+        lines.append((node.equation if key is None else key, rule_key(node.equation), read))
         places.update({number: len(places) + i for i, number in enumerate(node.outputs)})
     types = tuple((graph.shape(number), str(graph.dtype(number))) for number in inputs)
     key = (types, tuple(lines), tuple(places[number] for number in reading.arrays))

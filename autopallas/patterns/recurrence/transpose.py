@@ -19,8 +19,9 @@ from autopallas import compat, jaxprs
 from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph import Body, Graph, Node, flatten
 from autopallas.graph.array_slices import Place
-from autopallas.graph.custom_rules import is_elementwise_call
+from autopallas.graph.custom_rules import is_elementwise_call, rule_key
 from autopallas.graph.extract import closed, copied
+from autopallas.graph.keys import literal_key
 from autopallas.graph.loop_slices import is_zero
 from autopallas.patterns.recurrence.step import Scan, Step
 
@@ -91,16 +92,17 @@ class Pair:
 def program_key(
     graph: Graph, inputs: Sequence[Var], equations: Sequence[JaxprEqn], results: Sequence[JaxprAtom]
 ) -> Hashable:
-    """Returns a key that is equal for equal programs."""
+    """Returns a key that is equal for equal programs of equal derivatives."""
     places: dict[Var, int] = {v: i for i, v in enumerate(inputs)}
 
     def of(atom: JaxprAtom) -> Hashable:
-        return (repr(atom.val), atom.aval) if isinstance(atom, Literal) else places[atom]
+        return literal_key(atom) if isinstance(atom, Literal) else places[atom]
 
     lines: list[Hashable] = [tuple(v.aval for v in inputs)]
     for equation in equations:
         key = graph.key(equation, (), ())
-        lines.append((id(equation) if key is None else key, tuple(map(of, equation.invars))))
+        does = equation if key is None else key
+        lines.append((does, rule_key(equation), tuple(map(of, equation.invars))))
         for variable in equation.outvars:
             places[variable] = len(places)
     return tuple(lines), tuple(map(of, results))

@@ -306,3 +306,19 @@ def test_any_affine_position(steps, shift, factor, dtype, reverse, form):
     optimized = autopallas.optimize(step, objective="always", strict=True)
     for one, other in zip(jax.tree.leaves(jax.jit(step)(a, x)), jax.tree.leaves(optimized(a, x)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_loops_are_told_apart_by_every_digit_of_what_they_begin_with():
+    def scaled(first, x):
+        def step(carried, i):
+            factor, results = carried
+            return (0.9 * factor, results + jnp.zeros_like(results).at[i].set(x[i] * jnp.cos(factor))), None
+
+        return jax.lax.scan(step, (first, jnp.zeros_like(x)), jnp.arange(T))[0][1]
+
+    with jax.enable_x64(True):
+        x = random(T, D, dtype=jnp.float64)
+        function = autopallas.optimize(lambda x: [scaled(c, x) for c in (1.0, 1.0 + 1e-9)], objective="always")
+        results = function(x)
+        assert function.report().counts() == {"respelling": 2}
+        np.testing.assert_array_equal(results, [jax.jit(partial(scaled, c))(x) for c in (1.0, 1.0 + 1e-9)])
