@@ -23,6 +23,7 @@ from autopallas.faults import contained
 from autopallas.graph import Graph, Node, flatten
 from autopallas.graph.edit import surviving
 from autopallas.graph.extract import closed, jaxpr_of, nodes_between
+from autopallas.graph.program_digests import digest
 from autopallas.patterns.escapes import CALLS, complete
 from autopallas.patterns.match import Match, NearMiss
 
@@ -293,9 +294,9 @@ def _looked_up(
 
 def _call(graph: Graph, node: Node, inputs: Sequence[int]) -> Sequence[int] | None:
     """Returns the results of a call of a custom rule with the same primal, which keys cannot tell."""
-    wanted = [str(body) for _, _, body in jaxprs.bodies(node.equation)]
+    wanted = [digest([body]) for _, _, body in jaxprs.bodies(node.equation)]
     for user in graph.users.get(inputs[0], ()) if inputs else ():
         if user.name == node.name and list(user.inputs) == list(inputs):
-            if [str(body) for _, _, body in jaxprs.bodies(user.equation)] == wanted:
+            if [digest([body]) for _, _, body in jaxprs.bodies(user.equation)] == wanted:
                 return user.outputs
     return None

@@ -7,7 +7,6 @@ sixteenth.
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -17,6 +16,7 @@ from autopallas.compat import ClosedJaxpr
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.edit import surviving
 from autopallas.graph.extract import jaxpr_of
+from autopallas.graph.program_digests import digest
 from autopallas.kernels.respelling.stepwise import SUMMED, axes_read, axis_given, is_light
 
 __all__ = ["Around", "around"]
@@ -100,8 +100,7 @@ def around(
     axes = tuple(search.axes.get(n) for n in operands)
     steps = [tuple(search.axes[node.outputs[0]] for node in nodes) for nodes in (before, after)]
     kinds = tuple(search.axes[n] for n in results)
-    text = f"{first} {last} {axes} {steps} {kinds}"
-    key = hashlib.sha256(text.encode()).hexdigest()[:16]
+    key = digest([first, last], f"{axes} {steps} {kinds}".encode())
     found = Around(key, first, last, axes, steps[0], steps[1], kinds)
     return (found, operands, results) if _smaller(graph, (*needed, *given), (*operands, *results)) else None
 

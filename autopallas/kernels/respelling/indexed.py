@@ -8,7 +8,6 @@ their slices lie, is told by :mod:`autopallas.graph.indexed_arrays`; any other a
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +22,7 @@ from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph.array_slices import Place, plus_slices, slices_at, with_axis, with_slices
 from autopallas.graph.indexed_arrays import Action, IndexedArrays, Plan, Steps
 from autopallas.graph.known_integers import Array
+from autopallas.graph.program_digests import bits, digest
 
 __all__ = ["IndexedLoop", "key_of", "planned"]
 
@@ -144,18 +144,15 @@ def planned(loop: IndexedLoop) -> Plan | None:
 
 
 def key_of(loop: IndexedLoop) -> str:
-    """Returns a key that is equal for loops of equal text, parameters and known integers."""
-    found = hashlib.sha256(f"{loop.step} {loop.zeros} {loop.unroll}".encode())
+    """Returns a key that is equal for loops of equal steps, parameters and known integers."""
+    further = (
+        f"{sorted(loop.zeros)} {loop.constants} {loop.carried} {loop.length} {loop.reverse} {loop.unroll}".encode()
+    )
     for operand in loop.operands:
-        found.update(str(operand).encode() if isinstance(operand, int) else _bits(operand))
+        further += str(operand).encode() if isinstance(operand, int) else bits(operand)
     for position, array in loop.known:
-        found.update(str(position).encode() + _bits(array))
-    return found.hexdigest()[:16]
-
-
-def _bits(array: np.generic | np.ndarray) -> bytes:
-    """Returns what tells an array from others, whose text has fewer digits than its elements."""
-    return f"{array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes()
+        further += str(position).encode() + bits(array)
+    return digest([loop.step], further)
 
 
 # ---------------------------------------------------------------------- one step
