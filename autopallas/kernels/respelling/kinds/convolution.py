@@ -26,7 +26,9 @@ from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 __all__ = ["KIND"]
 
 _MOST_TAPS = 64
-_UNROLLED = 12
+_WEIGHTS_UNROLLED = 25
+"""Weights above which a loop over the first axis of the window keeps the program short."""
+_SUMS_UNROLLED = 12
 """Elements of a result above which a loop over its first axis keeps the program short."""
 _BLOCK = 2**14
 """Elements that each step of a sum over a large window takes, about."""
@@ -198,13 +200,28 @@ def _weighted(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
     shape = [1] * x.ndim
     shape[own.lhs[1]] = own.groups
 
-    total: jax.Array | None = None
-    for place in _places(own.window):
-        begin = [i * step for i, step in zip(place, own.rhs_dilation, strict=True)]
-        part = _slice(own, x, begin, own.result, own.strides).astype(own.accumulation)
-        term = part * weights[place].reshape(shape)
-        total = term if total is None else total + term
-    assert total is not None
+    def some(x: jax.Array, weights: jax.Array) -> jax.Array:
+        """Returns the sum over the window of which there are weights."""
+        total: jax.Array | None = None
+        for place in _places(weights.shape[:-1]):
+            begin = [i * step for i, step in zip(place, own.rhs_dilation, strict=True)]
+            part = _slice(own, x, begin, own.result, own.strides).astype(own.accumulation)
+            term = part * weights[place].reshape(shape)
+            total = term if total is None else total + term
+        assert total is not None
+        return total
+
+    if own.taps <= _WEIGHTS_UNROLLED:
+        return lax.transpose(some(x, weights), _order(own.lhs, own.out))
+    axis, reach = own.lhs[2], (own.result[0] - 1) * own.strides[0] + 1
+
+    def add(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
+        part = _from(x, row * own.rhs_dilation[0], reach, axis)
+        return total + some(part, _from(weights, row, 1, 0)), None
+
+    sizes = dict(zip(own.lhs, (own.examples, own.groups, *own.result), strict=True))
+    start = jnp.zeros([sizes[a] for a in range(x.ndim)], own.accumulation)
+    total, _ = lax.scan(add, start, jnp.arange(own.window[0], dtype=jnp.int32))
     return lax.transpose(total, _order(own.lhs, own.out))
 
 
@@ -253,7 +270,7 @@ def _correlated(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
         left = count % block
         return found + jnp.stack(terms(count - left, left)).sum(others) if left else found
 
-    if math.prod(w.shape) > _CACHED and own.taps <= _UNROLLED:
+    if math.prod(w.shape) > _CACHED and own.taps <= _SUMS_UNROLLED:
         found = sums([0] * len(own.result), own.result)
     else:
         sizes = (1,) * len(own.result) if math.prod(w.shape) <= _CACHED else (1, *own.result[1:])
