@@ -64,14 +64,14 @@ class Kernel:
     warnings: tuple[str, ...]
     listing: str = field(default="", repr=False)
 
-    def faults(self) -> tuple[str, ...]:
-        """Returns in words what a kernel that computes matrix products must not have; empty if all is well."""
+    def faults(self, multiplies: bool = True) -> tuple[str, ...]:
+        """Returns in words what a kernel must not have, with matrix products or without; empty if all is well."""
         found = []
         if self.spill_bytes or self.operations.get("LDL", 0):
             found.append(f"{self.name} spills {self.spill_bytes} bytes of registers")
         if self.warnings:
             found.append(f"{self.name}: wgmma is serialized ({', '.join(self.warnings)})")
-        if not self.operations.get("HGMMA", 0):
+        if multiplies and not self.operations.get("HGMMA", 0):
             found.append(f"{self.name} has no HGMMA instruction")
         if self.operations.get("HMMA", 0):
             found.append(f"{self.name} multiplies with HMMA, at half the rate")
@@ -105,13 +105,13 @@ class Compilation:
     kernels: tuple[Kernel, ...] = ()
     seconds: float = 0.0
 
-    def faults(self) -> tuple[str, ...]:
-        """Returns the compiler's error, or the faults of all kernels."""
+    def faults(self, multiplies: bool = True) -> tuple[str, ...]:
+        """Returns the compiler's error, or the faults of all kernels, which have matrix products or have none."""
         if self.failure is not None:
             return (self.failure,)
         if not self.kernels:
             return ("there is no kernel in it",)
-        return tuple(fault for kernel in self.kernels for fault in kernel.faults())
+        return tuple(fault for kernel in self.kernels for fault in kernel.faults(multiplies))
 
 
 def missing() -> str | None:

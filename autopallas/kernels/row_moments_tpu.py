@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,50 +22,18 @@ from jax.experimental import pallas as pl
 
 from autopallas.compat import Dtype
 from autopallas.kernels.refs import Number, Ref
+from autopallas.kernels.row_moments import OF_ROWS, Arrays, MomentsSpec, Rows
 from autopallas.kernels.tpu import block_bytes, call, generation, reason_against, rounded
-from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
-from autopallas.sites.index_notation import summed_to
 from autopallas.sites.operation import Supported, Unsupported
 from autopallas.sites.spec import BlockSizes
 
-__all__ = ["GAINS", "NUMERICS", "TILES", "MomentsKernels", "MomentsSpec"]
-
-NUMERICS: Numerics = "tolerance"
-"""How the results relate to the original's."""
-GAINS: tuple[str, ...] = ()
-"""Nothing that a measurement by itself would show: alone they move less than XLA does, but XLA computes norms within
-the operations before and after them, which a kernel keeps apart."""
-TILES = False
-"""The kernels take as many rows at a time as fit into the VMEM."""
+__all__ = ["MomentsKernels"]
 
 Array: TypeAlias = jax.Array
-Arrays: TypeAlias = Mapping[str, jax.Array]
 
 _DTYPES = ("bfloat16", "float32")
 _LEAST_ROWS, _MOST_ROWS = 16, 1024
-_ROWS = "x", "cotangent", "result"
-"""Arrays of the size [rows, columns]; others hold one number per column."""
-
-
-class MomentsSpec(Protocol):
-    """What is asked of the spec of such a normalisation."""
-
-    @property
-    def batch(self) -> int: ...
-    @property
-    def rows(self) -> int: ...
-    @property
-    def columns(self) -> int: ...
-    @property
-    def x_dtype(self) -> Dtype: ...
-    @property
-    def result_dtype(self) -> Dtype: ...
-    @property
-    def epsilon(self) -> float: ...
-    @property
-    def outside(self) -> bool: ...
-    def dtypes(self) -> tuple[Dtype, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -94,8 +62,7 @@ class MomentsKernels:
 
     def forward(self, spec: MomentsSpec, block_sizes: BlockSizes, operands: Arrays) -> Array:
         """Returns the result, [B, M, N]."""
-        rows = _Rows.of(self, spec, operands)
-        (found,) = rows.call("forward", {}, {"result": spec.result_dtype})
+        (found,) = _call(self, Rows.of(spec, operands), "forward", {}, {"result": spec.result_dtype})
         return found.reshape(spec.batch, spec.rows, spec.columns)
 
     def backward(
@@ -107,16 +74,10 @@ class MomentsKernels:
         wanted: frozenset[str],
     ) -> dict[str, Array]:
         """Returns the cotangents of the operands named in ``wanted``."""
-        rows = _Rows.of(self, spec, operands)
+        rows = Rows.of(spec, operands)
         written = {name: spec.x_dtype if name == "x" else np.dtype(np.float32) for name in operands if name in wanted}
-        results = rows.call("backward", {"cotangent": rows.flat(cotangent)}, written)
-        found = dict(zip(written, results, strict=True))
-        if "x" in found:
-            found["x"] = found["x"].reshape(spec.batch, spec.rows, spec.columns)
-        return {
-            name: summed_to(x.astype(jnp.float32), operands[name].shape).astype(operands[name].dtype)
-            for name, x in found.items()
-        }
+        results = _call(self, rows, "backward", {"cotangent": rows.flat(cotangent)}, written)
+        return rows.gradients(operands, dict(zip(written, results, strict=True)))
 
 
 def _block(spec: MomentsSpec, arrays: int, most: int, budget: int) -> int | None:
@@ -133,95 +94,68 @@ def _block(spec: MomentsSpec, arrays: int, most: int, budget: int) -> int | None
     return None
 
 
-class _Rows(NamedTuple):
-    """A site as the kernel sees it: models that share what they have per column have their rows side by side.
+def _call(
+    kernels: MomentsKernels, site: Rows, direction: str, more: Arrays, written: Mapping[str, Dtype]
+) -> list[Array]:
+    """Runs the kernel of a direction.
 
-    Attributes:
-      kernels, spec: what is computed.
-      models, rows: how many there are; of each model.
-      x: [models, rows, N].
-      shared: what there is per column, [models|1, 1, N|1] each, in float32.
+    Args:
+      kernels, site: what is computed.
+      direction: "forward" or "backward".
+      more: further arrays [models, rows, N].
+      written: names and dtypes of the results: the result's, or of the operands whose gradients they are.
+
+    Returns:
+      Arrays [models, rows, N], or [models, N] for what there is per column.
     """
+    spec, device = site.spec, generation(Device.current())
+    read = {"x": site.x, **more, **site.shared}
+    count = 1 + len(more) + sum(name in OF_ROWS for name in written)
+    block = _block(spec, count, min(_MOST_ROWS, rounded(site.rows, _LEAST_ROWS)), device.budget)
+    if block is None:
+        raise ValueError(f"rows of {spec.columns} columns do not fit into {device.budget} bytes of VMEM")
+    block = min(block, site.rows)
+    blocks = -(-site.rows // block)
+    # Each core sums over its own blocks; a block behind the last is the last one again, and adds nothing.
+    cores = min(device.cores, blocks) if direction == "backward" else 1
+    each = -(-blocks // cores)
+    columns = spec.columns
 
-    kernels: MomentsKernels
-    spec: MomentsSpec
-    models: int
-    rows: int
-    x: Array
-    shared: Arrays
+    def at(core: Number, step: Number) -> Number:
+        return core * each + step if blocks % cores == 0 else jnp.minimum(core * each + step, blocks - 1)
 
-    @staticmethod
-    def of(kernels: MomentsKernels, spec: MomentsSpec, operands: Arrays) -> _Rows:
-        shared = {name: array[:, None].astype(jnp.float32) for name, array in operands.items() if name != "x"}
-        models, rows = spec.batch, spec.rows
-        if all(array.shape[0] == 1 for array in shared.values()):
-            models, rows = 1, models * rows
-        found = _Rows(kernels, spec, models, rows, operands["x"], shared)
-        return found._replace(x=found.flat(operands["x"]))
+    of_rows = pl.BlockSpec((None, block, columns), lambda b, c, i: (b, at(c, i), 0))
+    of_sums = pl.BlockSpec((None, None, 1, columns), lambda b, c, i: (b, c, 0, 0))
 
-    def flat(self, array: Array) -> Array:
-        """[B|1, M|1, N|1] as [models, rows, N]."""
-        spec = self.spec
-        return jnp.broadcast_to(array, (spec.batch, spec.rows, spec.columns)).reshape(self.models, self.rows, -1)
+    def of_columns(array: Array) -> pl.BlockSpec:
+        varies = array.shape[0] > 1
+        return pl.BlockSpec((None, 1, array.shape[2]), lambda b, c, i: (b if varies else 0, 0, 0))
 
-    def call(self, direction: str, more: Arrays, written: Mapping[str, Dtype]) -> list[Array]:
-        """Runs the kernel of a direction.
+    shapes = [
+        jax.ShapeDtypeStruct(site.x.shape, dtype)
+        if name in OF_ROWS
+        else jax.ShapeDtypeStruct((site.models, cores, 1, columns), dtype)
+        for name, dtype in written.items()
+    ]
+    body = _forward if direction == "forward" else _backward
+    found = call(
+        partial(body, kernels, spec, _Place(site.rows, block, each), tuple(read), tuple(written)),
+        name=f"autopallas_{kernels.name}_{direction}",
+        grid=(site.models, cores, each),
+        semantics=("parallel", "parallel", "parallel" if direction == "forward" else "arbitrary"),
+        in_specs=[of_rows if name in OF_ROWS else of_columns(array) for name, array in read.items()],
+        out_specs=[of_rows if name in OF_ROWS else of_sums for name in written],
+        out_shape=shapes,
+        cost=_cost(site, [*read.values(), *shapes]),
+        alike=3,
+    )(*read.values())
+    return [x if name in OF_ROWS else x.sum(1)[:, 0] for name, x in zip(written, found, strict=True)]
 
-        Args:
-          direction: "forward" or "backward".
-          more: further arrays [models, rows, N].
-          written: names and dtypes of the results: the result's, or of the operands whose gradients they are.
 
-        Returns:
-          Arrays [models, rows, N], or [models, N] for what there is per column.
-        """
-        device = generation(Device.current())
-        read = {"x": self.x, **more, **self.shared}
-        count = 1 + len(more) + sum(name in _ROWS for name in written)
-        block = _block(self.spec, count, min(_MOST_ROWS, rounded(self.rows, _LEAST_ROWS)), device.budget)
-        if block is None:
-            raise ValueError(f"rows of {self.spec.columns} columns do not fit into {device.budget} bytes of VMEM")
-        block = min(block, self.rows)
-        blocks = -(-self.rows // block)
-        # Each core sums over its own blocks; a block behind the last is the last one again, and adds nothing.
-        cores = min(device.cores, blocks) if direction == "backward" else 1
-        each = -(-blocks // cores)
-        columns = self.spec.columns
-
-        def at(core: Number, step: Number) -> Number:
-            return core * each + step if blocks % cores == 0 else jnp.minimum(core * each + step, blocks - 1)
-
-        of_rows = pl.BlockSpec((None, block, columns), lambda b, c, i: (b, at(c, i), 0))
-        of_sums = pl.BlockSpec((None, None, 1, columns), lambda b, c, i: (b, c, 0, 0))
-
-        def of_columns(array: Array) -> pl.BlockSpec:
-            varies = array.shape[0] > 1
-            return pl.BlockSpec((None, 1, array.shape[2]), lambda b, c, i: (b if varies else 0, 0, 0))
-
-        shapes = [
-            jax.ShapeDtypeStruct(self.x.shape, dtype)
-            if name in _ROWS
-            else jax.ShapeDtypeStruct((self.models, cores, 1, columns), dtype)
-            for name, dtype in written.items()
-        ]
-        body = _forward if direction == "forward" else _backward
-        found = call(
-            partial(body, self.kernels, self.spec, _Place(self.rows, block, each), tuple(read), tuple(written)),
-            name=f"autopallas_{self.kernels.name}_{direction}",
-            grid=(self.models, cores, each),
-            semantics=("parallel", "parallel", "parallel" if direction == "forward" else "arbitrary"),
-            in_specs=[of_rows if name in _ROWS else of_columns(array) for name, array in read.items()],
-            out_specs=[of_rows if name in _ROWS else of_sums for name in written],
-            out_shape=shapes,
-            cost=self._cost([*read.values(), *shapes]),
-            alike=3,
-        )(*read.values())
-        return [x if name in _ROWS else x.sum(1)[:, 0] for name, x in zip(written, found, strict=True)]
-
-    def _cost(self, arrays: Sequence[Array | jax.ShapeDtypeStruct]) -> pl.CostEstimate:
-        moved = sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in arrays)
-        size = self.models * self.rows
-        return pl.CostEstimate(flops=12 * size * self.spec.columns, transcendentals=size, bytes_accessed=moved)
+def _cost(site: Rows, arrays: Sequence[Array | jax.ShapeDtypeStruct]) -> pl.CostEstimate:
+    moved = sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in arrays)
+    size = site.models * site.rows
+    return pl.CostEstimate(flops=12 * size * site.spec.columns, transcendentals=size, bytes_accessed=moved)
 
 
 class _Place(NamedTuple):

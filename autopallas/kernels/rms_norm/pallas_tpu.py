@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autopallas.kernels.row_moments_tpu import GAINS, NUMERICS, TILES, MomentsKernels
+from autopallas.kernels.row_moments import GAINS, NUMERICS, TILES
+from autopallas.kernels.row_moments_tpu import MomentsKernels
 
 __all__ = ["GAINS", "NUMERICS", "TILES", "backward", "forward", "supports"]
 

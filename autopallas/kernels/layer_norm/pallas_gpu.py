@@ -1,0 +1,11 @@
+"""LayerNorm for Mosaic GPU: one kernel forward and one backward, each of which reads its rows once."""
+
+from __future__ import annotations
+
+from autopallas.kernels.row_moments import GAINS, NUMERICS, TILES
+from autopallas.kernels.row_moments_gpu import MomentsKernels
+
+__all__ = ["GAINS", "NUMERICS", "TILES", "backward", "forward", "supports"]
+
+_KERNELS = MomentsKernels("layer_norm", centred=True)
+supports, forward, backward = _KERNELS.supports, _KERNELS.forward, _KERNELS.backward

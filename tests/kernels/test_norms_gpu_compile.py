@@ -1,0 +1,61 @@
+"""The GPU's compiler takes the kernels of norms, without a GPU: run by ``make check-gpu``."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopallas.compile.gpu import H100, Compiler, missing
+from autopallas.sites.operation import operation_named
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("FULL_GRID") != "1" or missing() is not None,
+    reason=f"make check-gpu runs it, with the compiler ({missing() or 'which is here'})",
+)
+
+F32 = np.dtype(np.float32)
+CASES = [
+    # dtype, (rows, columns), rows that a block loads together, bytes that a thread loads at once
+    (jnp.bfloat16, (8192, 1024), 4, 16),
+    (jnp.bfloat16, (8192, 4096), 1, 16),
+    (jnp.bfloat16, (8192, 8192), 1, 16),
+    (jnp.float16, (4096, 5120), 1, 16),
+    (jnp.float32, (8192, 8192), 1, 16),
+    (jnp.bfloat16, (8192, 768), 4, 4),
+    (jnp.float16, (1001, 640), 1, 2),
+]
+LOADS = {16: "LD.E.128", 4: "LD.E R", 2: "LD.E.U16"}
+BLOCKS = 132 * 4
+
+
+@pytest.mark.parametrize("dtype, sizes, together, each", CASES, ids=str)
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
+def test_the_compiler_takes_both_directions_without_spills(op, dtype, sizes, together, each):
+    operation, (rows, columns), dtype = operation_named(op), sizes, jnp.dtype(dtype)
+    spec = dataclasses.replace(
+        operation.sample, rows=rows, columns=columns, x_dtype=dtype, result_dtype=dtype, shift_dtype=F32
+    )
+    module = operation.implementation("pallas_gpu")
+    x, shared = jax.ShapeDtypeStruct((1, rows, columns), dtype), jax.ShapeDtypeStruct((1, columns), F32)
+    names = frozenset(("x", "scale", "shift"))
+
+    def both(x, scale, shift, cotangent):
+        operands = {"x": x, "scale": scale, "shift": shift}
+        return module.forward(spec, None, operands), module.backward(spec, None, operands, cotangent, names)
+
+    with H100.targeted(), Compiler() as compiler:
+        found = compiler.compile(both, [x, shared, shared, x])
+    print(f"\n{spec}", *found.kernels, f"temporary memory {found.temporary_bytes}", sep="\n  ")
+    assert found.faults(multiplies=False) == ()
+    assert {kernel.name for kernel in found.kernels} == {f"autopallas_{op}_{d}" for d in ("forward", "backward")}
+    assert found.temporary_bytes <= 2 * BLOCKS * columns * F32.itemsize + 2**16  # each block's sums, and nothing else
+    for kernel in found.kernels:
+        # x is loaded once, and in the backward the cotangent; a warpgroup has 128 threads.
+        numbers = kernel.listing.count(LOADS[each]) * 128 * each / dtype.itemsize
+        arrays = 2 if kernel.name.endswith("backward") else 1
+        assert numbers == arrays * together * columns, kernel.name
