@@ -39,6 +39,7 @@ __all__ = [
     "reason_against_programs",
     "rounded",
     "shared_bytes",
+    "store",
     "swizzle",
     "tile",
     "too_few_threads",
@@ -226,6 +227,17 @@ def mosaic() -> ModuleType:
     from jax.experimental.pallas import mosaic_gpu
 
     return mosaic_gpu
+
+
+def store(ref: Ref, value: jax.Array) -> None:
+    """Stores an array of registers in global memory, also where its threads fill sectors of 32 bytes by halves.
+
+    From JAX 0.12 on such a store has to be asked for; before, there is no other.
+    """
+    if hasattr(mosaic(), "store"):
+        mosaic().store(ref, value, optimized=False)
+    else:
+        ref[...] = value
 
 
 def tile(shape: Sequence[int], dtype: DTypeLike, widest: int = 128) -> Ref:

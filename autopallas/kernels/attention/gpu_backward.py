@@ -44,7 +44,7 @@ from autopallas.kernels.attention.gpu_side_gradient import tile_gradient
 from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Residuals, ScaledRows
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tile_values import reciprocal
-from autopallas.kernels.gpu import mosaic, rounded, tile
+from autopallas.kernels.gpu import mosaic, rounded, store, tile
 from autopallas.kernels.refs import Number, Ref
 from autopallas.sites.interpret import interpretation
 
@@ -473,7 +473,7 @@ def _compute(own: _Block) -> None:
         first, last = loop.first * plan.groups, (loop.first + loop.steps) * plan.groups
         sums = lax.fori_loop(first, last, partial(_add_tile, own, base, at_home, loop), sums)
     for ref, total in zip(memory.results, sums, strict=True):
-        ref.at[window][...] = total.astype(ref.dtype)
+        store(ref.at[window], total.astype(ref.dtype))
 
 
 class _Tile(NamedTuple):

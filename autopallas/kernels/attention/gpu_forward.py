@@ -41,7 +41,7 @@ from autopallas.kernels.attention.gpu_grid import (
 from autopallas.kernels.attention.operands import Operands, Results
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tile_values import halves
-from autopallas.kernels.gpu import mosaic, rounded, tile
+from autopallas.kernels.gpu import mosaic, rounded, store, tile
 from autopallas.kernels.refs import Number, Ref
 from autopallas.sites.interpret import interpretation
 
@@ -356,19 +356,19 @@ def _store(own: _Block, window: tuple[object, ...], running: _Running) -> None:
     """Writes result, logsumexp and factor; without values, maximum and sum."""
     first, second, *third = own.memory.results
     if running.accumulator is None:
-        first.at[window][...] = running.maximum
-        second.at[window][...] = running.total
+        store(first.at[window], running.maximum)
+        store(second.at[window], running.total)
         return
     shape = running.accumulator.shape
     result = running.accumulator / lax.broadcast_in_dim(running.total, shape, (0,))
     if running.kept is not None:
         result = jnp.where(lax.broadcast_in_dim(running.kept, shape, (0,)) > 0.0, result, 0.0)
-    first.at[window][...] = result.astype(own.plan.spec.result_dtype)
+    store(first.at[window], result.astype(own.plan.spec.result_dtype))
     logsumexp = running.maximum + jnp.log(jnp.abs(running.total))
-    second.at[window][...] = logsumexp
+    store(second.at[window], logsumexp)
     # Of the rounded logsumexp; see tile_values.logsumexp.
     factor = jnp.exp2((logsumexp - running.maximum) * np.float32(LOG2E)) / running.total
-    third[0].at[window][...] = jnp.where(running.total == 0.0, 1.0, factor)
+    store(third[0].at[window], jnp.where(running.total == 0.0, 1.0, factor))
 
 
 def _load(own: _Block) -> None:

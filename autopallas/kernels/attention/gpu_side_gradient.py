@@ -28,7 +28,7 @@ from autopallas.kernels.attention.operands import Operands, ScaledRows
 from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tiles import increasing
-from autopallas.kernels.gpu import mosaic, rounded, tile
+from autopallas.kernels.gpu import mosaic, rounded, store, tile
 from autopallas.kernels.refs import Number, Ref
 
 __all__ = ["tile_gradient"]
@@ -161,7 +161,7 @@ def _kernel(plan: _Plan, *refs: Ref) -> None:
     step = partial(_add_head, plan, memory, owned, (row, column))
     total = lax.fori_loop(0, math.prod(plan.inner), step, total)
     at = memory.result.at[*owned, pl.ds(row, BLOCK), pl.ds(column, BLOCK)]
-    at[...] = total.astype(memory.result.dtype)
+    store(at, total.astype(memory.result.dtype))
 
 
 def _add_head(

@@ -17,12 +17,13 @@ from attention_cases import SCORE, Case, errors, named, oracle, traced
 from test_attention_implementations import BY_NAME, TOLERANCES, AttentionImplementation, both, computed
 
 from autopallas import compat
+from autopallas.compile import gpu as compile_gpu
 from autopallas.kernels import gpu
 from autopallas.kernels.attention import gpu_block_sizes, pallas_gpu, reference
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.gpu_elements import primitives, scale_of
 from autopallas.kernels.attention.gpu_grid import Visits
-from autopallas.kernels.attention.operands import Cotangents, Operands
+from autopallas.kernels.attention.operands import Cotangents, Operands, Residuals
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.schedule import edges
 from autopallas.kernels.attention.spec import Weight
@@ -53,6 +54,25 @@ QUICK = {
     "test_narrow_operands[probabilities multiplied-bfloat16]",
     "test_products_read_what_the_originals_do[('bfloat16', 'bfloat16', 'bfloat16')]",
 }  # fmt: skip
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", ["causal", "bias"])
+def test_kernels_are_lowered_for_a_gpu(name):
+    """Whatever they read and write: JAX refuses transfers that it would do by halves of sectors, unless asked."""
+    case = replace(BY_NAME[name], batch=1, query_length=256, key_length=256, head_size=64, value_head_size=64)
+    spec, sizes = case.spec(BF16), BlockSizes(128, 128)
+    *types, out = jax.eval_shape(lambda: case.operands(BF16))
+    residuals = Residuals(out, jax.ShapeDtypeStruct(out.shape[:-1], F32))
+
+    def step(operands, residuals, cotangents):
+        found = pallas_gpu.forward(spec, sizes, operands)
+        return found, pallas_gpu.backward(spec, sizes, operands, residuals, cotangents)
+
+    with compile_gpu.H100.targeted():
+        program = jax.jit(step).trace(Operands(*types), residuals, Cotangents(out))
+        text = program.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu") >= 3
 
 
 def larger(case: Case) -> Case:
