@@ -1,6 +1,6 @@
 """Finds mixtures in which every expert computes every token: ``out[t] = sum over e of y[t, e]``, mostly zero.
 
-The anchor is the sum over experts. :mod:`autopallas.patterns.mixture_of_experts.reading` reads the terms and proves
+The anchor is the sum over experts. :mod:`autopallas.patterns.mixture_of_experts.readers` reads the terms and proves
 that they are zero where an expert was not chosen. The site reaches from there back to values that depend neither on a
 choice of experts nor on one of their products: tokens, matrices, and the numbers that routing starts from. So the
 routing, its derivative included, is carried along unchanged.
@@ -44,7 +44,7 @@ from autopallas.patterns.mixture_of_experts.axes import EVERYTHING, choice_axes,
 from autopallas.patterns.mixture_of_experts.loops import added_on_the_way, even_sums, loop_at, selected_on_the_way
 from autopallas.patterns.mixture_of_experts.one_by_one import one_by_one
 from autopallas.patterns.mixture_of_experts.picks import GATHERED, PICKED
-from autopallas.patterns.mixture_of_experts.reading import read
+from autopallas.patterns.mixture_of_experts.readers import read
 from autopallas.patterns.mixture_of_experts.refusals import DENSE
 from autopallas.patterns.mixture_of_experts.site import NoMixture, Sites
 from autopallas.patterns.mixture_of_experts.slots import DISPATCHED, SCATTERED

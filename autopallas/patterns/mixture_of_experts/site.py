@@ -21,7 +21,8 @@ from autopallas.kernels.mixture_of_experts.steps import Gathered, Pointwise, Pre
 from autopallas.patterns.advice import CAPTURED, CHOOSE_FEW
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.mixture_of_experts.loops import loop_at, rolled
-from autopallas.patterns.mixture_of_experts.reading import PickedRows, Reading, SlotRows, read
+from autopallas.patterns.mixture_of_experts.readers import read
+from autopallas.patterns.mixture_of_experts.reading import PickedRows, Reading, SlotRows
 from autopallas.patterns.mixture_of_experts.refusals import DENSE
 from autopallas.patterns.mixture_of_experts.signs import Answer, Outside
 from autopallas.patterns.mixture_of_experts.slot_rows import RowsOfSlots
