@@ -230,7 +230,8 @@ def mosaic() -> ModuleType:
 
 
 def store(ref: Ref, value: jax.Array) -> None:
-    """Stores an array of registers in global memory, also where its threads fill sectors of 32 bytes by halves.
+    """Stores an array of registers, also where its threads fill sectors of 32 bytes of global memory by halves, or meet
+    in banks of shared memory.
 
     From JAX 0.12 on such a store has to be asked for; before, there is no other.
     """

@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from autopallas.compat import Dtype
-from autopallas.kernels.gpu import array_bytes, call, mosaic, processors, reason_against, unravelled
+from autopallas.kernels.gpu import array_bytes, call, mosaic, processors, reason_against, store, unravelled
 from autopallas.kernels.refs import Ref
 from autopallas.kernels.row_moments import OF_ROWS, Arrays, MomentsSpec, Rows
 from autopallas.sites.device import Device
@@ -220,8 +220,7 @@ def _forward(place: _Place, *refs: Ref) -> None:
         result = centred * (1 / divisor)
         result = result if scale is None else result * scale
         result = result if shift is None else result + shift
-        out = results["result"].at[model, row]
-        out[...] = result.astype(out.dtype)
+        store(results["result"].at[model, row], result.astype(place.spec.result_dtype))
 
 
 def _backward(place: _Place, *refs: Ref) -> None:
@@ -230,14 +229,14 @@ def _backward(place: _Place, *refs: Ref) -> None:
     model, block = unravelled(lax.axis_index("block"), place.blocks)
     layout = _layout(place.spec.columns, place.spec.x_dtype)
     for total in sums.values():
-        total[...] = mosaic().layout_cast(jnp.zeros((place.spec.columns,), jnp.float32), layout)
+        store(total, mosaic().layout_cast(jnp.zeros((place.spec.columns,), jnp.float32), layout))
 
     @pl.loop(0, lax.div(place.tiles - block + (place.blocks - 1), jnp.int32(place.blocks)))
     def visit(i: Array) -> None:
         _visit(place, operands, results, sums, model, block + i * place.blocks)
 
     for name, total in sums.items():
-        results[name].at[model, block][...] = _loaded(place, total)
+        store(results[name].at[model, block], _loaded(place, total))
 
 
 def _visit(
@@ -261,7 +260,7 @@ def _visit(
             part = cotangent * normal if name == "scale" else cotangent
             parts[name] = parts[name] + part if name in parts else part
     for name, part in parts.items():
-        sums[name][...] = _loaded(place, sums[name]) + part
+        store(sums[name], _loaded(place, sums[name]) + part)
     if "x" not in results:
         return
     scale = _of_columns(place, operands, "scale", model)
@@ -272,5 +271,4 @@ def _visit(
         gradient = of_normal - normal * (along if ratio is None else along * ratio)
         if place.kernels.centred:
             gradient = gradient - _mean(place, of_normal)
-        out = results["x"].at[model, row]
-        out[...] = (gradient * inverse).astype(out.dtype)
+        store(results["x"].at[model, row], (gradient * inverse).astype(place.spec.x_dtype))

@@ -148,6 +148,20 @@ def test_a_scale_of_one_column_and_a_wider_result(op):
 
 @needs_mosaic
 @each_norm
+@pytest.mark.parametrize("columns, dtype", [(1024, "bfloat16"), (8192, "float32"), (640, "float16")])
+def test_kernels_are_lowered_for_a_gpu(op, columns, dtype):
+    """With loads and stores of any width, which the interpreter does not look at."""
+    spec, forward, backward = kernels(op, 16, columns, dtype)
+    types = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in own_operands(16, columns).items()}
+    types["x"] = jax.ShapeDtypeStruct((1, 16, columns), spec.x_dtype)
+    with H100.targeted():
+        programs = forward.trace(types), backward.trace(types, types["x"], ("x", "scale", "shift"))
+        texts = [program.lower(lowering_platforms=("cuda",)).as_text() for program in programs]
+    assert all("mosaic_gpu" in text for text in texts)
+
+
+@needs_mosaic
+@each_norm
 @pytest.mark.parametrize(
     "change, words",
     [
