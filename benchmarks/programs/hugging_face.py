@@ -112,6 +112,27 @@ def _clip(batch: int) -> Built:
     return train_step(loss), (model.params, tokens(batch, 64, _VOCABULARY), images(batch, 3, 128, 128))
 
 
+def _bart(batch: int, length: int) -> Built:
+    import optax
+    from flax.training.common_utils import onehot
+    from transformers import BartConfig, FlaxBartForConditionalGeneration
+
+    config = BartConfig(
+        encoder_layers=2, decoder_layers=2, encoder_attention_heads=8, decoder_attention_heads=8, d_model=512,
+        encoder_ffn_dim=2048, decoder_ffn_dim=2048, max_position_embeddings=length, vocab_size=_VOCABULARY,
+        dropout=0.0,
+    )  # fmt: skip
+    model = FlaxBartForConditionalGeneration(config, input_shape=(1, 8))
+    ids, wanted = tokens(batch, length, _VOCABULARY), tokens(batch, length // 2, _VOCABULARY)
+
+    def loss(parameters: Any, ids: jax.Array, mask: jax.Array, wanted: jax.Array) -> jax.Array:
+        given = jnp.pad(wanted[:, :-1], ((0, 0), (1, 0)))
+        logits = model(ids, mask, decoder_input_ids=given, params=parameters, train=True).logits
+        return optax.softmax_cross_entropy(logits, onehot(wanted, logits.shape[-1])).mean()
+
+    return train_step(loss), (model.params, ids, jnp.ones_like(ids), wanted)
+
+
 def _vit(batch: int) -> Built:
     import optax
     from flax.training.common_utils import onehot
@@ -159,6 +180,7 @@ PROGRAMS = (
     _program("transformers Llama train B1 T1024 bf16", _llama, 1, 1024, jnp.bfloat16),
     _program("transformers Llama train B4 T512 f32", _llama, 4, 512, jnp.float32),
     _program("transformers CLIP train B32 T64 f32", _clip, 32),
+    _program("transformers BART train B4 T512 f32", _bart, 4, 512),
     _program("transformers ViT train B4 T197 f32", _vit, 4),
     _program("transformers Whisper encoder forward B1 T1500 f32", _whisper, 1, 3000),
 )
