@@ -25,7 +25,7 @@ def body(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
         x = first(w, f"{at}.first", x)
     steps = {
         "convolution": _convolution, "cumulative": _cumulative, "window": _window, "one-hot": _one_hot,
-        "indexed loop": _indexed_loop, "associative scan": _associative_scan,
+        "indexed loop": _indexed_loop, "associative scan": _associative_scan, "reduction": _reduction,
     }  # fmt: skip
     for n in range(c.pick(f"{at}.count", [1, 2, 3], 0.6)):
         name = c.pick(f"{at}.step {n}", {name: name for name in steps}, 0.8)
@@ -53,6 +53,13 @@ def _argmax(w: Writer, at: str, x: str) -> str:
     axis = w.choices.pick(f"{at}.axis", [-1, 1], 0.5)
     w.features.add("first: argmax")
     return w.set("x", f"{x} + jnp.{name}({x}, {axis}, keepdims=True).astype({x}.dtype)")
+
+
+def _reduction(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """Takes the mean of groups of channels away, over the sequence and their channels, or over all sequences too."""
+    axes = w.choices.pick(f"{at}.axes", ["(1, 3)", "(0, 3)", "(0, 1, 3)"], 0.5)
+    groups = w.set("groups", f"{x}.reshape(*{x}.shape[:-1], 2, -1)")
+    return w.set("x", f"({groups} - {groups}.mean({axes}, keepdims=True)).reshape({x}.shape)")
 
 
 def _convolution(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
