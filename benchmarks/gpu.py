@@ -35,6 +35,7 @@ import numpy as np
 from autopallas.kernels.gpu import is_hopper
 from autopallas.sites.device import Device
 from autopallas.sites.interpret import mode
+from autopallas.sites.operation import operation_named
 from autopallas.tuning import measure
 from autopallas.tuning.table import Key, Row, table_device
 from benchmarks import environment
@@ -152,10 +153,16 @@ def main(arguments: Sequence[str]) -> int:
     return int(run.faults > 0)
 
 
+def _offered(op: str) -> GpuBenchmark:
+    from benchmarks.gpu_declared import offered  # which imports this module
+
+    return offered(op)
+
+
 class _Run:
     def __init__(self, op: str, device: Device, until: float, dry: bool, output: Path | None):
         self.op, self.until, self.small = op, until, dry
-        self.offered: GpuBenchmark = importlib.import_module(f"benchmarks.gpu_{op}")  # type: ignore[assignment]
+        self.offered = _offered(op)
         self.device, self.output = device, output or (None if dry else RESULTS)
         self.rows: list[dict[str, Any]] = []
         self.table: dict[Key, Row] = {}
@@ -287,7 +294,10 @@ def _estimate(op: str, only_print: bool) -> int:
     if (reason := missing()) is not None:
         print(reason)
         return 2
-    offered: GpuBenchmark = importlib.import_module(f"benchmarks.gpu_{op}")  # type: ignore[assignment]
+    offered = _offered(op)
+    if not operation_named(op).has("tuned_block_sizes"):
+        print(f"{op} has no table of tuned block sizes to estimate rows of")
+        return 2
     rows: dict[Key, Row] = {}
     faults = 0
     with H100.targeted(), Compiler() as compiler:
@@ -310,7 +320,9 @@ def _estimate(op: str, only_print: bool) -> int:
 
 
 def _write_table(op: str, device: str, found: Mapping[Key, Row], only_print: bool) -> None:
-    """An estimate does not take the place of anything better."""
+    """An estimate does not take the place of anything better.  An operation without a table has no rows."""
+    if not found:
+        return
     table = importlib.import_module(f"autopallas.kernels.{op}.tuned_block_sizes").TABLE
     known = table.get(device, {})
     kept = {k: row for k, row in found.items() if row.evidence != "estimated" or k not in known

@@ -8,23 +8,29 @@ import time
 from dataclasses import replace
 from types import MappingProxyType
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from autopallas import compat
 from autopallas.compile.gpu import H100
+from autopallas.kernels.gpu import too_few_threads
+from autopallas.sites.interpret import mode
+from autopallas.sites.operation import operation_named, operation_names
 from autopallas.tuning.key import kernel_version
 from benchmarks import cli
+from benchmarks.gpu_declared import DECLARED, DeclaredGpuBenchmark
 from benchmarks.gpu_session import command, session
 from benchmarks.gpu_session.errors import ROW_TOLERANCE, compared, same_bits
 from benchmarks.gpu_session.journal import ARCHIVE, JOURNAL, Identity, Journal, read
 from benchmarks.gpu_session.session import Plan, Session
 from benchmarks.gpu_session.summary import summary, tuned_rows
-from benchmarks.gpu_session.tasks import LAST_FIRST, of_kernels, tasks
+from benchmarks.gpu_session.tasks import LAST_FIRST, OPERATIONS, of_kernels, tasks
 
 MISSING = compat.missing_mosaic_gpu()
 needs_mosaic = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+needs_interpreter = pytest.mark.skipif((MISSING or too_few_threads()) is not None, reason="it cannot be interpreted")
 IDENTITY = Identity("abc", "0.11.2", H100.kind)
 VERSIONS = {"attention": "1", "grouped_matmul": "1", "cross_entropy": "1"}
 
@@ -223,6 +229,40 @@ def test_tables_come_from_the_journal_of_the_present_kernels(run, tmp_path, caps
 # ---------------------------------------------------------------------- the list of tasks
 
 
+def test_every_operation_with_a_gpu_kernel_is_measured():
+    """Those without a benchmark of their own by their declaration: checked, repeated and timed, value and gradient."""
+    found = tasks(False, H100)
+    assert set(OPERATIONS) == {name for name in operation_names() if operation_named(name).has("pallas_gpu")}
+    for operation in OPERATIONS:
+        own = [task for task in found if task.operation == operation]
+        assert {task.stage for task in own if task.kind == "check"} == {0, 3, 4}, operation
+        headlines = {task.case.direction for task in own if task.stage == 2 and task.kind == "time"}
+        assert headlines >= {"forward"}, operation
+        for task in own:
+            wanted = task.operation in DECLARED and task.check is not None
+            assert not wanted or task.check.direction == "forward+backward", task.name
+
+
+def test_what_is_compiled_ahead_has_no_products_of_xla():
+    """XLA chooses their algorithms by timing them while it compiles."""
+    timed = [task for task in tasks(False, H100) if task.kind == "time"]
+    ahead = {task.operation for task in timed if of_kernels(task)}
+    assert ahead & set(DECLARED) == {"rms_norm", "layer_norm"}
+
+
+@needs_interpreter
+@pytest.mark.parametrize("operation", DECLARED)
+def test_declared_arguments_are_those_of_the_case_and_products_stay_small(operation):
+    (check,) = DeclaredGpuBenchmark.of(operation).smoke(True)
+    arguments = check.arguments()
+    wanted = check.reference(*arguments)
+    with mode(True):
+        types = jax.eval_shape(check.function, *arguments)
+    assert jax.tree.structure(types) == jax.tree.structure(wanted)
+    assert all(a.shape == b.shape for a, b in zip(jax.tree.leaves(types), jax.tree.leaves(wanted), strict=True))
+    assert 0.01 < float(jnp.std(wanted[0])) < 10
+
+
 def test_tasks_have_names_of_their_own_and_headlines_come_first():
     found = tasks(False, H100)
     names = [task.name for task in found]
@@ -310,4 +350,4 @@ def test_a_dry_run_goes_through_the_stages(tmp_path):
 def test_the_whole_dry_run_finds_no_fault(tmp_path):
     status, rows, text = dry_run(tmp_path, "--minutes", "10")
     assert status == 0, text
-    assert {r["kernel"] for r in rows} >= set(VERSIONS)
+    assert {r["kernel"] for r in rows} >= set(OPERATIONS)

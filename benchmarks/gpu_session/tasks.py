@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -11,10 +10,12 @@ from typing import Literal, TypeAlias
 
 from autopallas.sites.device import Device
 from benchmarks.gpu import Check, GpuBenchmark, Timed
+from benchmarks.gpu_declared import DECLARED, DeclaredGpuBenchmark, offered
 
 __all__ = ["LAST_FIRST", "OPERATIONS", "STAGES", "Kind", "Task", "of_kernels", "tasks"]
 
-OPERATIONS = ("attention", "grouped_matmul", "cross_entropy")
+OPERATIONS = ("attention", "grouped_matmul", "cross_entropy", *DECLARED)
+"""Those that have a benchmark of their own, and all others that declare a Pallas GPU kernel."""
 STAGES = {
     0: "a small case of each kernel",
     1: "compiling ahead",
@@ -85,16 +86,15 @@ def tasks(small: bool, device: Device, operations: Sequence[str] = OPERATIONS) -
 
 @cache
 def _of_operation(operation: str, small: bool, device: Device) -> tuple[Task, ...]:
-    offered: GpuBenchmark = importlib.import_module(f"benchmarks.gpu_{operation}")  # type: ignore[assignment]
     with device.targeted() if device.platform == "gpu" else nullcontext():
-        return tuple(_tasks(operation, offered, small))
+        return tuple(_tasks(operation, offered(operation), small))
 
 
-def _tasks(operation: str, offered: GpuBenchmark, small: bool) -> Iterator[Task]:
-    yield from (Task(0, operation, "check", check) for check in offered.smoke(small))
-    yield from (Task(3, operation, "check", check) for check in offered.stressed(small))
-    yield from (Task(4, operation, "check", check) for check in offered.checks(small))
-    for case in offered.timed(small):
+def _tasks(operation: str, own: GpuBenchmark, small: bool) -> Iterator[Task]:
+    yield from (Task(0, operation, "check", check) for check in own.smoke(small))
+    yield from (Task(3, operation, "check", check) for check in own.stressed(small))
+    yield from (Task(4, operation, "check", check) for check in own.checks(small))
+    for case in own.timed(small):
         stage = 2 if case.priority < HEADLINE else 5
         yield Task(stage, operation, "time", case=case)
         yield Task(stage, operation, "original", case=case)
@@ -108,6 +108,13 @@ def of_kernels(task: Task) -> list[str]:
     """
     if task.check is not None:
         return ["function", "reference"]
-    if task.case is None or task.kind != "time" or task.operation == "cross_entropy":
+    if task.case is None or task.kind != "time" or _has_products(task.operation):
         return []
     return [name for name in task.candidates if name.startswith(("pallas_gpu", "jax_mgpu"))]
+
+
+def _has_products(operation: str) -> bool:
+    """Whether XLA multiplies matrices beside the kernels of an operation."""
+    if operation in DECLARED:
+        return DeclaredGpuBenchmark.of(operation).multiplies
+    return operation == "cross_entropy"

@@ -5,17 +5,16 @@
 
 from __future__ import annotations
 
-import importlib
-
 import jax
 import pytest
 
 from autopallas.kernels.gpu import is_hopper
 from autopallas.sites.device import Device
+from benchmarks.gpu_declared import offered
 from benchmarks.gpu_session.errors import ROW_TOLERANCE, compared, same_bits
 from benchmarks.gpu_session.tasks import OPERATIONS
 
-CHECKS = [check for name in OPERATIONS for check in importlib.import_module(f"benchmarks.gpu_{name}").smoke(False)]
+CHECKS = [check for name in OPERATIONS for check in offered(name).smoke(False)]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: f"{check.name} {check.direction}")

@@ -1,0 +1,176 @@
+"""A declared operation on a GPU: what is checked, repeated and timed, all of it by its declaration.
+
+Sizes are those of its sample: with fewer rows where it is checked, and with many more in the headlines, so that what is
+read and written does not stay in the GPU's cache.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import autopallas
+from autopallas.sites.declared import DeclaredOperation
+from autopallas.sites.declared_call import operand_names
+from autopallas.sites.operation import operation_named, operation_names
+from autopallas.sites.spec import NoBlockSizes
+from autopallas.workbench.cases import DIRECTIONS, PLAIN, Case, DeclaredCases, Direction
+from benchmarks.gpu import ORIGINAL, Check, GpuBenchmark, Timed
+
+__all__ = ["DECLARED", "DeclaredGpuBenchmark", "offered"]
+
+_TOLERANCE = {"bfloat16": 4e-2, "float16": 1e-2}
+_MANY = 16
+"""How many times as many rows as the sample a headline has."""
+_SMALL_ROWS, _SMALL = 12, 128
+"""The largest sizes of a dry run: of rows, and of every other letter."""
+_ODD_ROWS = 1001
+_FIRST_PRIORITY = 20
+"""Behind the headlines of the operations that have a benchmark of their own."""
+
+
+@dataclass(frozen=True)
+class DeclaredGpuBenchmark:
+    """What the module ``benchmarks.gpu_<operation>`` offers, for a declared operation."""
+
+    operation: DeclaredOperation
+
+    IMPLEMENTATION = "pallas_gpu"
+
+    @staticmethod
+    def of(name: str) -> DeclaredGpuBenchmark:
+        operation = operation_named(name)
+        assert isinstance(operation, DeclaredOperation)
+        return DeclaredGpuBenchmark(operation)
+
+    @property
+    def cases(self) -> DeclaredCases:
+        return DeclaredCases(self.operation)
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it sums over letters that its result lacks: then XLA has matrix products beside the kernel."""
+        letters = " ".join(self.operation.operands.values()).split()
+        return not set(letters) <= set(self.operation.result.split())
+
+    def smoke(self, small: bool) -> Iterator[Check]:
+        """Value and gradients of an odd number of rows."""
+        yield self._check(self._case(_ODD_ROWS, "bfloat16", small), small)
+
+    def checks(self, small: bool) -> Iterator[Check]:
+        """The sample's rows and an odd number of them, in both dtypes."""
+        for rows in (self._rows,) if small else (self._rows, _ODD_ROWS):
+            for dtype in ("float16",) if small else ("bfloat16", "float16"):
+                yield self._check(self._case(rows, dtype, small), small)
+
+    def stressed(self, small: bool) -> Iterator[Check]:
+        """The sample, whose blocks go through several tiles each, and an odd number of rows."""
+        for rows in (self._rows,) if small else (self._rows, _ODD_ROWS):
+            yield self._check(self._case(rows, "bfloat16", small), small)
+
+    def timed(self, small: bool) -> Iterator[Timed]:
+        """A headline with many rows, and the sample."""
+        first = _FIRST_PRIORITY + len(DIRECTIONS) * DECLARED.index(self.operation.name)
+        for times in (1,) if small else (_MANY, 1):
+            for number, direction in enumerate(DIRECTIONS[:1] if small else DIRECTIONS):
+                case = self._case(self._rows * times, "bfloat16", small, direction)
+                yield self._timed(case, first + number if times > 1 else 100)
+
+    # ------------------------------------------------------------------ one case
+
+    @property
+    def _row(self) -> str:
+        """The last letter of the rows."""
+        return self.operation.rows.split()[-1]
+
+    @property
+    def _rows(self) -> int:
+        """How many rows the sample has."""
+        return dict(self._sizes())[self._row]
+
+    def _sizes(self) -> Iterator[tuple[str, int]]:
+        return ((letter, getattr(self.operation.sample, name)) for letter, name in self.operation.sizes.items())
+
+    def _case(self, rows: int, dtype: str, small: bool, direction: Direction = "forward+backward") -> Case:
+        """So many rows, and otherwise the sample; in a dry run, sizes that are quickly interpreted."""
+        sizes = dict(self._sizes()) | {self._row: rows}
+        if small:
+            sizes = {x: min(n, _SMALL_ROWS - rows % 2 if x == self._row else _SMALL) for x, n in sizes.items()}
+        return Case(self.operation.name, direction, dtype, PLAIN, tuple(sizes.items()))
+
+    def _own(self, case: Case) -> Callable[..., Any]:
+        """The kernel called by its name, in the direction of the case."""
+        direct = self.cases.direct(case)
+        assert direct is not None
+        return self.cases.in_direction(case, partial(direct, implementation=self.IMPLEMENTATION))
+
+    def _exact(self, case: Case, *given: jax.Array) -> Any:
+        """The reference in float32 at the highest precision."""
+        wide = [x.astype(jnp.float32) for x in given]
+        with jax.default_matmul_precision("highest"):
+            return self.cases.in_direction(case, self.cases.ORIGINALS[PLAIN])(*wide)
+
+    def _arguments(self, case: Case) -> tuple[jax.Array, ...]:
+        """Normally distributed numbers; those of matrices are small by as much as their products sum."""
+        has = (n for n in operand_names(self.operation) if getattr(self.operation.sample, f"{n}_dtype") is not None)
+        letters, rows, found = [self.operation.operands[n].split() for n in has], self.operation.rows.split(), []
+        for number, kind in enumerate(self.cases.types(case)):
+            own = letters[number] if 0 < number < len(letters) else []
+            inner = [n for letter, n in zip(own, kind.shape, strict=False) if letter not in rows]
+            scale = inner[0] ** -0.5 if len(inner) > 1 else 1.0
+            array = jax.random.normal(jax.random.key(number), kind.shape, jnp.bfloat16) * scale
+            found.append(array.astype(kind.dtype))
+        return tuple(found)
+
+    def _check(self, case: Case, small: bool) -> Check:
+        function = self._own(case)
+        if not small:  # the interpreter's callbacks have an order, which a replaced site cannot have
+            original = self.cases.in_direction(case, self.cases.ORIGINALS[PLAIN])
+            function = autopallas.optimize(
+                original, implementation=self.IMPLEMENTATION, objective="always", strict=True
+            )
+        return Check(case.shape, case.dtype, case.direction, function, partial(self._exact, case),
+                     partial(self._arguments, case), _TOLERANCE[case.dtype])  # fmt: skip
+
+    def _timed(self, case: Case, priority: int) -> Timed:
+        original = self.cases.in_direction(case, self.cases.ORIGINALS[PLAIN])
+        types = self.cases.types(case)
+        counted = jax.jit(original).lower(*types).cost_analysis()
+        read_and_written = (*types, *jax.tree.leaves(jax.eval_shape(original, *types)))
+        return Timed(
+            name=case.shape,
+            dtype=case.dtype,
+            direction=case.direction,
+            candidates={ORIGINAL: original, self.IMPLEMENTATION: self._own(case)},
+            block_sizes={self.IMPLEMENTATION: NoBlockSizes()},
+            arguments=partial(self._arguments, case),
+            operations=float((counted or {}).get("flops", 0.0)),
+            key=None,
+            bytes_moved=float(sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in read_and_written)),
+            priority=priority,
+        )
+
+
+def _declared() -> tuple[str, ...]:
+    kernels = [name for name in operation_names() if operation_named(name).has(DeclaredGpuBenchmark.IMPLEMENTATION)]
+    return tuple(name for name in sorted(kernels) if isinstance(operation_named(name), DeclaredOperation))
+
+
+DECLARED = _declared()
+"""The declared operations that have a Pallas GPU kernel."""
+
+
+def offered(operation: str) -> GpuBenchmark:
+    """Returns the benchmark of an operation: its own module here, or what follows from its declaration."""
+    if operation in DECLARED:
+        return DeclaredGpuBenchmark.of(operation)
+    found: GpuBenchmark = importlib.import_module(f"benchmarks.gpu_{operation}")  # type: ignore[assignment]
+    return found
