@@ -587,6 +587,25 @@ def test_x64():
             np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
 
 
+def test_samples_are_traced_under_x64():
+    """There Python's numbers are of 64 bits, and stand beside positions of 32.  The smallest of each form."""
+    forms = {}
+    for case in cases_of("respelling").table_grid():
+        forms.setdefault((case.mask.partition(":")[0], case.mask.rpartition("-")[2], len(case.sizes)), case)
+    for case in forms.values():
+        spec = match_of(case).spec
+        types = [jax.ShapeDtypeStruct(*operand) for operand in spec.operands]
+        known = {} if "loop" not in dict(spec.parameters) else dict(dict(spec.parameters)["loop"].known)
+
+        def respelt(*given, spec=spec, known=known):
+            operands = [jnp.asarray(known[i]) if i in known else x for i, x in enumerate(given)]
+            return kind_named(spec.kind).respelt(spec, *operands)
+
+        with jax.enable_x64(True):
+            found = jax.eval_shape(respelt, *types)
+        assert [(t.shape, t.dtype) for t in found] == list(spec.results), case
+
+
 def test_a_site_of_another_operation_wins():
     """The gather of the labels' logits by one-hot products belongs to the loss."""
     x, w, labels = random(8, 16), random(16, 32, seed=1), jnp.arange(8)

@@ -250,9 +250,9 @@ def _correlated(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
         def terms(first: int | jax.Array, size: int) -> list[jax.Array]:
             """Returns the products of so many elements of the window's first axis, for each element of the result."""
             read, firsts = (size, *own.window[1:]), (first, *[0] * (len(sizes) - 1))
-            at, reach = [cast("int | jax.Array", 0)] * x.ndim, list(x.shape)
+            at, reach = [jnp.int32(0)] * x.ndim, list(x.shape)
             for n, a in enumerate(own.lhs[2:]):
-                at[a] = begin[n] * own.strides[n] + firsts[n] * own.rhs_dilation[n]
+                at[a] = jnp.int32(begin[n] * own.strides[n] + firsts[n] * own.rhs_dilation[n])
                 reach[a] = (sizes[n] - 1) * own.strides[n] + (read[n] - 1) * own.rhs_dilation[n] + 1
             part = lax.dynamic_slice(x, at, reach, allow_negative_indices=False)
             wide = _from(w, first, size, axis).astype(own.accumulation)
