@@ -1,8 +1,8 @@
 """The GPU kernels of normalisations of rows by their moments: each reads its rows once, straight into registers.
 
-A block is one warpgroup and has whole rows, whose columns its 128 threads share: they load 16 bytes at a time where the
-number of columns allows it, and the sums of a row go through a few words of shared memory.  Main memory limits these
-kernels: several blocks on a multiprocessor, and several narrow rows in a block, keep its loads under way.
+A block is one warpgroup.  Of narrow rows each of its four warps has one; the columns of a wide one are shared by all,
+and then its sums go through a few words of shared memory.  Threads load 16 bytes at a time where the number of columns
+allows it.  Main memory limits these kernels; several blocks on a multiprocessor keep its loads under way.
 
 The forward keeps nothing for the backward, which computes the moments again from the rows that it reads.  Gradients of
 what all rows share are summed in shared memory by each block for its own rows, and XLA adds up the blocks.
@@ -12,9 +12,9 @@ Letters: B models, M rows, N columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -36,14 +36,14 @@ __all__ = ["MomentsKernels"]
 Array: TypeAlias = jax.Array
 
 _DTYPES = ("bfloat16", "float16", "float32")
-_THREADS, _WARP = 128, 32
+_WARPS, _LANES = 4, 32
 _LOAD = 16
 """Bytes that a thread loads at once, at most."""
+_NARROW = 1024
+"""Columns up to which a warp has a row of its own, whose threads then have 32 numbers each at most."""
 _MOST_COLUMNS = 8192
 """Of a row, of which a thread of the backward then has 64 numbers of x and as many of the cotangent."""
-_TOGETHER = 4096
-"""Numbers in the rows that a block loads together."""
-_NARROW = 2048
+_FOUR_BLOCKS = 2048
 """Columns up to which a multiprocessor has registers for four blocks of the backward, and otherwise for two."""
 
 
@@ -60,16 +60,18 @@ class MomentsKernels:
     centred: bool
 
     def supports(self, spec: MomentsSpec, device: Device) -> Supported | Unsupported:
-        """bfloat16, float16 and float32 on Hopper GPUs, and rows that 128 threads can share and hold."""
+        """bfloat16, float16 and float32 on Hopper GPUs, and rows that the threads of a block can share and hold."""
         if (answer := reason_against(device)) is not None:
             return answer
         for dtype in spec.dtypes():
             if dtype.name not in _DTYPES:
                 return Unsupported(f"the GPU kernels of norms take {', '.join(_DTYPES)}, not {dtype}")
-        if spec.columns % _THREADS:
-            return Unsupported(f"rows of {spec.columns} columns cannot be shared evenly by {_THREADS} threads")
+        threads = _Tile.of(spec.rows, spec.columns, spec.x_dtype).threads
+        if spec.columns % threads:
+            rows = f"{spec.rows} rows" if spec.columns <= _NARROW and threads > _LANES else "rows"
+            return Unsupported(f"{rows} of {spec.columns} columns cannot be shared evenly by {threads} threads each")
         if spec.columns > _MOST_COLUMNS:
-            return Unsupported(f"{_THREADS} threads do not hold rows of {spec.columns} columns in their registers")
+            return Unsupported(f"{threads} threads do not hold rows of {spec.columns} columns in their registers")
         return Supported()
 
     def forward(self, spec: MomentsSpec, block_sizes: BlockSizes, operands: Arrays) -> Array:
@@ -109,23 +111,24 @@ def _call(
     columns = site.spec.columns
     shared = {name: jnp.broadcast_to(x[:, 0], (len(x), columns)) for name, x in site.shared.items()}
     read = {"x": site.x, **more, **shared}
-    together = next(n for n in (4, 2, 1) if n == 1 or (site.rows % n == 0 and n * columns <= _TOGETHER))
-    tiles = site.rows // together
+    # Of a model's own rows: those of several together may be shared otherwise than supports knows.
+    tile = _Tile.of(site.spec.rows, columns, site.spec.x_dtype)
+    tiles = site.rows // tile.rows
     # A block of the forward has one tile.  Those of the backward stay, since each leaves sums of its own.
-    resident = processors(Device.current()) * (4 if columns <= _NARROW else 2)
+    resident = processors(Device.current()) * (4 if columns <= _FOUR_BLOCKS else 2)
     blocks = tiles if direction == "forward" else min(tiles, -(-resident // site.models))
     sums = [name for name in written if name not in OF_ROWS]
     shapes = [
         jax.ShapeDtypeStruct((site.models, site.rows if name in OF_ROWS else blocks, columns), dtype)
         for name, dtype in written.items()
     ]
-    place = _Place(kernels, site.spec, tuple(read), tuple(written), tiles, together, blocks)
+    place = _Place(kernels, site.spec, tuple(read), tuple(written), tile, tiles, blocks)
     found = call(
         partial(_forward if direction == "forward" else _backward, place),
         name=f"autopallas_{kernels.name}_{direction}",
         grid={"block": site.models * blocks},
         out_type=shapes,
-        scratch=[mosaic().SMEM((columns,), jnp.float32) for _ in sums],
+        scratch=[mosaic().SMEM(tile.shape, jnp.float32) for _ in sums],
         warpgroups=1,
         flops=12 * site.models * site.rows * columns,
         bytes_accessed=array_bytes(*read.values(), *shapes),
@@ -135,14 +138,85 @@ def _call(
     return [x if name in OF_ROWS else x.sum(1) for name, x in zip(written, found, strict=True)]
 
 
+class _Tile(NamedTuple):
+    """Rows that a block has at a time: [4, N], a warp for each, or one, [N]; and how threads share them.
+
+    All arrays have the layout that suits x, so that what is computed of them need not be moved between threads.
+
+    Attributes:
+      narrow: whether there are four rows.
+      columns: N.
+      each: neighbouring columns that a thread has together.
+    """
+
+    narrow: bool
+    columns: int
+    each: int
+
+    @staticmethod
+    def of(rows: int, columns: int, dtype: Dtype) -> _Tile:
+        """The tile of so many rows of a model, which are of a dtype."""
+        tile = _Tile(columns <= _NARROW and rows % _WARPS == 0, columns, 1)
+        while 2 * tile.each * dtype.itemsize <= _LOAD and columns % (2 * tile.each * tile.threads) == 0:
+            tile = tile._replace(each=2 * tile.each)
+        return tile
+
+    @property
+    def threads(self) -> int:
+        """How many share a row."""
+        return _LANES if self.narrow else _WARPS * _LANES
+
+    @property
+    def rows(self) -> int:
+        return _WARPS if self.narrow else 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (_WARPS, self.columns) if self.narrow else (self.columns,)
+
+    @property
+    def layout(self) -> Ref:
+        """Of the rows in registers."""
+        plgpu, each = mosaic(), self.each
+        of_warp = _LANES * each
+        tiles = ((_WARPS, of_warp), (each,)) if self.narrow else ((_WARPS * of_warp,), (of_warp,), (each,))
+        return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+
+    @property
+    def of_columns(self) -> Ref:
+        """Of what there is per column [N]: where each warp has a row, each has all of it."""
+        return self.layout.reduce(0) if self.narrow else self.layout
+
+    def at(self, ref: Ref, model: Array, number: Array) -> Ref:
+        """Where tile ``number`` of a model is in an array [models, rows, N]."""
+        return ref.at[model, pl.ds(number * _WARPS, _WARPS) if self.narrow else number]
+
+    def loaded(self, ref: Ref, layout: Ref) -> Array:
+        """What is in memory, in float32."""
+        found: Array = mosaic().load(ref, layout=layout, optimized=False)
+        return found.astype(jnp.float32)
+
+    def across(self, of_rows: Array) -> Array:
+        """One number for each row, for all of its columns."""
+        return self._broadcast(of_rows, 0) if self.narrow else of_rows
+
+    def along(self, of_columns: Array) -> Array:
+        """One number for each column, for all rows."""
+        return self._broadcast(of_columns, 1) if self.narrow else of_columns
+
+    def _broadcast(self, vector: Array, axis: int) -> Array:
+        found: Array = mosaic().layout_cast(lax.broadcast_in_dim(vector, self.shape, (axis,)), self.layout)
+        return found
+
+
 class _Place(NamedTuple):
     """What a block computes.
 
     Attributes:
       kernels, spec: of the site.
       read, written: names of the operands and the results.
-      tiles: of the rows of a model.
-      together: rows of a tile.
+      tile: the rows that it has at a time.
+      tiles: how many of them a model has.
       blocks: of a model.
     """
 
@@ -150,8 +224,8 @@ class _Place(NamedTuple):
     spec: MomentsSpec
     read: Sequence[str]
     written: Sequence[str]
+    tile: _Tile
     tiles: int
-    together: int
     blocks: int
 
     def named(self, refs: Sequence[Ref]) -> tuple[dict[str, Ref], dict[str, Ref], dict[str, Ref]]:
@@ -165,44 +239,24 @@ class _Place(NamedTuple):
             dict(zip(of_columns, sums, strict=True)),
         )
 
-    def rows(self, tile: Array) -> Iterator[Array]:
-        """The rows of a tile."""
-        return (tile * self.together + i for i in range(self.together))
-
-
-def _layout(columns: int, dtype: Dtype) -> object:
-    """How the 128 threads share a row: each has a few neighbouring columns at a time."""
-    plgpu, each = mosaic(), 1
-    while 2 * each * dtype.itemsize <= _LOAD and columns % (2 * each * _THREADS) == 0:
-        each *= 2
-    tiling = plgpu.Tiling(((_THREADS * each,), (_WARP * each,), (each,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-
-
-def _loaded(place: _Place, ref: Ref) -> Array:
-    """A row [N] in float32."""
-    # All arrays have the layout that suits x, so that what is computed of them need not be moved between threads.
-    layout = _layout(place.spec.columns, place.spec.x_dtype)
-    row: Array = mosaic().load(ref, layout=layout, optimized=False)
-    return row.astype(jnp.float32)
-
 
 def _of_columns(place: _Place, operands: Mapping[str, Ref], name: str, model: Array) -> Array | None:
-    """What there is per column under a name [N], where there is any."""
+    """What there is per column under a name, for a tile of rows; None where there is nothing."""
     if name not in operands:
         return None
-    ref = operands[name]
-    return _loaded(place, ref.at[model if ref.shape[0] > 1 else 0])
+    ref, tile = operands[name], place.tile
+    return tile.along(tile.loaded(ref.at[model if ref.shape[0] > 1 else 0], tile.of_columns))
 
 
-def _mean(place: _Place, row: Array) -> Array:
-    return jnp.sum(row) * np.float32(1 / place.spec.columns)
+def _mean(place: _Place, value: Array) -> Array:
+    """The means of rows."""
+    return jnp.sum(value, axis=-1) * np.float32(1 / place.spec.columns)
 
 
-def _moments(place: _Place, row: Array) -> tuple[Array, Array, Array]:
-    """The row, taken from its mean if it is to be; the root of its mean square; and what divides it."""
+def _moments(place: _Place, x: Array) -> tuple[Array, Array, Array]:
+    """The rows, taken from their means if they are to be; the root of their mean square; and what divides them."""
     spec = place.spec
-    centred = row - _mean(place, row) if place.kernels.centred else row
+    centred = x - place.tile.across(_mean(place, x)) if place.kernels.centred else x
     square = _mean(place, centred * centred)
     root = lax.sqrt(square if spec.outside else square + np.float32(spec.epsilon))
     return centred, root, root + np.float32(spec.epsilon) if spec.outside else root
@@ -210,33 +264,33 @@ def _moments(place: _Place, row: Array) -> tuple[Array, Array, Array]:
 
 def _forward(place: _Place, *refs: Ref) -> None:
     operands, results, _ = place.named(refs)
-    model, tile = unravelled(lax.axis_index("block"), place.blocks)
-    rows = list(place.rows(tile))
-    loaded = [_loaded(place, operands["x"].at[model, row]) for row in rows]
-    moments = [_moments(place, x) for x in loaded]
-    # Read when the row's moments are known: the registers of wide rows would not hold all at once.
+    tile = place.tile
+    model, number = unravelled(lax.axis_index("block"), place.blocks)
+    centred, _, divisor = _moments(place, tile.loaded(tile.at(operands["x"], model, number), tile.layout))
+    # Read when the moments are known: the registers of wide rows would not hold all at once.
     scale, shift = (_of_columns(place, operands, name, model) for name in ("scale", "shift"))
-    for row, (centred, _, divisor) in zip(rows, moments, strict=True):
-        result = centred * (1 / divisor)
-        result = result if scale is None else result * scale
-        result = result if shift is None else result + shift
-        store(results["result"].at[model, row], result.astype(place.spec.result_dtype))
+    result = centred * tile.across(1 / divisor)
+    result = result if scale is None else result * scale
+    result = result if shift is None else result + shift
+    store(tile.at(results["result"], model, number), result.astype(place.spec.result_dtype))
 
 
 def _backward(place: _Place, *refs: Ref) -> None:
     """Each block goes through its tiles, and then writes its sums."""
     operands, results, sums = place.named(refs)
+    tile = place.tile
     model, block = unravelled(lax.axis_index("block"), place.blocks)
-    layout = _layout(place.spec.columns, place.spec.x_dtype)
     for total in sums.values():
-        store(total, mosaic().layout_cast(jnp.zeros((place.spec.columns,), jnp.float32), layout))
+        store(total, mosaic().layout_cast(jnp.zeros(tile.shape, jnp.float32), tile.layout))
 
     @pl.loop(0, lax.div(place.tiles - block + (place.blocks - 1), jnp.int32(place.blocks)))
     def visit(i: Array) -> None:
         _visit(place, operands, results, sums, model, block + i * place.blocks)
 
     for name, total in sums.items():
-        store(results[name].at[model, block], _loaded(place, total))
+        parts = [total.at[warp] for warp in range(_WARPS)] if tile.narrow else [total]
+        found = reduce(jnp.add, [tile.loaded(part, tile.of_columns) for part in parts])
+        store(results[name].at[model, block], found)
 
 
 def _visit(
@@ -245,30 +299,23 @@ def _visit(
     results: Mapping[str, Ref],
     sums: Mapping[str, Ref],
     model: Array,
-    tile: Array,
+    number: Array,
 ) -> None:
     """Of y = x / d, where d = root + c: dx = dy / d - x mean(dy x) / (d^2 root), less its mean where x is centred."""
-    rows = list(place.rows(tile))
-    loaded = [tuple(_loaded(place, operands[name].at[model, row]) for name in ("x", "cotangent")) for row in rows]
-    found, parts = list[tuple[Array, Array, Array, Array | None]](), dict[str, Array]()
-    for x, cotangent in loaded:
-        centred, root, divisor = _moments(place, x)
-        inverse = 1 / divisor
-        normal = centred * inverse
-        found.append((cotangent, normal, inverse, divisor / root if place.spec.outside else None))
-        for name in sums:
-            part = cotangent * normal if name == "scale" else cotangent
-            parts[name] = parts[name] + part if name in parts else part
-    for name, part in parts.items():
-        store(sums[name], _loaded(place, sums[name]) + part)
+    tile = place.tile
+    x, cotangent = (tile.loaded(tile.at(operands[name], model, number), tile.layout) for name in ("x", "cotangent"))
+    centred, root, divisor = _moments(place, x)
+    inverse = tile.across(1 / divisor)
+    normal = centred * inverse
+    for name, total in sums.items():
+        store(total, tile.loaded(total, tile.layout) + (cotangent * normal if name == "scale" else cotangent))
     if "x" not in results:
         return
     scale = _of_columns(place, operands, "scale", model)
-    for row, (cotangent, normal, inverse, ratio) in zip(rows, found, strict=True):
-        of_normal = cotangent if scale is None else cotangent * scale
-        # Divided before it is summed, it is finite wherever what it is taken from is.
-        along = jnp.sum(of_normal * (normal * np.float32(1 / place.spec.columns)))
-        gradient = of_normal - normal * (along if ratio is None else along * ratio)
-        if place.kernels.centred:
-            gradient = gradient - _mean(place, of_normal)
-        store(results["x"].at[model, row], (gradient * inverse).astype(place.spec.x_dtype))
+    of_normal = cotangent if scale is None else cotangent * scale
+    # Divided before it is summed, it is finite wherever what it is taken from is.
+    along = jnp.sum(of_normal * (normal * np.float32(1 / place.spec.columns)), axis=-1)
+    gradient = of_normal - normal * tile.across(along * divisor / root if place.spec.outside else along)
+    if place.kernels.centred:
+        gradient = gradient - tile.across(_mean(place, of_normal))
+    store(tile.at(results["x"], model, number), (gradient * inverse).astype(place.spec.x_dtype))

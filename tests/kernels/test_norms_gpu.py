@@ -23,11 +23,13 @@ CASES = [
     # operands, (models, rows, columns), dtype
     ("all", (1, 37, 256), "bfloat16"),
     ("all", (2, 10, 384), "float16"),
+    ("all", (1, 44, 96), "float16"),
     ("required", (1, 24, 128), "float32"),
     ("sample", (1, 3, 2048), "bfloat16"),
     ("all", (1, 9, 1024), "float32"),
+    ("all", (2, 4, 768), "bfloat16"),
 ]
-"""Odd numbers of rows, and rows that go together; loads of 2, 4, 8 and 16 bytes a thread."""
+"""Rows that all threads share, and rows of a warp each; loads of 2, 4, 8 and 16 bytes a thread."""
 
 
 @each_norm
@@ -37,13 +39,15 @@ def test_values_and_gradients(op, which, sizes, dtype):
 
 
 @each_norm
-def test_epsilon_outside_of_the_root(op):
-    check(op, "pallas_gpu", operands_of(op, "all", (1, 6, 256), "float32"), outside=True, epsilon=1e-3)
+@pytest.mark.parametrize("rows", [6, 8])
+def test_epsilon_outside_of_the_root(op, rows):
+    check(op, "pallas_gpu", operands_of(op, "all", (1, rows, 256), "float32"), outside=True, epsilon=1e-3)
 
 
 @each_norm
-def test_models_with_scales_of_their_own(op):
-    check(op, "pallas_gpu", operands_of(op, "all", (3, 7, 128), "bfloat16", models=True))
+@pytest.mark.parametrize("rows", [7, 8])
+def test_models_with_scales_of_their_own(op, rows):
+    check(op, "pallas_gpu", operands_of(op, "all", (3, rows, 128), "bfloat16", models=True))
 
 
 @each_norm
@@ -148,7 +152,7 @@ def test_a_scale_of_one_column_and_a_wider_result(op):
 
 @needs_mosaic
 @each_norm
-@pytest.mark.parametrize("columns, dtype", [(1024, "bfloat16"), (8192, "float32"), (640, "float16")])
+@pytest.mark.parametrize("columns, dtype", [(1024, "bfloat16"), (8192, "float32"), (1920, "float16"), (96, "float16")])
 def test_kernels_are_lowered_for_a_gpu(op, columns, dtype):
     """With loads and stores of any width, which the interpreter does not look at."""
     spec, forward, backward = kernels(op, 16, columns, dtype)
@@ -165,7 +169,10 @@ def test_kernels_are_lowered_for_a_gpu(op, columns, dtype):
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"columns": 100}, "100 columns cannot be shared evenly"),
+        ({"columns": 100}, "rows of 100 columns cannot be shared evenly by 32 threads"),
+        ({"columns": 1056}, "rows of 1056 columns cannot be shared evenly by 128 threads"),
+        ({"columns": 96, "rows": 1001}, "1001 rows of 96 columns cannot be shared evenly by 128 threads"),
+        ({"columns": 96}, None),
         ({"columns": 16384}, "do not hold rows of 16384 columns"),
         ({"x_dtype": np.dtype(np.float64)}, "not float64"),
         ({}, None),

@@ -20,13 +20,16 @@ pytestmark = pytest.mark.skipif(
 
 F32 = np.dtype(np.float32)
 CASES = [
-    # dtype, (rows, columns), rows that a block loads together, bytes that a thread loads at once
+    # dtype, (rows, columns), rows of a block at a time, bytes that a thread loads at once
     (jnp.bfloat16, (8192, 1024), 4, 16),
     (jnp.bfloat16, (8192, 4096), 1, 16),
     (jnp.bfloat16, (8192, 8192), 1, 16),
     (jnp.float16, (4096, 5120), 1, 16),
     (jnp.float32, (8192, 8192), 1, 16),
-    (jnp.bfloat16, (8192, 768), 4, 4),
+    (jnp.float32, (8192, 1024), 4, 16),
+    (jnp.bfloat16, (8192, 2048), 1, 16),
+    (jnp.bfloat16, (8192, 768), 4, 16),
+    (jnp.float16, (65536, 96), 4, 2),
     (jnp.float16, (1001, 640), 1, 2),
 ]
 LOADS = {16: "LD.E.128", 4: "LD.E R", 2: "LD.E.U16"}
