@@ -146,3 +146,30 @@ def test_the_gradient_of_a_weight_of_zero_is_not_zero():
     q, k, v = (jnp.asarray(random.standard_normal((B, n, N, D)) * 0.3, F32) for n in (T, S, S))
     mask = jnp.asarray(random.choice([0, 1.0], (B, 1, 1, S)), F32)
     agrees(multiplied, (q, k, v, mask), (0, 3))
+
+
+def _with_temperature(q, k, v, weights, temperature):
+    return jax.nn.softmax(q @ k.mT / temperature, -1) @ v
+
+
+def _with_temperature_and_weights(q, k, v, weights, temperature):
+    return (jax.nn.softmax(q @ k.mT / temperature, -1) * (1 + jnp.tanh(weights))) @ v
+
+
+@pytest.mark.parametrize("attend", [_with_temperature, _with_temperature_and_weights])
+def test_the_gradient_of_a_temperature_keeps_its_digits_where_scores_are_large(attend):
+    """It sums what the keys of a row contribute, times scores in the thousands, and nearly all of it cancels."""
+    random = np.random.default_rng(0)
+    shapes = ((4, 64, 16), 30), ((4, 64, 16), 30), ((4, 64, 16), 1), ((4, 64, 64), 1)
+    arguments = [random.standard_normal(shape) * scale for shape, scale in shapes] + [np.float64(1.3)]
+
+    def gradient(*arrays):
+        return jax.grad(lambda *x: jnp.sin(attend(*x)).sum(), 4)(*arrays)
+
+    narrow = [jnp.asarray(x, jnp.float32) for x in arguments]
+    with jax.enable_x64(True):
+        true = float(jax.jit(gradient)(*(x.astype(np.float64) for x in map(np.asarray, narrow))))
+    optimized = autopallas.optimize(gradient, objective="always", ops=("attention",), strict=True)
+    errors = [abs(float(f(*narrow)) - true) for f in (jax.jit(gradient), optimized)]
+    assert optimized.report().counts() == {"attention": 1}
+    assert errors[1] <= max(2 * errors[0], 2e-3 * max(abs(true), 1))

@@ -31,10 +31,14 @@ from autopallas.kernels.attention.xla_blocks import (
     tile,
     times_keys,
 )
+from autopallas.sites.elementwise import rounded
 
 __all__ = ["backward"]
 
 Array: TypeAlias = jax.Array
+_LARGE = 16.0
+"""Beyond it a row's maximum multiplies the rounding of delta, in gradients that sum over its keys, by so much that
+delta is computed from the tiles."""
 
 
 class _Accumulators(NamedTuple):
@@ -172,9 +176,22 @@ def _add_rows(own: _Backward, place: RowBlock, gradients: _Accumulators) -> _Acc
         assert revealed is not None
         return revealed
 
-    if spec.statistics is None and spec.rounding_adds_up:
-        sums = plan.over_columns(place.block, partial(_delta_tile, rows), jnp.zeros_like(rows.delta), reveals)
-        rows = rows._replace(delta=sums * place.ungrouped(rows.factor))
+    if spec.statistics is None and spec.sums_over_keys:
+
+        def from_tiles() -> Array:
+            start = jnp.zeros_like(rows.delta), jnp.zeros_like(rows.delta)
+            sums, total = plan.over_columns(place.block, partial(_delta_tile, rows), start, reveals)
+            if operands.sink is not None and spec.sink is not None:
+                sink = place.side(operands.sink, spec.sink, (0, 1)).astype(spec.accumulation_dtype)
+                total = total + jnp.exp(sink - rows.shift)
+            return jnp.where(total == 0, 0, sums / jnp.where(total == 0, 1, total))
+
+        if spec.rounding_adds_up:
+            delta = from_tiles()
+        else:
+            large = jnp.isfinite(rows.shift) & (jnp.abs(rows.shift) > _LARGE)
+            delta = lax.cond(jnp.any(large), from_tiles, lambda: rows.delta)
+        rows = rows._replace(delta=delta)
     start = jnp.zeros((*place.shape, spec.head_size), spec.accumulation_dtype)
     dq, gradients = plan.over_columns(place.block, partial(_gradient_tile, rows), (start, gradients), reveals)
     gradients = gradients._replace(query=store(gradients.query, place.window("BKGT-"), place.restored(dq)))
@@ -186,14 +203,18 @@ def _add_rows(own: _Backward, place: RowBlock, gradients: _Accumulators) -> _Acc
     return gradients
 
 
-def _delta_tile(rows: _BackwardRows, key_start: Start, key_size: int, programs: TilePrograms, sums: Array) -> Array:
-    """Adds one tile to the delta of a block of rows, the factor of the probabilities aside."""
+def _delta_tile(
+    rows: _BackwardRows, key_start: Start, key_size: int, programs: TilePrograms, sums: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    """Adds one tile to the delta of a block of rows and to the sum of its exponentials, by which delta is divided: so
+    the gradients of a row's logits, as they are rounded, add up to zero."""
     spec, operands, place, columns = rows.attention.spec, rows.attention.operands, rows.place, (key_start, key_size)
     here = tile(spec, place, columns, operands.sides)
     x = logits(spec, programs, scores(spec, place, rows.q, place.columns(operands.key, columns)), here)
-    p = weighted(spec.weights, exponentials(spec.inner_weights, x, rows.shift, here), here)
+    e = exponentials(spec.inner_weights, x, rows.shift, here)
     dp = rows_by_columns(spec, place, rows.do, place.columns(operands.value, columns))
-    return sums + jnp.sum(p * dp, axis=-1, keepdims=True)
+    added = weighted(spec.weights, e, here) * dp, e
+    return sums[0] + jnp.sum(added[0], axis=-1, keepdims=True), sums[1] + jnp.sum(added[1], axis=-1, keepdims=True)
 
 
 def _gradient_tile(
@@ -224,6 +245,8 @@ def _gradient_tile(
     dvalue = rows_by_weights(spec, place, rows.do_transposed, p)
     dp = rows_by_columns(spec, place, rows.do, v)
     dp_normal, *outer_sides = outer_vjp(dp)
+    if spec.weights and spec.sums_over_keys:
+        dp_normal = rounded(dp_normal)  # as delta's terms are: unrounded, what they leave does not cancel
     for weights, dsum in zip(spec.sums, rows.sums, strict=True):
         _, sum_vjp = weighted_vjp(spec, weights, p_normal, here)
         de, sum_sides = sum_vjp(jnp.broadcast_to(dsum, p_normal.shape))
