@@ -173,3 +173,26 @@ def test_the_gradient_of_a_temperature_keeps_its_digits_where_scores_are_large(a
     errors = [abs(float(f(*narrow)) - true) for f in (jax.jit(gradient), optimized)]
     assert optimized.report().counts() == {"attention": 1}
     assert errors[1] <= max(2 * errors[0], 2e-3 * max(abs(true), 1))
+
+
+def test_losses_of_large_logits_that_are_scaled_by_a_temperature_keep_their_digits():
+    """The logits are rounded alike where the sums are taken and in the backward."""
+    random = np.random.default_rng(0)
+    x, w = (jnp.asarray(random.standard_normal(shape) * 30, F32) for shape in ((64, 32), (32, 200)))
+    temperature = jnp.float32(1.3)
+
+    def step(x, w, temperature):
+        def loss(x, w):
+            return -jax.nn.log_softmax(x @ w * temperature)[jnp.arange(64), jnp.arange(64)].mean()
+
+        return jax.grad(loss, (0, 1))(x, w)
+
+    with jax.enable_x64(True):
+        true = jax.jit(step)(*(np.asarray(a, np.float64) for a in (x, w, temperature)))
+    optimized = autopallas.optimize(step, objective="always", ops=("cross_entropy",), strict=True)
+    for original, given, exact in zip(
+        jax.jit(step)(x, w, temperature), optimized(x, w, temperature), true, strict=True
+    ):
+        own, error = (np.abs(np.asarray(a, np.float64) - exact).max() for a in (original, given))
+        assert error <= max(2 * own, 5e-5 * np.abs(exact).max())
+    assert optimized.report().counts() == {"cross_entropy": 1}

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from autopallas.kernels.cross_entropy.operands import Operands
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec
 from autopallas.sites.device import Device
-from autopallas.sites.elementwise import ElementwiseProgram
+from autopallas.sites.elementwise import ElementwiseProgram, reproducible
 
 __all__ = ["Block", "Rows", "Tile", "TileOperands", "cut", "cut_row", "cut_rows", "dot", "over", "stored"]
 
@@ -38,7 +38,7 @@ class Tile(NamedTuple):
 
     def value(self, program: ElementwiseProgram, dtype: DTypeLike | None = None) -> Array:
         """The program's value, [r, c]."""
-        value = program.evaluate(self.score, self.query, self.key, self.sides)
+        value = reproducible(program).evaluate(self.score, self.query, self.key, self.sides)
         return jnp.broadcast_to(value if dtype is None else value.astype(dtype), self.score.shape)
 
     def picked(self, column: Array) -> Tile:
