@@ -139,6 +139,21 @@ class ElementwiseProgram:
         return negated or any(a >= count or isinstance(self.inputs[a], Side) for a in arguments)
 
     @property
+    def multiplies_score(self) -> bool:
+        """Whether a side input meets the score in a product, a quotient or a power, so that the derivative with respect
+        to it grows with the score; in a function with its own derivative it may."""
+        reads = [frozenset([type(i)]) for i in self.inputs]
+        for instruction in self.instructions:
+            own, name = [reads[a] for a in instruction.arguments], instruction.primitive.name
+            reads.append(frozenset().union(*own))
+            if name in ("mul", "div") and instruction.arguments[0] != instruction.arguments[1]:
+                if any(Score in x and Side in y for x, y in (own, own[::-1])):
+                    return True
+            elif {Score, Side} <= reads[-1] and name in ("mul", "div", "integer_pow", "pow", "square", custom_p.name):
+                return True
+        return False
+
+    @property
     def depends_on_score(self) -> bool:
         return any(isinstance(i, Score) for i in self.inputs)
 

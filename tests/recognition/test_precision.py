@@ -156,6 +156,28 @@ def _with_temperature_and_weights(q, k, v, weights, temperature):
     return (jax.nn.softmax(q @ k.mT / temperature, -1) * (1 + jnp.tanh(weights))) @ v
 
 
+def _with_scales(q, k, v, scales, weights):
+    scores = q @ k.mT * (1.2 + jnp.tanh(scales)) + scales
+    return (jax.nn.softmax(scores, -1) * (weights > -1)) @ v
+
+
+def test_gradients_that_the_score_multiplies_keep_their_digits_where_it_is_large():
+    """Where one key has nearly all weight of a row, its logit's gradient is a difference of equal numbers."""
+    random = np.random.default_rng(202)
+    shapes = ((2, 2, 32, 8), 16), ((2, 2, 17, 8), 16), ((2, 2, 17, 8), 1), ((32, 17), 1), ((2, 2, 32, 17), 1)
+    narrow = [jnp.asarray(random.standard_normal(shape) * scale, jnp.float32) for shape, scale in shapes]
+
+    def gradient(*arrays):
+        return jax.grad(lambda *x: jnp.sin(_with_scales(*x)).sum(), 3)(*arrays)
+
+    with jax.enable_x64(True):
+        true = np.asarray(jax.jit(gradient)(*(np.asarray(x, np.float64) for x in narrow)))
+    optimized = autopallas.optimize(gradient, objective="always", ops=("attention",), strict=True)
+    errors = [np.abs(np.asarray(f(*narrow), np.float64) - true).max() for f in (jax.jit(gradient), optimized)]
+    assert optimized.report().counts() == {"attention": 1}
+    assert errors[1] <= errors[0]
+
+
 @pytest.mark.parametrize("attend", [_with_temperature, _with_temperature_and_weights])
 def test_the_gradient_of_a_temperature_keeps_its_digits_where_scores_are_large(attend):
     """It sums what the keys of a row contribute, times scores in the thousands, and nearly all of it cancels."""

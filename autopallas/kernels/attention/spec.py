@@ -154,6 +154,11 @@ class AttentionSpec:
         return self.sink is not None or any(s.differentiable and not s.varies[4] for s in self.sides)
 
     @property
+    def delta_counts(self) -> bool:
+        """Whether delta's rounding may be much of a gradient: it adds up over keys, or the score multiplies it."""
+        return self.sums_over_keys or self.score.multiplies_score and any(s.differentiable for s in self.sides)
+
+    @property
     def rounding_adds_up(self) -> bool:
         """Whether there is such a gradient, and the result, from which delta is computed, is rounded."""
         return self.sums_over_keys and self.result_dtype != self.accumulation_dtype

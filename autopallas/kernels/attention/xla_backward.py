@@ -37,8 +37,8 @@ __all__ = ["backward"]
 
 Array: TypeAlias = jax.Array
 _LARGE = 16.0
-"""Beyond it a row's maximum multiplies the rounding of delta, in gradients that sum over its keys, by so much that
-delta is computed from the tiles."""
+"""Beyond it a row's maximum multiplies the rounding of delta, in gradients that sum over its keys or that the score
+multiplies, by so much that delta is computed from the tiles."""
 
 
 class _Accumulators(NamedTuple):
@@ -176,15 +176,21 @@ def _add_rows(own: _Backward, place: RowBlock, gradients: _Accumulators) -> _Acc
         assert revealed is not None
         return revealed
 
-    if spec.statistics is None and spec.sums_over_keys:
+    if spec.statistics is None and spec.delta_counts:
 
         def from_tiles() -> Array:
-            start = jnp.zeros_like(rows.delta), jnp.zeros_like(rows.delta)
-            sums, total = plan.over_columns(place.block, partial(_delta_tile, rows), start, reveals)
+            delta: Array = lax.fori_loop(0, 2, refined, jnp.zeros_like(rows.delta))
+            return delta
+
+        def refined(_: Array, delta: Array) -> Array:
+            """Adds what the gradients of a row's logits leave with this delta: less each time, down to a rounding."""
+            beside = jnp.zeros_like(delta)
             if operands.sink is not None and spec.sink is not None:
                 sink = place.side(operands.sink, spec.sink, (0, 1)).astype(spec.accumulation_dtype)
-                total = total + jnp.exp(sink - rows.shift)
-            return jnp.where(total == 0, 0, sums / jnp.where(total == 0, 1, total))
+                beside = beside + jnp.exp(sink - rows.shift)
+            step = partial(_delta_tile, rows._replace(delta=delta))
+            sums, total = plan.over_columns(place.block, step, (-beside * delta, beside), reveals)
+            return delta + jnp.where(total == 0, 0, sums / jnp.where(total == 0, 1, total))
 
         if spec.rounding_adds_up:
             delta = from_tiles()
@@ -206,14 +212,14 @@ def _add_rows(own: _Backward, place: RowBlock, gradients: _Accumulators) -> _Acc
 def _delta_tile(
     rows: _BackwardRows, key_start: Start, key_size: int, programs: TilePrograms, sums: tuple[Array, Array]
 ) -> tuple[Array, Array]:
-    """Adds one tile to the delta of a block of rows and to the sum of its exponentials, by which delta is divided: so
-    the gradients of a row's logits, as they are rounded, add up to zero."""
+    """Adds one tile to what the gradients of a row's logits leave when they are added up, and to the sum of its
+    exponentials, by which delta is corrected: so the gradients, as they are rounded, add up to zero."""
     spec, operands, place, columns = rows.attention.spec, rows.attention.operands, rows.place, (key_start, key_size)
     here = tile(spec, place, columns, operands.sides)
     x = logits(spec, programs, scores(spec, place, rows.q, place.columns(operands.key, columns)), here)
     e = exponentials(spec.inner_weights, x, rows.shift, here)
     dp = rows_by_columns(spec, place, rows.do, place.columns(operands.value, columns))
-    added = weighted(spec.weights, e, here) * dp, e
+    added = weighted(spec.weights, e, here) * dp - e * rows.delta, e
     return sums[0] + jnp.sum(added[0], axis=-1, keepdims=True), sums[1] + jnp.sum(added[1], axis=-1, keepdims=True)
 
 
@@ -245,7 +251,7 @@ def _gradient_tile(
     dvalue = rows_by_weights(spec, place, rows.do_transposed, p)
     dp = rows_by_columns(spec, place, rows.do, v)
     dp_normal, *outer_sides = outer_vjp(dp)
-    if spec.weights and spec.sums_over_keys:
+    if spec.weights and spec.delta_counts:
         dp_normal = rounded(dp_normal)  # as delta's terms are: unrounded, what they leave does not cancel
     for weights, dsum in zip(spec.sums, rows.sums, strict=True):
         _, sum_vjp = weighted_vjp(spec, weights, p_normal, here)
