@@ -74,13 +74,16 @@ def programs() -> str:
     by_machine: dict[str, list[dict[str, Any]]] = {}
     for row in json.loads(PROGRAMS.read_text(encoding="utf-8")):
         versions = row["versions"]
-        machine = f"{row['processor']} ({row['vector_extensions']}), JAX {versions['jax']}, {row['date']}"
-        began = row.get("first_step_date", row["date"])
-        machine += f", first steps {began}" if began != row["date"] else ""
+        machine = f"{row['processor']} ({row['vector_extensions']}), JAX {versions['jax']}"
         by_machine.setdefault(machine, []).append(row)
     lines: list[str] = []
     for machine, rows in sorted(by_machine.items()):
-        lines += [f"{machine}:", "", '| program | faster | temporary memory | of objective "memory" | first step |']
+        dates = sorted({row[name] for row in rows for name in ("date", "first_step_date") if name in row})
+        lines += [
+            f"{machine}, {' to '.join(sorted({dates[0], dates[-1]}))}:",
+            "",
+            '| program | faster | temporary memory | of objective "memory" | first step |',
+        ]
         lines.append("|---|---|---|---|---|")
         columns: list[list[float]] = [[], [], [], []]
         for row in sorted(rows, key=lambda row: str(row["program"])):
