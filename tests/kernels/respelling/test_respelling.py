@@ -101,6 +101,7 @@ def test_no_platform_but_cpus_has_rows():
     assert table("tpu") == table("gpu") == ()
 
 
+@pytest.mark.nightly
 def test_samples_cover_every_bucket_of_every_row():
     from autopallas.kernels.respelling.tuned_block_sizes import TABLE
 
