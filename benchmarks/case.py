@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from autopallas.sites.declared import DeclaredOperation
-from autopallas.sites.operation import operation_named, operation_names
+from autopallas.sites.declared import declared_names
+from autopallas.sites.operation import operation_named
 from autopallas.workbench.cases import DIRECTIONS, Case, Direction
 
 __all__ = ["AUTOPALLAS", "DIRECTIONS", "KERNELS", "ORIGINAL", "Benchmark", "Candidate", "Case", "Chosen", "Direction"]
@@ -79,9 +79,7 @@ def benchmark(kernel: str) -> Benchmark:
 WRITTEN = ("attention", "cross_entropy", "grouped_matmul", "recurrence")
 """The operations whose benchmark is a module of this package each."""
 
-DECLARED = tuple(
-    name for name in operation_names() if name not in WRITTEN and isinstance(operation_named(name), DeclaredOperation)
-)
+DECLARED = tuple(name for name in declared_names() if name not in WRITTEN)
 """Those whose benchmark follows from their declaration."""
 
 KERNELS = (*WRITTEN, *DECLARED)

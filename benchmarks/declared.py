@@ -14,9 +14,9 @@ import numpy as np
 import autopallas
 from autopallas import compat
 from autopallas.numerics.oracle import Oracle
-from autopallas.sites.declared import DeclaredOperation
+from autopallas.sites.declared import DeclaredOperation, declared_named
 from autopallas.sites.device import Device
-from autopallas.sites.operation import Supported, operation_named
+from autopallas.sites.operation import Supported
 from autopallas.sites.spec import BlockSizes
 from autopallas.tuning.direct import block_sizes_for
 from autopallas.workbench.cases import Cases, cases_of, match_of
@@ -34,9 +34,7 @@ class DeclaredBenchmark:
 
     @staticmethod
     def of(name: str) -> DeclaredBenchmark:
-        operation = operation_named(name)
-        assert isinstance(operation, DeclaredOperation)
-        return DeclaredBenchmark(operation)
+        return DeclaredBenchmark(declared_named(name))
 
     @property
     def cases(self) -> Cases:

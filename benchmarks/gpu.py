@@ -22,11 +22,10 @@ import datetime
 import importlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +38,10 @@ from autopallas.sites.operation import operation_named
 from autopallas.tuning import measure
 from autopallas.tuning.table import Key, Row, table_device
 from benchmarks import environment
+from benchmarks.gpu_benchmark import MATMUL, ORIGINAL, Arguments, Check, Timed
+from benchmarks.gpu_declared import offered
 
 RESULTS = Path(__file__).parent / "results"
-ORIGINAL, MATMUL = "xla", "matmul"
 OPERATIONS_PER_SECOND, BYTES_PER_SECOND = 800e12, 3.0e12
 """Of an H100's large matrix products and copies, as measured elsewhere: what estimates are made of."""
 FIELDS = (
@@ -53,72 +53,8 @@ FIELDS = (
 )  # fmt: skip
 
 
-Arguments: TypeAlias = tuple[Any, ...] | Callable[[], tuple[Any, ...]]
-"""Arrays, or what makes them: large ones are made when their turn has come."""
-
-
 def _made(arguments: Arguments) -> tuple[Any, ...]:
     return arguments() if callable(arguments) else arguments
-
-
-@dataclass(frozen=True)
-class Check:
-    """One comparison: ``function`` is what users run, ``reference`` the same in float32 at the highest precision."""
-
-    name: str
-    dtype: str
-    direction: str
-    function: Callable[..., Any]
-    reference: Callable[..., Any]
-    arguments: Arguments
-    tolerance: float
-
-
-@dataclass(frozen=True)
-class Timed:
-    """One case that is timed.
-
-    Attributes:
-      name, dtype, direction: say what it is.
-      candidates: name -> function; "xla" is what ratios refer to, "matmul" the ceiling.
-      block_sizes: of those candidates that may become a row of the table.
-      arguments: of all functions.
-      operations: floating-point operations that the case cannot do without.
-      key: the table's, or None.
-      bytes_moved: of memory that it cannot do without reading or writing.
-      expansion: how many times as much of both the original does, where that is known; for estimates.
-      priority: its place among the headlines, the cases that are timed first; 100 for all others.
-    """
-
-    name: str
-    dtype: str
-    direction: str
-    candidates: Mapping[str, Callable[..., Any]]
-    block_sizes: Mapping[str, Any]
-    arguments: Arguments
-    operations: float
-    key: Key | None
-    bytes_moved: float = 0.0
-    expansion: float = 1.0
-    priority: int = 100
-
-
-class GpuBenchmark(Protocol):
-    """What the module ``benchmarks.gpu_<operation>`` offers; ``small``: shapes for a dry run."""
-
-    IMPLEMENTATION: str
-
-    def smoke(self, small: bool) -> Iterator[Check]:
-        """Small cases that run each kernel once."""
-
-    def checks(self, small: bool) -> Iterator[Check]:
-        """The grid of shapes."""
-
-    def stressed(self, small: bool) -> Iterator[Check]:
-        """What is repeated."""
-
-    def timed(self, small: bool) -> Iterator[Timed]:
-        """What is timed, the most important first."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -153,16 +89,10 @@ def main(arguments: Sequence[str]) -> int:
     return int(run.faults > 0)
 
 
-def _offered(op: str) -> GpuBenchmark:
-    from benchmarks.gpu_declared import offered  # which imports this module
-
-    return offered(op)
-
-
 class _Run:
     def __init__(self, op: str, device: Device, until: float, dry: bool, output: Path | None):
         self.op, self.until, self.small = op, until, dry
-        self.offered = _offered(op)
+        self.offered = offered(op)
         self.device, self.output = device, output or (None if dry else RESULTS)
         self.rows: list[dict[str, Any]] = []
         self.table: dict[Key, Row] = {}
@@ -294,14 +224,14 @@ def _estimate(op: str, only_print: bool) -> int:
     if (reason := missing()) is not None:
         print(reason)
         return 2
-    offered = _offered(op)
+    own = offered(op)
     if not operation_named(op).has("tuned_block_sizes"):
         print(f"{op} has no table of tuned block sizes to estimate rows of")
         return 2
     rows: dict[Key, Row] = {}
     faults = 0
     with H100.targeted(), Compiler() as compiler:
-        for case in offered.timed(False):
+        for case in own.timed(False):
             name, sizes = next(iter(case.block_sizes.items()))
             types = jax.eval_shape(lambda case=case: _made(case.arguments))
             found, original = (compiler.compile(case.candidates[n], types) for n in (name, ORIGINAL))

@@ -25,7 +25,7 @@ from autopallas.kernels.attention.tuned_block_sizes import table_key
 from autopallas.kernels.gpu import array_bytes
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import Index, Score, Side
-from benchmarks.gpu import MATMUL, ORIGINAL, Check, Timed
+from benchmarks.gpu_benchmark import MATMUL, ORIGINAL, Check, Timed
 from benchmarks.gpu_session import peers
 
 IMPLEMENTATION = "pallas_gpu"

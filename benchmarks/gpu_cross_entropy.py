@@ -20,7 +20,7 @@ from autopallas.kernels.cross_entropy.tuned_block_sizes import table_key
 from autopallas.sites.device import Device
 from benchmarks.case import DIRECTIONS, Case, Direction
 from benchmarks.cross_entropy import kernel, spec
-from benchmarks.gpu import MATMUL, ORIGINAL, Check, Timed
+from benchmarks.gpu_benchmark import MATMUL, ORIGINAL, Check, Timed
 
 IMPLEMENTATION = "pallas_gpu"
 

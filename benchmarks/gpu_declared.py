@@ -18,12 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopallas
-from autopallas.sites.declared import DeclaredOperation
+from autopallas.sites.declared import DeclaredOperation, declared_named, declared_names
 from autopallas.sites.declared_call import operand_names
-from autopallas.sites.operation import operation_named, operation_names
 from autopallas.sites.spec import NoBlockSizes
 from autopallas.workbench.cases import DIRECTIONS, PLAIN, Case, DeclaredCases, Direction
-from benchmarks.gpu import ORIGINAL, Check, GpuBenchmark, Timed
+from benchmarks.gpu_benchmark import ORIGINAL, Check, GpuBenchmark, Timed
 
 __all__ = ["DECLARED", "DeclaredGpuBenchmark", "offered"]
 
@@ -47,19 +46,11 @@ class DeclaredGpuBenchmark:
 
     @staticmethod
     def of(name: str) -> DeclaredGpuBenchmark:
-        operation = operation_named(name)
-        assert isinstance(operation, DeclaredOperation)
-        return DeclaredGpuBenchmark(operation)
+        return DeclaredGpuBenchmark(declared_named(name))
 
     @property
     def cases(self) -> DeclaredCases:
         return DeclaredCases(self.operation)
-
-    @property
-    def multiplies(self) -> bool:
-        """Whether it sums over letters that its result lacks: then XLA has matrix products beside the kernel."""
-        letters = " ".join(self.operation.operands.values()).split()
-        return not set(letters) <= set(self.operation.result.split())
 
     def smoke(self, small: bool) -> Iterator[Check]:
         """Value and gradients of an odd number of rows."""
@@ -159,12 +150,7 @@ class DeclaredGpuBenchmark:
         )
 
 
-def _declared() -> tuple[str, ...]:
-    kernels = [name for name in operation_names() if operation_named(name).has(DeclaredGpuBenchmark.IMPLEMENTATION)]
-    return tuple(name for name in sorted(kernels) if isinstance(operation_named(name), DeclaredOperation))
-
-
-DECLARED = _declared()
+DECLARED = tuple(sorted(declared_names(DeclaredGpuBenchmark.IMPLEMENTATION)))
 """The declared operations that have a Pallas GPU kernel."""
 
 

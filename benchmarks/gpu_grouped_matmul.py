@@ -23,7 +23,7 @@ from autopallas.kernels.grouped_matmul.operands import Operands
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.kernels.grouped_matmul.tuned_block_sizes import table_key
 from autopallas.sites.device import Device
-from benchmarks.gpu import MATMUL, ORIGINAL, Check, Timed
+from benchmarks.gpu_benchmark import MATMUL, ORIGINAL, Check, Timed
 from benchmarks.gpu_session import peers
 
 IMPLEMENTATION = "pallas_gpu"

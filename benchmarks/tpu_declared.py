@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from autopallas.kernels.declared_function import public_function
-from autopallas.sites.declared import DeclaredOperation
+from autopallas.sites.declared import declared_named, declared_names
 from autopallas.sites.declared_call import operand_names
-from autopallas.sites.operation import operation_named, operation_names
 from benchmarks.tpu_candidates import Candidate
 
 __all__ = ["IMPLEMENTATIONS", "candidates", "operations"]
@@ -28,14 +27,12 @@ ROWS = 1024
 
 def operations() -> tuple[str, ...]:
     """The declared operations that have a TPU kernel."""
-    declared = (name for name in operation_names() if isinstance(operation_named(name), DeclaredOperation))
-    return tuple(name for name in declared if operation_named(name).has("pallas_tpu"))
+    return declared_names("pallas_tpu")
 
 
 def candidates(name: str) -> Iterator[Candidate]:
     """One operation by its kernel and by XLA, forward and with all gradients, at its sample's size but for the rows."""
-    operation = operation_named(name)
-    assert isinstance(operation, DeclaredOperation)
+    operation = declared_named(name)
     letter = operation.rows.split()[-1]
     spec = dataclasses.replace(operation.sample, **{operation.sizes[letter]: ROWS})
     dtypes = {own: getattr(spec, f"{own}_dtype") for own in operand_names(operation)}

@@ -13,7 +13,8 @@ import pytest
 
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from benchmarks import cli, gpu
-from benchmarks.gpu import FIELDS, Check, Timed
+from benchmarks.gpu import FIELDS
+from benchmarks.gpu_benchmark import Check, Timed
 
 KEY = ("pallas_gpu", "forward", "bfloat16", "G8 M/G256", "large")
 

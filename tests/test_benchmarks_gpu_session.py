@@ -30,7 +30,8 @@ from benchmarks.gpu_session.tasks import LAST_FIRST, OPERATIONS, of_kernels, tas
 
 MISSING = compat.missing_mosaic_gpu()
 needs_mosaic = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-needs_interpreter = pytest.mark.skipif((MISSING or too_few_threads()) is not None, reason="it cannot be interpreted")
+REASON = MISSING or too_few_threads()
+needs_interpreter = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 IDENTITY = Identity("abc", "0.11.2", H100.kind)
 VERSIONS = {"attention": "1", "grouped_matmul": "1", "cross_entropy": "1"}
 

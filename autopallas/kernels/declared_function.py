@@ -17,7 +17,7 @@ import numpy as np
 
 from autopallas.compat import ArrayFunction
 from autopallas.sites.calls import kernel_backward, kernel_forward
-from autopallas.sites.declared import DeclaredOperation, DeclaredSite
+from autopallas.sites.declared import DeclaredOperation, DeclaredSite, declared_named
 from autopallas.sites.declared_call import (
     checked_parameters,
     kind_of,
@@ -29,7 +29,6 @@ from autopallas.sites.declared_call import (
     site_of,
 )
 from autopallas.sites.device import Device
-from autopallas.sites.operation import operation_named
 from autopallas.sites.spec import BlockSizes, NoBlockSizes
 from autopallas.tuning.direct import block_sizes_for
 
@@ -41,9 +40,7 @@ Arrays: TypeAlias = tuple[jax.Array, ...]
 @functools.cache
 def function_named(name: str) -> ArrayFunction:
     """The public function of the declared operation of a name."""
-    operation = operation_named(name)
-    assert isinstance(operation, DeclaredOperation)
-    return public_function(operation)
+    return public_function(declared_named(name))
 
 
 def public_function(operation: DeclaredOperation) -> Callable[..., jax.Array]:

@@ -1,21 +1,26 @@
-"""What the kernels of normalisations of rows by their moments share on all devices: the site as a kernel sees it.
+"""What the kernels of normalisations of rows by their moments share on all devices: both directions of a site, as a
+kernel sees it.
 
 Letters: B models, M rows, N columns.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from autopallas.compat import Dtype
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.index_notation import summed_to
+from autopallas.sites.spec import BlockSizes
 
-__all__ = ["GAINS", "NUMERICS", "OF_ROWS", "TILES", "Arrays", "MomentsSpec", "Rows"]
+__all__ = ["GAINS", "NUMERICS", "OF_ROWS", "TILES", "Arrays", "MomentsKernels", "MomentsSpec", "Rows"]
 
 NUMERICS: Numerics = "tolerance"
 """How the results relate to the original's."""
@@ -90,3 +95,49 @@ class Rows(NamedTuple):
             name: summed_to(x.astype(jnp.float32), operands[name].shape).astype(operands[name].dtype)
             for name, x in given.items()
         }
+
+
+@dataclass(frozen=True)
+class MomentsKernels(ABC):
+    """The kernels of one normalisation on one kind of device, with the functions of an implementation's module.
+
+    Attributes:
+      name: of the operation.
+      centred: whether rows are taken from their means first.
+    """
+
+    name: str
+    centred: bool
+
+    @abstractmethod
+    def call(self, site: Rows, direction: str, more: Arrays, written: Mapping[str, Dtype]) -> list[Array]:
+        """Runs the kernel of a direction.
+
+        Args:
+          site: what is computed.
+          direction: "forward" or "backward".
+          more: further arrays [models, rows, N].
+          written: names and dtypes of the results: the result's, or of the operands whose gradients they are.
+
+        Returns:
+          Arrays [models, rows, N], or [models, N] for what there is per column.
+        """
+
+    def forward(self, spec: MomentsSpec, block_sizes: BlockSizes, operands: Arrays) -> Array:
+        """Returns the result, [B, M, N]."""
+        (found,) = self.call(Rows.of(spec, operands), "forward", {}, {"result": spec.result_dtype})
+        return found.reshape(spec.batch, spec.rows, spec.columns)
+
+    def backward(
+        self,
+        spec: MomentsSpec,
+        block_sizes: BlockSizes,
+        operands: Arrays,
+        cotangent: Array,
+        wanted: frozenset[str],
+    ) -> dict[str, Array]:
+        """Returns the cotangents of the operands named in ``wanted``."""
+        rows = Rows.of(spec, operands)
+        written = {name: spec.x_dtype if name == "x" else np.dtype(np.float32) for name in operands if name in wanted}
+        results = self.call(rows, "backward", {"cotangent": rows.flat(cotangent)}, written)
+        return rows.gradients(operands, dict(zip(written, results, strict=True)))

@@ -13,7 +13,6 @@ Letters: B models, M rows, N columns.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial, reduce
 from typing import NamedTuple, TypeAlias
 
@@ -26,12 +25,11 @@ from jax.experimental import pallas as pl
 from autopallas.compat import Dtype
 from autopallas.kernels.gpu import array_bytes, call, mosaic, processors, reason_against, store, unravelled
 from autopallas.kernels.refs import Ref
-from autopallas.kernels.row_moments import OF_ROWS, Arrays, MomentsSpec, Rows
+from autopallas.kernels.row_moments import OF_ROWS, Arrays, MomentsKernels, MomentsSpec, Rows
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
-from autopallas.sites.spec import BlockSizes
 
-__all__ = ["MomentsKernels"]
+__all__ = ["GpuMomentsKernels"]
 
 Array: TypeAlias = jax.Array
 
@@ -47,17 +45,8 @@ _FOUR_BLOCKS = 2048
 """Columns up to which a multiprocessor has registers for four blocks of the backward, and otherwise for two."""
 
 
-@dataclass(frozen=True)
-class MomentsKernels:
-    """The kernels of one normalisation, with the functions of an implementation's module.
-
-    Attributes:
-      name: of the operation.
-      centred: whether rows are taken from their means first.
-    """
-
-    name: str
-    centred: bool
+class GpuMomentsKernels(MomentsKernels):
+    """The kernels of one normalisation."""
 
     def supports(self, spec: MomentsSpec, device: Device) -> Supported | Unsupported:
         """bfloat16, float16 and float32 on Hopper GPUs, and rows that the threads of a block can share and hold."""
@@ -74,68 +63,36 @@ class MomentsKernels:
             return Unsupported(f"{threads} threads do not hold rows of {spec.columns} columns in their registers")
         return Supported()
 
-    def forward(self, spec: MomentsSpec, block_sizes: BlockSizes, operands: Arrays) -> Array:
-        """Returns the result, [B, M, N]."""
-        (found,) = _call(self, Rows.of(spec, operands), "forward", {}, {"result": spec.result_dtype})
-        return found.reshape(spec.batch, spec.rows, spec.columns)
-
-    def backward(
-        self,
-        spec: MomentsSpec,
-        block_sizes: BlockSizes,
-        operands: Arrays,
-        cotangent: Array,
-        wanted: frozenset[str],
-    ) -> dict[str, Array]:
-        """Returns the cotangents of the operands named in ``wanted``."""
-        rows = Rows.of(spec, operands)
-        written = {name: spec.x_dtype if name == "x" else np.dtype(np.float32) for name in operands if name in wanted}
-        results = _call(self, rows, "backward", {"cotangent": rows.flat(cotangent)}, written)
-        return rows.gradients(operands, dict(zip(written, results, strict=True)))
-
-
-def _call(
-    kernels: MomentsKernels, site: Rows, direction: str, more: Arrays, written: Mapping[str, Dtype]
-) -> list[Array]:
-    """Runs the kernel of a direction.
-
-    Args:
-      kernels, site: what is computed.
-      direction: "forward" or "backward".
-      more: further arrays [models, rows, N].
-      written: names and dtypes of the results: the result's, or of the operands whose gradients they are.
-
-    Returns:
-      Arrays [models, rows, N], or [models, N] for what there is per column.
-    """
-    columns = site.spec.columns
-    shared = {name: jnp.broadcast_to(x[:, 0], (len(x), columns)) for name, x in site.shared.items()}
-    read = {"x": site.x, **more, **shared}
-    # Of a model's own rows: those of several together may be shared otherwise than supports knows.
-    tile = _Tile.of(site.spec.rows, columns, site.spec.x_dtype)
-    tiles = site.rows // tile.rows
-    # A block of the forward has one tile.  Those of the backward stay, since each leaves sums of its own.
-    resident = processors(Device.current()) * (4 if columns <= _FOUR_BLOCKS else 2)
-    blocks = tiles if direction == "forward" else min(tiles, -(-resident // site.models))
-    sums = [name for name in written if name not in OF_ROWS]
-    shapes = [
-        jax.ShapeDtypeStruct((site.models, site.rows if name in OF_ROWS else blocks, columns), dtype)
-        for name, dtype in written.items()
-    ]
-    place = _Place(kernels, site.spec, tuple(read), tuple(written), tile, tiles, blocks)
-    found = call(
-        partial(_forward if direction == "forward" else _backward, place),
-        name=f"autopallas_{kernels.name}_{direction}",
-        grid={"block": site.models * blocks},
-        out_type=shapes,
-        scratch=[mosaic().SMEM(tile.shape, jnp.float32) for _ in sums],
-        warpgroups=1,
-        flops=12 * site.models * site.rows * columns,
-        bytes_accessed=array_bytes(*read.values(), *shapes),
-        transcendentals=site.models * site.rows,
-        by_lanes=True,
-    )(*read.values())
-    return [x if name in OF_ROWS else x.sum(1) for name, x in zip(written, found, strict=True)]
+    def call(self, site: Rows, direction: str, more: Arrays, written: Mapping[str, Dtype]) -> list[Array]:
+        """Runs the kernel of a direction."""
+        columns = site.spec.columns
+        shared = {name: jnp.broadcast_to(x[:, 0], (len(x), columns)) for name, x in site.shared.items()}
+        read = {"x": site.x, **more, **shared}
+        # Of a model's own rows: those of several together may be shared otherwise than supports knows.
+        tile = _Tile.of(site.spec.rows, columns, site.spec.x_dtype)
+        tiles = site.rows // tile.rows
+        # A block of the forward has one tile.  Those of the backward stay, since each leaves sums of its own.
+        resident = processors(Device.current()) * (4 if columns <= _FOUR_BLOCKS else 2)
+        blocks = tiles if direction == "forward" else min(tiles, -(-resident // site.models))
+        sums = [name for name in written if name not in OF_ROWS]
+        shapes = [
+            jax.ShapeDtypeStruct((site.models, site.rows if name in OF_ROWS else blocks, columns), dtype)
+            for name, dtype in written.items()
+        ]
+        place = _Place(self, site.spec, tuple(read), tuple(written), tile, tiles, blocks)
+        found = call(
+            partial(_forward if direction == "forward" else _backward, place),
+            name=f"autopallas_{self.name}_{direction}",
+            grid={"block": site.models * blocks},
+            out_type=shapes,
+            scratch=[mosaic().SMEM(tile.shape, jnp.float32) for _ in sums],
+            warpgroups=1,
+            flops=12 * site.models * site.rows * columns,
+            bytes_accessed=array_bytes(*read.values(), *shapes),
+            transcendentals=site.models * site.rows,
+            by_lanes=True,
+        )(*read.values())
+        return [x if name in OF_ROWS else x.sum(1) for name, x in zip(written, found, strict=True)]
 
 
 class _Tile(NamedTuple):

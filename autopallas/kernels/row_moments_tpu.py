@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -22,13 +21,12 @@ from jax.experimental import pallas as pl
 
 from autopallas.compat import Dtype
 from autopallas.kernels.refs import Number, Ref
-from autopallas.kernels.row_moments import OF_ROWS, Arrays, MomentsSpec, Rows
+from autopallas.kernels.row_moments import OF_ROWS, Arrays, MomentsKernels, MomentsSpec, Rows
 from autopallas.kernels.tpu import block_bytes, call, generation, reason_against, rounded
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
-from autopallas.sites.spec import BlockSizes
 
-__all__ = ["MomentsKernels"]
+__all__ = ["TpuMomentsKernels"]
 
 Array: TypeAlias = jax.Array
 
@@ -36,17 +34,8 @@ _DTYPES = ("bfloat16", "float32")
 _LEAST_ROWS, _MOST_ROWS = 16, 1024
 
 
-@dataclass(frozen=True)
-class MomentsKernels:
-    """The kernels of one normalisation, with the functions of an implementation's module.
-
-    Attributes:
-      name: of the operation.
-      centred: whether rows are taken from their means first.
-    """
-
-    name: str
-    centred: bool
+class TpuMomentsKernels(MomentsKernels):
+    """The kernels of one normalisation."""
 
     def supports(self, spec: MomentsSpec, device: Device) -> Supported | Unsupported:
         """bfloat16 and float32 on TPUs, and rows of which a few fit into VMEM."""
@@ -60,24 +49,50 @@ class MomentsKernels:
             return Unsupported(f"rows of {spec.columns} columns do not fit into {budget} bytes of VMEM")
         return Supported()
 
-    def forward(self, spec: MomentsSpec, block_sizes: BlockSizes, operands: Arrays) -> Array:
-        """Returns the result, [B, M, N]."""
-        (found,) = _call(self, Rows.of(spec, operands), "forward", {}, {"result": spec.result_dtype})
-        return found.reshape(spec.batch, spec.rows, spec.columns)
+    def call(self, site: Rows, direction: str, more: Arrays, written: Mapping[str, Dtype]) -> list[Array]:
+        """Runs the kernel of a direction."""
+        spec, device = site.spec, generation(Device.current())
+        read = {"x": site.x, **more, **site.shared}
+        count = 1 + len(more) + sum(name in OF_ROWS for name in written)
+        block = _block(spec, count, min(_MOST_ROWS, rounded(site.rows, _LEAST_ROWS)), device.budget)
+        if block is None:
+            raise ValueError(f"rows of {spec.columns} columns do not fit into {device.budget} bytes of VMEM")
+        block = min(block, site.rows)
+        blocks = -(-site.rows // block)
+        # Each core sums over its own blocks; a block behind the last is the last one again, and adds nothing.
+        cores = min(device.cores, blocks) if direction == "backward" else 1
+        each = -(-blocks // cores)
+        columns = spec.columns
 
-    def backward(
-        self,
-        spec: MomentsSpec,
-        block_sizes: BlockSizes,
-        operands: Arrays,
-        cotangent: Array,
-        wanted: frozenset[str],
-    ) -> dict[str, Array]:
-        """Returns the cotangents of the operands named in ``wanted``."""
-        rows = Rows.of(spec, operands)
-        written = {name: spec.x_dtype if name == "x" else np.dtype(np.float32) for name in operands if name in wanted}
-        results = _call(self, rows, "backward", {"cotangent": rows.flat(cotangent)}, written)
-        return rows.gradients(operands, dict(zip(written, results, strict=True)))
+        def at(core: Number, step: Number) -> Number:
+            return core * each + step if blocks % cores == 0 else jnp.minimum(core * each + step, blocks - 1)
+
+        of_rows = pl.BlockSpec((None, block, columns), lambda b, c, i: (b, at(c, i), 0))
+        of_sums = pl.BlockSpec((None, None, 1, columns), lambda b, c, i: (b, c, 0, 0))
+
+        def of_columns(array: Array) -> pl.BlockSpec:
+            varies = array.shape[0] > 1
+            return pl.BlockSpec((None, 1, array.shape[2]), lambda b, c, i: (b if varies else 0, 0, 0))
+
+        shapes = [
+            jax.ShapeDtypeStruct(site.x.shape, dtype)
+            if name in OF_ROWS
+            else jax.ShapeDtypeStruct((site.models, cores, 1, columns), dtype)
+            for name, dtype in written.items()
+        ]
+        body = _forward if direction == "forward" else _backward
+        found = call(
+            partial(body, self, spec, _Place(site.rows, block, each), tuple(read), tuple(written)),
+            name=f"autopallas_{self.name}_{direction}",
+            grid=(site.models, cores, each),
+            semantics=("parallel", "parallel", "parallel" if direction == "forward" else "arbitrary"),
+            in_specs=[of_rows if name in OF_ROWS else of_columns(array) for name, array in read.items()],
+            out_specs=[of_rows if name in OF_ROWS else of_sums for name in written],
+            out_shape=shapes,
+            cost=_cost(site, [*read.values(), *shapes]),
+            alike=3,
+        )(*read.values())
+        return [x if name in OF_ROWS else x.sum(1)[:, 0] for name, x in zip(written, found, strict=True)]
 
 
 def _block(spec: MomentsSpec, arrays: int, most: int, budget: int) -> int | None:
@@ -92,64 +107,6 @@ def _block(spec: MomentsSpec, arrays: int, most: int, budget: int) -> int | None
             return rows
         rows //= 2
     return None
-
-
-def _call(
-    kernels: MomentsKernels, site: Rows, direction: str, more: Arrays, written: Mapping[str, Dtype]
-) -> list[Array]:
-    """Runs the kernel of a direction.
-
-    Args:
-      kernels, site: what is computed.
-      direction: "forward" or "backward".
-      more: further arrays [models, rows, N].
-      written: names and dtypes of the results: the result's, or of the operands whose gradients they are.
-
-    Returns:
-      Arrays [models, rows, N], or [models, N] for what there is per column.
-    """
-    spec, device = site.spec, generation(Device.current())
-    read = {"x": site.x, **more, **site.shared}
-    count = 1 + len(more) + sum(name in OF_ROWS for name in written)
-    block = _block(spec, count, min(_MOST_ROWS, rounded(site.rows, _LEAST_ROWS)), device.budget)
-    if block is None:
-        raise ValueError(f"rows of {spec.columns} columns do not fit into {device.budget} bytes of VMEM")
-    block = min(block, site.rows)
-    blocks = -(-site.rows // block)
-    # Each core sums over its own blocks; a block behind the last is the last one again, and adds nothing.
-    cores = min(device.cores, blocks) if direction == "backward" else 1
-    each = -(-blocks // cores)
-    columns = spec.columns
-
-    def at(core: Number, step: Number) -> Number:
-        return core * each + step if blocks % cores == 0 else jnp.minimum(core * each + step, blocks - 1)
-
-    of_rows = pl.BlockSpec((None, block, columns), lambda b, c, i: (b, at(c, i), 0))
-    of_sums = pl.BlockSpec((None, None, 1, columns), lambda b, c, i: (b, c, 0, 0))
-
-    def of_columns(array: Array) -> pl.BlockSpec:
-        varies = array.shape[0] > 1
-        return pl.BlockSpec((None, 1, array.shape[2]), lambda b, c, i: (b if varies else 0, 0, 0))
-
-    shapes = [
-        jax.ShapeDtypeStruct(site.x.shape, dtype)
-        if name in OF_ROWS
-        else jax.ShapeDtypeStruct((site.models, cores, 1, columns), dtype)
-        for name, dtype in written.items()
-    ]
-    body = _forward if direction == "forward" else _backward
-    found = call(
-        partial(body, kernels, spec, _Place(site.rows, block, each), tuple(read), tuple(written)),
-        name=f"autopallas_{kernels.name}_{direction}",
-        grid=(site.models, cores, each),
-        semantics=("parallel", "parallel", "parallel" if direction == "forward" else "arbitrary"),
-        in_specs=[of_rows if name in OF_ROWS else of_columns(array) for name, array in read.items()],
-        out_specs=[of_rows if name in OF_ROWS else of_sums for name in written],
-        out_shape=shapes,
-        cost=_cost(site, [*read.values(), *shapes]),
-        alike=3,
-    )(*read.values())
-    return [x if name in OF_ROWS else x.sum(1)[:, 0] for name, x in zip(written, found, strict=True)]
 
 
 def _cost(site: Rows, arrays: Sequence[Array | jax.ShapeDtypeStruct]) -> pl.CostEstimate:

@@ -25,13 +25,21 @@ from autopallas.sites.device import Device
 from autopallas.sites.division import ShardableAxes
 from autopallas.sites.index_notation import Label, Labels, Operand, View, read, write
 from autopallas.sites.indexed_site import IndexedSite
-from autopallas.sites.operation import Kernel, Operation, Supported, Unsupported, operation_named
+from autopallas.sites.operation import Kernel, Operation, Supported, Unsupported, operation_named, operation_names
 from autopallas.sites.spec import BlockSizes, BlockSizesClass, Dtype, NoBlockSizes, Spec
 
 if TYPE_CHECKING:
     from autopallas.tuning.row import Bucket, Rows
 
-__all__ = ["MAPPED", "DeclaredOperation", "DeclaredSite", "Differentiated", "Labels"]
+__all__ = [
+    "MAPPED",
+    "DeclaredOperation",
+    "DeclaredSite",
+    "Differentiated",
+    "Labels",
+    "declared_named",
+    "declared_names",
+]
 
 Arrays: TypeAlias = Mapping[str, jax.Array]
 
@@ -79,6 +87,11 @@ class DeclaredOperation(Operation):
         """First letter of ``rows``, or an empty string."""
         return next(iter(self.rows.split()), "")
 
+    @property
+    def contracts(self) -> bool:
+        """Whether it sums over letters that its result lacks, as products of matrices do."""
+        return not set(" ".join(self.operands.values()).split()) <= set(self.result.split())
+
     def module(self, name: str) -> object | None:
         """Returns a module of the operation's folder, or its default."""
         found = Operation.module(self, name)
@@ -119,6 +132,19 @@ class DeclaredOperation(Operation):
             return self.reference(self.sample, **dict(zip(given, arrays, strict=True)))
 
         return program, tuple(given.values())
+
+
+def declared_named(name: str) -> DeclaredOperation:
+    """Returns the declared operation of a name."""
+    found = operation_named(name)
+    assert isinstance(found, DeclaredOperation)
+    return found
+
+
+def declared_names(implementation: str = "reference") -> tuple[str, ...]:
+    """Returns the names of the declared operations that have an implementation."""
+    found = (operation_named(name) for name in operation_names())
+    return tuple(own.name for own in found if isinstance(own, DeclaredOperation) and own.has(implementation))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import jax
 
 from autopallas.compile.gpu import Compiler, Kernel
 from benchmarks import gpu_attention, gpu_cross_entropy, gpu_grouped_matmul
-from benchmarks.gpu import Timed
+from benchmarks.gpu_benchmark import Timed
 from benchmarks.gpu_model import cases
 from benchmarks.gpu_model.model import Case, Code
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, TypeAlias
 
+from autopallas.sites.declared import declared_named
 from autopallas.sites.device import Device
-from benchmarks.gpu import Check, GpuBenchmark, Timed
-from benchmarks.gpu_declared import DECLARED, DeclaredGpuBenchmark, offered
+from benchmarks.gpu_benchmark import Check, GpuBenchmark, Timed
+from benchmarks.gpu_declared import DECLARED, offered
 
 __all__ = ["LAST_FIRST", "OPERATIONS", "STAGES", "Kind", "Task", "of_kernels", "tasks"]
 
@@ -116,5 +117,5 @@ def of_kernels(task: Task) -> list[str]:
 def _has_products(operation: str) -> bool:
     """Whether XLA multiplies matrices beside the kernels of an operation."""
     if operation in DECLARED:
-        return DeclaredGpuBenchmark.of(operation).multiplies
+        return declared_named(operation).contracts
     return operation == "cross_entropy"

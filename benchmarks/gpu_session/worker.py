@@ -24,7 +24,7 @@ from autopallas import compat
 from autopallas.sites.device import Device
 from autopallas.sites.interpret import mode, settled
 from benchmarks import environment
-from benchmarks.gpu import ORIGINAL, Check, Timed
+from benchmarks.gpu_benchmark import ORIGINAL, Check, Timed
 from benchmarks.gpu_session.clock import Times, timed
 from benchmarks.gpu_session.errors import ROW_TOLERANCE, compared, poison, same_bits
 from benchmarks.gpu_session.tasks import OPERATIONS, Task, tasks

@@ -16,7 +16,8 @@ from autopallas.sites.operation import Supported, operation_named
 
 NORMS = ("rms_norm", "layer_norm")
 H100 = Device("gpu", "NVIDIA H100 80GB HBM3")
-needs_mosaic = pytest.mark.skipif(compat.missing_mosaic_gpu() is not None, reason=str(compat.missing_mosaic_gpu()))
+MISSING = compat.missing_mosaic_gpu()
+needs_mosaic = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 each_norm = pytest.mark.parametrize("op", NORMS)
 
 CASES = [

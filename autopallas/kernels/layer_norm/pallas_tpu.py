@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from autopallas.kernels.row_moments import GAINS, NUMERICS, TILES
-from autopallas.kernels.row_moments_tpu import MomentsKernels
+from autopallas.kernels.row_moments_tpu import TpuMomentsKernels
 
 __all__ = ["GAINS", "NUMERICS", "TILES", "backward", "forward", "supports"]
 
-_KERNELS = MomentsKernels("layer_norm", centred=True)
+_KERNELS = TpuMomentsKernels("layer_norm", centred=True)
 supports, forward, backward = _KERNELS.supports, _KERNELS.forward, _KERNELS.backward

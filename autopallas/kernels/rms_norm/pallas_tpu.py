@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from autopallas.kernels.row_moments import GAINS, NUMERICS, TILES
-from autopallas.kernels.row_moments_tpu import MomentsKernels
+from autopallas.kernels.row_moments_tpu import TpuMomentsKernels
 
 __all__ = ["GAINS", "NUMERICS", "TILES", "backward", "forward", "supports"]
 
-_KERNELS = MomentsKernels("rms_norm", centred=False)
+_KERNELS = TpuMomentsKernels("rms_norm", centred=False)
 supports, forward, backward = _KERNELS.supports, _KERNELS.forward, _KERNELS.backward

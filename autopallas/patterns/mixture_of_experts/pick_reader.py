@@ -6,10 +6,7 @@ import jax.numpy as jnp
 
 from autopallas.graph import Ref
 from autopallas.graph.labels import Atom
-from autopallas.patterns.advice import (
-    CHOOSE_FEW,
-    ONE_NUMBER,
-)
+from autopallas.patterns.advice import CHOOSE_FEW, ONE_NUMBER
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.mixture_of_experts.picks import GATHERED, PICKED, Picking

@@ -8,9 +8,7 @@ import jax.numpy as jnp
 
 from autopallas.graph import Graph, Ref
 from autopallas.graph.labels import Atom, is_product
-from autopallas.patterns.advice import (
-    CHOOSE_FEW,
-)
+from autopallas.patterns.advice import CHOOSE_FEW
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.mixture_of_experts.chosen import refuse_chosen, refuse_slots_read

@@ -12,11 +12,7 @@ from jax.lax import GatherScatterMode
 from autopallas.graph import Ref
 from autopallas.graph.labels import Atom
 from autopallas.kernels.mixture_of_experts.steps import Gathered, Product
-from autopallas.patterns.advice import (
-    CHOOSE_FEW,
-    DIAGONAL,
-    PICK_ROWS,
-)
+from autopallas.patterns.advice import CHOOSE_FEW, DIAGONAL, PICK_ROWS
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.mixture_of_experts.picks import SlotPick

@@ -18,13 +18,7 @@ from autopallas.compat import Dtype, Params, Primitive
 from autopallas.graph import Node, Ref
 from autopallas.graph.labels import Atom, is_product
 from autopallas.kernels.mixture_of_experts.steps import Gathered, Pointwise, Product, Step
-from autopallas.patterns.advice import (
-    BETWEEN_EXPERTS,
-    CHOOSE_FEW,
-    DIAGONAL,
-    FLOATS,
-    NUMBER_SLOTS,
-)
+from autopallas.patterns.advice import BETWEEN_EXPERTS, CHOOSE_FEW, DIAGONAL, FLOATS, NUMBER_SLOTS
 from autopallas.patterns.expressions import Scope, operation
 from autopallas.patterns.grouped_matmul.ragged_dot import precision
 from autopallas.patterns.match import Mismatch

@@ -12,16 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from support.compare import compare
+from support.respellings import random
 
 import autopallas
 from autopallas.graph import Graph, flatten
 from autopallas.patterns import find
 
 T, D = 21, 3
-
-
-def random(*shape, seed=0, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def found(function, *arguments):

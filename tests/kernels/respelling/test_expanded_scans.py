@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 from support.compare import compare
+from support.respellings import random
 
 import autopallas
 from autopallas.graph import Graph, flatten
@@ -17,10 +18,6 @@ from autopallas.patterns import find
 from autopallas.workbench.cases import cases_of, match_of
 
 B, T, D, N = 2, 19, 3, 8
-
-
-def random(*shape, seed=0, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def scanned(a, b, axis=1):

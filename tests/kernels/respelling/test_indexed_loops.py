@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from support.compare import compare
+from support.respellings import random
 from support.tiers import examples
 
 import autopallas
@@ -19,10 +20,6 @@ from autopallas.graph import Graph, flatten
 from autopallas.patterns import find
 
 T, D = 9, 4
-
-
-def random(*shape, seed=0, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def loops(function, *arguments):

@@ -12,22 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from support.compare import compare
+from support.respellings import found, random
 from support.tiers import examples
 
 import autopallas
-from autopallas.graph import Graph, flatten
-from autopallas.patterns import find
 
 DTYPES = [jnp.float32, jnp.bfloat16]
-
-
-def random(*shape, seed=0, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
-
-
-def found(function, *arguments):
-    sites = find(Graph(flatten(jax.make_jaxpr(function)(*arguments))), ("respelling",), True)[0]
-    return [site.spec.kind for site in sites]
 
 
 def check(function, *arguments, times=1):

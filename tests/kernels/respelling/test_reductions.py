@@ -9,20 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.compare import compare
+from support.respellings import found, random
 from support.tiers import examples
 
 import autopallas
-from autopallas.graph import Graph, flatten
-from autopallas.patterns import find
-
-
-def random(*shape, seed=0, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
-
-
-def found(function, *arguments):
-    sites = find(Graph(flatten(jax.make_jaxpr(function)(*arguments))), ("respelling",), True)[0]
-    return [site.spec.kind for site in sites]
 
 
 def two_passes(x):

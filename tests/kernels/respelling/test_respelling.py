@@ -14,6 +14,7 @@ from jax import lax
 from recognition import capacities
 from support.compare import compare
 from support.mixtures import P, X
+from support.respellings import random
 from support.tiers import examples
 
 import autopallas
@@ -30,10 +31,6 @@ KINDS = kind_names()
 def holds_a_program(spec):
     """Whether parameters hold a part of the program, which has no form as data."""
     return not {"loop", "around", "pair"}.isdisjoint(dict(spec.parameters))
-
-
-def random(*shape, seed=0, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def optimized(function, **options):

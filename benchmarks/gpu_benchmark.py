@@ -1,0 +1,77 @@
+"""What a benchmark of an operation's GPU kernels offers: what is checked, repeated and timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from autopallas.tuning.table import Key
+
+__all__ = ["MATMUL", "ORIGINAL", "Arguments", "Check", "GpuBenchmark", "Timed"]
+
+ORIGINAL, MATMUL = "xla", "matmul"
+"""Candidates that every case may have."""
+
+Arguments: TypeAlias = tuple[Any, ...] | Callable[[], tuple[Any, ...]]
+"""Arrays, or what makes them: large ones are made when their turn has come."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison: ``function`` is what users run, ``reference`` the same in float32 at the highest precision."""
+
+    name: str
+    dtype: str
+    direction: str
+    function: Callable[..., Any]
+    reference: Callable[..., Any]
+    arguments: Arguments
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One case that is timed.
+
+    Attributes:
+      name, dtype, direction: say what it is.
+      candidates: name -> function; "xla" is what ratios refer to, "matmul" the ceiling.
+      block_sizes: of those candidates that may become a row of the table.
+      arguments: of all functions.
+      operations: floating-point operations that the case cannot do without.
+      key: the table's, or None.
+      bytes_moved: of memory that it cannot do without reading or writing.
+      expansion: how many times as much of both the original does, where that is known; for estimates.
+      priority: its place among the headlines, the cases that are timed first; 100 for all others.
+    """
+
+    name: str
+    dtype: str
+    direction: str
+    candidates: Mapping[str, Callable[..., Any]]
+    block_sizes: Mapping[str, Any]
+    arguments: Arguments
+    operations: float
+    key: Key | None
+    bytes_moved: float = 0.0
+    expansion: float = 1.0
+    priority: int = 100
+
+
+class GpuBenchmark(Protocol):
+    """What the module ``benchmarks.gpu_<operation>`` offers; ``small``: shapes for a dry run."""
+
+    IMPLEMENTATION: str
+
+    def smoke(self, small: bool) -> Iterator[Check]:
+        """Small cases that run each kernel once."""
+
+    def checks(self, small: bool) -> Iterator[Check]:
+        """The grid of shapes."""
+
+    def stressed(self, small: bool) -> Iterator[Check]:
+        """What is repeated."""
+
+    def timed(self, small: bool) -> Iterator[Timed]:
+        """What is timed, the most important first."""
