@@ -156,7 +156,7 @@ def _tangent(
     operands, _results, _residuals, tangents = _split(varied_alike(arguments, arguments), site, original)
     function = _vary(original, active, operands)
     moved: list[jax.Array] = jax.jvp(function, tuple(operands[i] for i in active), tuple(tangents))[1]
-    return moved
+    return [moved[i] for i in _moving(original)]
 
 
 def _backward(
@@ -332,7 +332,8 @@ def _site_types(
 
 
 def _tangent_types(*arguments: ShapedArray, original: ClosedJaxpr, **_: object) -> list[ShapedArray]:
-    return _results(arguments, original)
+    results = _results(arguments, original)
+    return [results[i] for i in _moving(original)]
 
 
 def _backward_types(
@@ -353,6 +354,11 @@ def _zero(x: jax.Array) -> ad.Zero:
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
+def _moving(original: ClosedJaxpr) -> list[int]:
+    """Returns the positions of the results that have tangents: of integers, booleans and keys there are none."""
+    return [i for i, a in enumerate(original.out_avals) if a.to_tangent_aval().dtype != jax.dtypes.float0]
+
+
 def _site_jvp(
     primals: Sequence[jax.Array], tangents: Sequence[Tangent], **params: Unpack[_SiteParams]
 ) -> tuple[list[jax.Array], list[Tangent]]:
@@ -366,7 +372,8 @@ def _site_jvp(
     active = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
     function = _vary(original, active, primals)
     results, moved = jax.jvp(function, tuple(primals[i] for i in active), tuple(tangents[i] for i in active))
-    return list(results), list(moved)
+    moving = _moving(original)
+    return list(results), [moved[i] if i in moving else _zero(x) for i, x in enumerate(results)]
 
 
 def _site_and_tangent(
@@ -376,12 +383,14 @@ def _site_and_tangent(
     outputs = site_p.bind(*primals, residuals=True, **params)
     count = len(params["original"].out_avals)
     active = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
-    if active:
+    moved: list[Tangent] = [_zero(x) for x in outputs[:count]]
+    moving = _moving(params["original"])
+    if active and moving:
         # What a site computes varies over the manual axes of all operands; JAX transposes the casts to sums over axes.
         given = varied_alike([tangents[i] for i in active], primals)
-        moved = tangent_p.bind(*primals, *outputs, *given, active=active, **params)
-    else:
-        moved = [_zero(x) for x in outputs[:count]]
+        found = tangent_p.bind(*primals, *outputs, *given, active=active, **params)
+        for position, tangent in zip(moving, found, strict=True):
+            moved[position] = tangent
     if not residuals:
         return outputs[:count], moved
     # The residuals depend on the operands, but every primitive that reads them differentiates through the operands.
@@ -404,7 +413,9 @@ def _tangent_transpose(
 ) -> list[jax.Array | None]:
     active = params["active"]
     known = arguments[: len(arguments) - len(active)]
-    given = [ad.instantiate_zeros(ct) for ct in cotangents]
+    moving = dict(zip(_moving(params["original"]), cotangents, strict=True))
+    types = [a.to_tangent_aval() for a in params["original"].out_avals]
+    given = [ad.instantiate_zeros(moving.get(i, ad.Zero(aval))) for i, aval in enumerate(types)]
     return [None] * len(known) + list(backward_p.bind(*known, *given, **params))
 
 

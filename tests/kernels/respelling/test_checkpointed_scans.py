@@ -250,6 +250,25 @@ def test_transformations_around_the_optimized_function():
         np.testing.assert_allclose(given, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())  # sums in another order
 
 
+def test_forward_derivatives_around_a_loop_that_carries_integers():
+    """The two passes are sites, and what the one gives the other has integers, which have no tangents."""
+
+    def loss(w, x):
+        def step(carry, x):
+            h, count = carry
+            h = jnp.tanh(h @ w + x) * (1 + 0.1 / count)
+            return (h, count + 1), h
+
+        return jnp.sum(jnp.sin(lax.scan(step, (jnp.zeros_like(x[0]), jnp.int32(1)), x)[1]))
+
+    step = jax.grad(loss)
+    run, direction = optimized(step), random(H, H, seed=5)
+    given, wanted = (jax.jvp(lambda w, f=f: f(w, X), (W,), (direction,)) for f in (run, step))
+    assert run.report().counts()["respelling"] == 1
+    for a, b in zip(given, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())  # sums in another order
+
+
 def test_a_batch_around_what_was_decided_by_a_measurement_needs_less_memory_too():
     step = jax.value_and_grad(lstm, (0, 1))
     run = autopallas.optimize(step, objective="memory", autotune=False, strict=True)

@@ -548,6 +548,32 @@ def test_the_gradient_may_be_taken_outside():
     close(jax.jvp(optimized(loss), (x, w), (x, w)), jax.jvp(loss, (x, w), (x, w)))
 
 
+def tangents(function, x):
+    return jax.jvp(function, (x,), (jnp.cos(x),))
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        tangents,
+        lambda f, x: tangents(jax.vmap(f), x),
+        lambda f, x: jax.linearize(f, x)[1](x),
+        lambda f, x: jax.grad(lambda x: f(f(x)[1] + x)[1][0, 0].sum())(x),
+        lambda f, x: jax.hessian(lambda x: f(f(x)[1] + x)[1][0].sum())(x[:, :2]),
+    ],
+    ids=["jvp", "jvp_of_vmap", "linearize", "grad", "hessian"],
+)
+def test_results_that_are_integers_have_no_tangents(derivative):
+    def function(x):
+        return jnp.argmax(x, -1), jnp.cumsum(jnp.sort(x, -1) ** 2, -1), jnp.argsort(x, -1)
+
+    x, run = ARGUMENTS[0], optimized(function)
+    given, wanted = derivative(run, x), derivative(function, x)
+    assert run.report().counts()["respelling"] == 4
+    assert [y.dtype for y in jax.tree.leaves(given)] == [y.dtype for y in jax.tree.leaves(wanted)]
+    close(*([y for y in jax.tree.leaves(tree) if y.dtype != jax.dtypes.float0] for tree in (given, wanted)))
+
+
 def test_vmap_inside_and_outside():
     x, w, ids = ARGUMENTS
     many = jnp.stack([x, 2 * x, -x])
