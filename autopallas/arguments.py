@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import functools
+import types
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast
 
 import jax
 import numpy as np
@@ -11,7 +14,12 @@ from jax.typing import ArrayLike
 
 from autopallas.compat import Array, PyTree
 
-__all__ = ["Untraceable", "join", "split", "traceable"]
+__all__ = ["Static", "Untraceable", "join", "split", "told_apart", "traceable"]
+
+_MOST_PARTS = 1000
+"""How many parts of the objects in one call are looked at."""
+_DEEPEST = 32
+"""How deep objects may lie in each other."""
 
 
 class Untraceable(TypeError):
@@ -22,12 +30,17 @@ class Untraceable(TypeError):
 class Static:
     """The part of a call that is held fixed: its structure, and the leaves that are not arrays.
 
-    It is hashable, and equal only for leaves of the same type: 1, 1.0 and True are different arguments.
+    :func:`told_apart` makes it hashable, and equal only where a program that was traced with the one may run for the
+    other.
     """
 
     structure: jax.tree_util.PyTreeDef
-    leaves: tuple[tuple[type, object] | None, ...]
-    """Per leaf: None for an array, otherwise (type, value)."""
+    kinds: tuple[type | None, ...]
+    """Per leaf: None for an array, otherwise its type."""
+    leaves: tuple[object, ...] = field(compare=False)
+    """Per leaf: None for an array, otherwise the leaf."""
+    states: tuple[Hashable, ...] = ()
+    """Per leaf: what it is now; nothing before :func:`told_apart`."""
 
 
 def traceable(leaf: object) -> bool:
@@ -48,12 +61,117 @@ def split(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> tuple[list[Ar
     """Returns (the arrays among the leaves, the rest)."""
     leaves, structure = jax.tree.flatten((tuple(args), kwargs))
     arrays = [leaf for leaf in leaves if _is_array(leaf)]
-    return arrays, Static(structure, tuple(None if _is_array(leaf) else (type(leaf), leaf) for leaf in leaves))
+    rest = tuple(None if _is_array(leaf) else leaf for leaf in leaves)
+    kinds = tuple(None if _is_array(leaf) else type(leaf) for leaf in leaves)
+    return arrays, Static(structure, kinds, rest)
 
 
 def join(static: Static, arrays: Sequence[ArrayLike]) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     """Inverts :func:`split`."""
     left = iter(arrays)
-    leaves = [next(left) if fixed is None else fixed[1] for fixed in static.leaves]
+    leaves = [next(left) if kind is None else leaf for kind, leaf in zip(static.kinds, static.leaves, strict=True)]
     args, kwargs = jax.tree.unflatten(static.structure, leaves)
     return args, kwargs
+
+
+# ---------------------------------------------------------------------- what is held fixed, and may change
+
+
+def told_apart(static: Static) -> Static:
+    """Returns the same fixed part, equal to another only where their leaves are of the same types and the same values.
+
+    1, 1.0 and True are different arguments, and so are 0.0 and -0.0.  An object that JAX knows nothing of, such as
+    the instance of a method, is told apart from itself once an attribute of it is another one: what was traced holds
+    what it was then.
+
+    Args:
+      static: from :func:`split`.
+
+    Raises:
+      Untraceable: a leaf may change without notice.
+      TypeError: a leaf has no hash.
+
+    Example:
+      >>> one, other = (told_apart(split((0.0, sign * 0.0), {})[1]) for sign in (1, -1))
+      >>> one == other
+      False
+    """
+    parts = _Parts()
+    told = replace(static, states=tuple(parts.state(leaf, 0) for leaf in static.leaves))
+    hash(told)
+    return told
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Same:
+    """Something that is equal to itself alone."""
+
+    one: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.one is other.one
+
+    def __hash__(self) -> int:
+        return id(self.one)
+
+
+def _is_code(value: object) -> bool:
+    """Returns whether a value is a function, a class or a module, or an object that stands for a function."""
+    return isinstance(value, types.ModuleType) or (callable(value) and hasattr(value, "__name__"))
+
+
+class _Plain:
+    """A class whose instances have attributes in a dictionary, and nothing else."""
+
+
+class _Parts:
+    """Reads what objects are made of, each once."""
+
+    def __init__(self) -> None:
+        self._met: dict[int, int] = {}
+
+    def state(self, value: object, depth: int) -> Hashable:
+        """Returns what tells a value from what it was before or will be later."""
+        kind = type(value)
+        if value is None or kind in (bool, int, str, bytes):
+            return kind, value
+        if isinstance(value, float):
+            return kind, value.hex()
+        if isinstance(value, complex):
+            return kind, value.real.hex(), value.imag.hex()
+        if id(value) in self._met:
+            return _Parts, self._met[id(value)]
+        self._met[id(value)] = len(self._met)
+        if len(self._met) > _MOST_PARTS or depth > _DEEPEST:
+            raise Untraceable(f"a {kind.__name__} among its arguments has too many parts to see whether they change")
+        if isinstance(value, jax.Array):
+            return kind, _Same(value)
+        if isinstance(value, np.ndarray):
+            # Reading its elements would not do: JAX knows such constants by their identity too.
+            if value.flags.writeable or value.base is not None:
+                raise Untraceable(
+                    "an object among its arguments holds a NumPy array, which may change without notice; hold a JAX "
+                    "array there, or call its setflags(write=False)"
+                )
+            return kind, _Same(value)
+        inner = self._inside(value)
+        if inner is not None:
+            return kind, tuple(self.state(part, depth + 1) for part in inner)
+        if kind.__hash__ is object.__hash__ and not _is_code(value):
+            if kind.__basicsize__ > _Plain.__basicsize__ or not hasattr(value, "__dict__"):
+                raise Untraceable(f"a {kind.__name__} among its arguments may change without notice")
+            return kind, _Same(value), self.state(vars(value), depth + 1)
+        return kind, cast(Hashable, value)
+
+    @staticmethod
+    def _inside(value: object) -> Sequence[object] | None:
+        """Returns the parts of a container or of a bound function; None for anything else."""
+        if type(value) is dict:
+            return [part for item in value.items() for part in item]
+        if type(value) in (tuple, list, set, frozenset):
+            return list(cast(Iterable[object], value))
+        if isinstance(value, types.MethodType):
+            return [value.__func__, value.__self__]
+        if type(value) is functools.partial:
+            return [value.func, value.args, value.keywords]
+        return None

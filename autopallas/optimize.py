@@ -14,7 +14,7 @@ import jax
 from jax.typing import ArrayLike
 
 from autopallas import compat, pipeline
-from autopallas.arguments import Static, Untraceable, join, split, traceable
+from autopallas.arguments import Static, Untraceable, join, split, told_apart, traceable
 from autopallas.compat import ArrayFunction, ClosedJaxpr, Jitted, PyTree
 from autopallas.errors import OptionError
 from autopallas.fallback.bisect import is_bisecting, no_site_is_allowed
@@ -64,6 +64,9 @@ class Optimized(Generic[P, R]):
         self._fixed = cast(Jitted, jax.jit(self._traced_fixed, static_argnums=0))
         self._run: Callable[..., R] = self._jit
         self._as_it_is: Exception | None = None
+        self._looks: set[tuple[object, ...]] = set()
+        self._held: set[Static] = set()
+        self._overfull = False
         self._replaced = False
         self._spread = False
         self._dry = False
@@ -138,6 +141,8 @@ class Optimized(Generic[P, R]):
         """Clears the cache, as for ``jax.jit``, so that the next call traces anew."""
         self._jit.clear_cache()
         self._fixed.clear_cache()
+        self._held.clear()
+        self._overfull = False
 
     # ------------------------------------------------------------------ tracing
 
@@ -273,23 +278,55 @@ class Optimized(Generic[P, R]):
         as it is.
         """
         if self._as_it_is is None:
+            arrays, static = split(args, kwargs)
+            if not self._has_looked(static):  # each trace that fails takes as long as one that does not
+                try:
+                    return use(self._jit, *args, **kwargs)
+                except _RETRIED as error:
+                    if not self._may_be_ours(error, args, kwargs):
+                        raise
             try:
-                return use(self._jit, *args, **kwargs)
-            except _RETRIED as error:
-                if not self._may_be_ours(error, args, kwargs):
-                    raise
-            try:
-                arrays, static = split(args, kwargs)
-                hash(static)
-                return use(self._fixed, static, *arrays)
+                static = told_apart(static)
+                if self._holds(static):
+                    result = use(self._fixed, static, *arrays)
+                    self._looks.add((static.structure, static.kinds))
+                    return result
             except _RETRIED as error:
                 self._as_it_is = error
-            reason = f"{type(self._as_it_is).__name__}: {self._as_it_is}".split("\n")[0]
-            self._publish(LiveReport(Report(failures=(Failure("trace", reason),))))
-            if resolve(self._explicit).strict:
-                raise self._as_it_is
-            pipeline.warn(f"autopallas runs {self!r} as it is, since jax.jit cannot trace it: {reason}")
+                reason = f"{type(error).__name__}: {error}".split("\n")[0]
+                self._publish(LiveReport(Report(failures=(Failure("trace", reason),))))
+                if resolve(self._explicit).strict:
+                    raise
+                pipeline.warn(f"autopallas runs {self!r} as it is, since jax.jit cannot trace it: {reason}")
         return self._function(*args, **kwargs) if use is _call else None
+
+    def _has_looked(self, static: Static) -> bool:
+        """Returns whether the function looked at numbers, or took what is no array, in such a call before."""
+        try:
+            return (static.structure, static.kinds) in self._looks
+        except TypeError:  # the structure of the arguments has no hash
+            return False
+
+    def _holds(self, static: Static) -> bool:
+        """Returns whether a call is to be compiled with its ``static`` part held fixed.
+
+        A number that is another one in each call, such as the step of a training, would have the program compiled in
+        each of them.
+        """
+        if static in self._held or not compat.is_outermost():
+            return True
+        if len(self._held) < _MOST_HELD:
+            self._held.add(static)
+            return True
+        if not self._overfull:
+            self._overfull = True
+            reason = (
+                f"it was compiled for {_MOST_HELD} different values of arguments that are not arrays and that it looks "
+                "at; give it numbers that change as arrays, and compare them by jnp.where or jax.lax.cond"
+            )
+            self._report.add(Failure("trace", f"further calls run as they are: {reason}"))
+            pipeline.warn(f"autopallas runs further calls of {self!r} as they are: {reason}")
+        return False
 
 
 _CONCRETE = (
@@ -301,6 +338,9 @@ _CONCRETE = (
 """Errors that jit raises where a function looks at the value of an argument."""
 
 _RETRIED = (*_CONCRETE, TypeError)
+
+_MOST_HELD = 32
+"""For how many values of arguments that are held fixed a function is compiled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,10 @@ import copy
 import dataclasses
 import functools
 import gc
+import importlib
 import pickle
+import random
+import threading
 import weakref
 
 import jax
@@ -52,6 +55,109 @@ def test_a_number_that_the_function_looks_at(qkv):
     for layers in (1, 3):
         same(wrapped(*qkv, layers), function(*qkv, layers))
         assert wrapped.report().counts()["attention"] == layers
+
+
+def test_zeros_of_both_signs_are_different_numbers_to_look_at(qkv):
+    def function(q, scale):
+        return q * scale if scale < 1 else q
+
+    wrapped = optimized(function)
+    for scale in (0.0, -0.0, float("nan"), 0, False):
+        given, wanted = wrapped(qkv[0], scale), function(qkv[0], scale)
+        np.testing.assert_array_equal(np.signbit(given), np.signbit(wanted))
+        np.testing.assert_array_equal(given, wanted)
+
+
+class Layer:
+    """Holds what a method reads: its instances are equal to themselves alone, whatever their attributes are."""
+
+    def __init__(self):
+        self.scale, self.names, self.weight, self.table = 2.0, ["a"], jnp.ones(3), np.ones(3)
+        self.table.setflags(write=False)
+        self.inner = {"bias": 1, "layer": self}
+
+    @functools.partial(autopallas.optimize, objective="always", strict=True)
+    def __call__(self, q, k, v):
+        return self.inner["bias"] + len(self.names) + attend(q * self.scale * self.weight * self.table, k, v)
+
+
+def test_an_object_that_changes_between_calls(qkv):
+    layer = Layer()
+    changes = (
+        lambda: setattr(layer, "scale", 3.0),
+        lambda: layer.names.append("b"),
+        lambda: setattr(layer, "weight", 2 * layer.weight),
+        lambda: layer.inner.update(bias=5),
+    )
+    traced = Layer.__call__._fixed._cache_size
+    before = traced()
+    for change in (lambda: None, *changes):
+        change()
+        for _ in range(2):
+            same(layer(*qkv), Layer.__call__._function(layer, *qkv))
+    assert traced() - before == 1 + len(changes)
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [random.Random(0), threading.Lock(), functools.partial(print, np.ones(3))],
+    ids=["subclass", "no_attributes", "array"],
+)
+def test_an_object_that_may_change_unseen_is_not_held_fixed(thing, qkv):
+    calls = []
+
+    def function(q, thing):
+        calls.append(thing)
+        return q
+
+    wrapped = optimized(function, strict=False)
+    with pytest.warns(AutopallasWarning, match=r"as it is.*may change without notice"):
+        wrapped(qkv[0], thing)
+    before = len(calls)
+    wrapped(qkv[0], thing)
+    assert len(calls) == before + 1
+
+
+def test_a_function_and_a_class_are_held_fixed(qkv):
+    wrapped = optimized(lambda q, k, v, f, dtype: attend(f(q), k, v).astype(dtype))
+    for activation in (jnp.sin, jax.nn.relu, functools.partial(jax.nn.gelu, approximate=False)):
+        same(wrapped(*qkv, activation, jnp.float32), attend(activation(qkv[0]), *qkv[1:]))
+
+
+def test_a_call_whose_number_is_looked_at_is_not_traced_again(qkv):
+    traces = []
+
+    def function(q, layers):
+        traces.append(layers)
+        return q * 2 if layers > 1 else q
+
+    wrapped = optimized(function)
+    wrapped(qkv[0], 2)
+    before = len(traces)
+    for _ in range(3):
+        np.testing.assert_array_equal(wrapped(qkv[0], 2), qkv[0] * 2)
+    assert len(traces) == before
+
+
+def test_a_number_that_is_looked_at_and_changes_in_each_call_is_compiled_a_few_times_only(qkv, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("autopallas.optimize"), "_MOST_HELD", 3)
+
+    def function(q, step):
+        return q * 2 if step > 3 else q + step
+
+    wrapped = optimized(function)
+
+    def call(step):
+        np.testing.assert_array_equal(wrapped(qkv[0], step), function(qkv[0], step))
+
+    for step in (0, 1, 2):
+        call(step)
+    with pytest.warns(AutopallasWarning, match=r"further calls.*3 different values.*jnp\.where"):
+        call(3)
+    for step in (4, 5, 1):
+        call(step)
+    assert wrapped._fixed._cache_size() == 3
+    assert "further calls run as they are" in wrapped.report().failures[-1].error
 
 
 def test_an_array_that_the_function_looks_at_runs_as_it_is(qkv):
