@@ -8,6 +8,7 @@ silently ignored costs more than one that stops the program.
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -18,17 +19,33 @@ from autopallas.numerics.classes import CLASSES, Numerics
 from autopallas.place_selectors import FORMS, selector_of
 from autopallas.sites.operation import IMPLEMENTATIONS, implementation_names, operation_named, operation_names
 
-__all__ = ["OBJECTIVES", "OPERATIONS", "SELECTED", "VARIABLES", "Environment", "Variable", "one_of", "places", "read"]
+__all__ = [
+    "OBJECTIVES",
+    "OPERATIONS",
+    "SELECTED",
+    "VARIABLES",
+    "Environment",
+    "Variable",
+    "one_of",
+    "places",
+    "read",
+    "selected",
+]
 
 OPERATIONS = operation_names()
 """Names of the operations that can be looked for: the folders of ``kernels``."""
-_NAMES = (*OPERATIONS, *(kind for name in OPERATIONS for kind in operation_named(name).kinds))
+_OPERATION_OF = {kind: name for name in OPERATIONS for kind in operation_named(name).kinds}
+_NAMES = (*OPERATIONS, *_OPERATION_OF)
 SELECTED = (*_NAMES, *(f"-{name}" for name in _NAMES))
 """Words that select operations, and kinds of their sites; one with "-" in front leaves out what it names."""
 OBJECTIVES = ("time", "memory", "always")
 REPORT_SUFFIXES = (".json", ".html", ".txt")
 
 _PREFIX = "AUTOPALLAS_"
+_MOST_DIGITS = 19
+"""From how many digits a number is none that anybody means."""
+_NEARLY = 0.9
+"""How much a name has to be like one in the table, where it does not begin as they do, to be a misspelt one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +136,27 @@ def places(label: str, texts: Iterable[object]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def selected(label: str, words: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns words that select operations and kinds, if none of them leaves out what another one names.
+
+    Args:
+      label: what they were given for, as the message names it.
+      words: some of ``SELECTED``.
+
+    Raises:
+      OptionError: naming the two words.
+
+    Example:
+      >>> selected("option ops", ("respelling", "-sort"))
+      ('respelling', '-sort')
+    """
+    for word in words:
+        for left_out in (f"-{word}", f"-{_OPERATION_OF.get(word, word)}"):
+            if left_out in words:
+                raise OptionError(f"{label} has {word!r} and {left_out!r}, which leaves it out; give one of the two")
+    return words
+
+
 def _flag(name: str, text: str) -> bool:
     if text not in ("0", "1"):
         raise OptionError(f"{name} is {text!r}; it accepts 0 or 1")
@@ -130,6 +168,10 @@ def _names(choices: tuple[str, ...]) -> Callable[[str, str], tuple[str, ...]]:
         return tuple(one_of(name, part.strip(), choices) for part in text.split(","))
 
     return parse
+
+
+def _ops(name: str, text: str) -> tuple[str, ...]:
+    return selected(name, _names(SELECTED)(name, text))
 
 
 def _places(name: str, text: str) -> tuple[str, ...]:
@@ -151,12 +193,13 @@ def _numerics(name: str, text: str) -> str:
 
 
 def _fuel(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
+    if not (text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS):
         raise OptionError(f"{name} is {text!r}; it accepts a whole number of sites, 0 or more")
     return int(text)
 
 
 def _directory(name: str, text: str) -> str:
+    text = os.path.expanduser(text)  # outside of a shell, nobody else does
     if os.path.exists(text) and not os.path.isdir(text):
         raise OptionError(f"{name} is {text!r}, which is not a folder; it accepts the path of a folder")
     return text
@@ -177,7 +220,7 @@ def _report(name: str, text: str) -> str | None:
     if text == "0":
         return None
     if text == "1" or os.path.splitext(text)[1] in REPORT_SUFFIXES:
-        return text
+        return os.path.expanduser(text)
     raise OptionError(f"{name} is {text!r}; it accepts 0, 1, or a path that ends in {', '.join(REPORT_SUFFIXES)}")
 
 
@@ -205,7 +248,7 @@ VARIABLES: tuple[Variable, ...] = (
         "AUTOPALLAS_OPS",
         f"comma list of {', '.join(_NAMES)}",
         'The operations, or kinds of respellings, to look for; with "-" in front those to leave out.',
-        _names(SELECTED),
+        _ops,
     ),
     Variable("AUTOPALLAS_ONLY", f"comma list of {FORMS}", "The places at which sites may be replaced.", _places),
     Variable(
@@ -241,6 +284,21 @@ VARIABLES: tuple[Variable, ...] = (
 """Every variable, in the order in which the documentation lists them."""
 
 
+@functools.cache
+def _meant(name: str) -> str | None:
+    """Returns a hint for a variable that is not in the table and was meant to be; None for somebody else's.
+
+    ``autopallas_disable`` and ``AUTOPALAS_DISABLE`` were meant, and would be ignored silently.
+    """
+    table = [variable.name for variable in VARIABLES]
+    letters = "".join(filter(str.isalnum, name.upper()))
+    ours = letters.startswith(_PREFIX.rstrip("_"))
+    near = difflib.get_close_matches(name.upper(), table, n=1, cutoff=0.6 if ours else _NEARLY)
+    if not (ours or near):
+        return None
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
 def read(environ: Mapping[str, str] | None = None) -> Environment:
     """Parses the ``AUTOPALLAS_*`` variables.
 
@@ -264,11 +322,10 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
     operations = {op.upper(): op for op in OPERATIONS}
     plain = {field.name for field in fields(Environment)}
     for name in sorted(environ):
-        if not name.startswith(_PREFIX):
-            continue
         if name not in table:
-            near = difflib.get_close_matches(name.upper(), table, n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
+            hint = _meant(name) if name[:1] in ("A", "a") and "PAL" in name.upper() else None
+            if hint is None:
+                continue
             raise OptionError(f"there is no environment variable {name}{hint}; the variables are {', '.join(table)}")
         text = environ[name].strip()
         if not text:

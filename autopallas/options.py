@@ -18,7 +18,7 @@ from typing import Any, Literal, SupportsFloat, SupportsIndex, TypeAlias, TypedD
 
 from autopallas import compat, environment
 from autopallas.custom.registry import declared
-from autopallas.environment import OBJECTIVES, OPERATIONS, SELECTED, one_of, places
+from autopallas.environment import OBJECTIVES, OPERATIONS, SELECTED, one_of, places, selected
 from autopallas.errors import OptionError
 from autopallas.numerics.classes import CLASSES, Numerics
 from autopallas.place_selectors import FORMS
@@ -138,7 +138,7 @@ def _implementation(name: str, value: object) -> str | tuple[str, ...] | None:
 def _ops(name: str, value: object) -> tuple[str, ...] | None:
     if value is None:
         return None
-    return _choices(name, (value,) if isinstance(value, str) else value, SELECTED)
+    return selected(f"option {name}", _choices(name, (value,) if isinstance(value, str) else value, SELECTED))
 
 
 def _only(name: str, value: object) -> tuple[str, ...] | None:

@@ -189,7 +189,15 @@ def test_what_only_the_environment_sets_is_no_option(name):
 
 @pytest.mark.parametrize(
     ("variable", "nearest"),
-    [("AUTOPALLAS_DISABEL", "AUTOPALLAS_DISABLE"), ("AUTOPALLAS_Backend", "AUTOPALLAS_BACKEND")],
+    [
+        ("AUTOPALLAS_DISABEL", "AUTOPALLAS_DISABLE"),
+        ("AUTOPALLAS_Backend", "AUTOPALLAS_BACKEND"),
+        ("autopallas_disable", "AUTOPALLAS_DISABLE"),
+        ("AUTOPALLASDISABLE", "AUTOPALLAS_DISABLE"),
+        ("AUTO_PALLAS_DISABLE", "AUTOPALLAS_DISABLE"),
+        ("AUTOPALAS_DISABLE", "AUTOPALLAS_DISABLE"),
+        ("ATUOPALLAS_OBJECTIVE", "AUTOPALLAS_OBJECTIVE"),
+    ],
 )
 def test_a_misspelt_variable_is_refused_with_the_nearest_and_all_valid_ones(monkeypatch, variable, nearest):
     monkeypatch.setenv(variable, "1")
@@ -207,6 +215,8 @@ def test_a_misspelt_variable_is_refused_with_the_nearest_and_all_valid_ones(monk
         ("AUTOPALLAS_BACKEND", "xla,", "pallas_gpu"),
         ("AUTOPALLAS_BACKEND_ATTENTION", "cuddn", "cudnn"),
         ("AUTOPALLAS_OPS", "atention", "attention"),
+        ("AUTOPALLAS_OPS", "sort,attention,-attention", "'-attention', which leaves it out"),
+        ("AUTOPALLAS_OPS", "sort,-respelling", "'-respelling', which leaves it out"),
         ("AUTOPALLAS_OBJECTIVE", "speed", "memory"),
         ("AUTOPALLAS_NUMERICS", "bitwise", "identical"),
         ("AUTOPALLAS_DENY", "model.py:94,,", "FILE:LINE"),
@@ -216,6 +226,7 @@ def test_a_misspelt_variable_is_refused_with_the_nearest_and_all_valid_ones(monk
         ("AUTOPALLAS_INTERPRET", "-1", "0 or 1"),
         ("AUTOPALLAS_FUEL", "-3", "whole number"),
         ("AUTOPALLAS_FUEL", "1.5", "whole number"),
+        ("AUTOPALLAS_FUEL", "9" * 5000, "whole number"),
         ("AUTOPALLAS_REPORT", "report.pdf", ".json"),
     ],
 )
@@ -225,6 +236,24 @@ def test_a_bad_value_of_a_variable_is_refused_with_the_remedy(monkeypatch, varia
         resolve({})
     assert variable in str(caught.value)
     assert remedy in str(caught.value)
+
+
+def test_variables_of_other_programs_are_not_looked_at():
+    others = ("JAX_PALLAS_INTERPRET", "PALLAS_DISABLE", "AUTOPALETTE_OPS", "OPAL_REPORT", "MY_AUTOPALLAS_OPS")
+    assert environment.read(dict.fromkeys(others, "x")) == environment.read({})
+
+
+def test_operations_that_are_selected_and_left_out_are_refused_as_an_option_too():
+    with pytest.raises(OptionError, match="option ops has 'sort' and '-sort', which leaves it out"):
+        resolve({"ops": ["sort", "-sort"]})
+    assert resolve({"ops": ["respelling", "-sort"]}).ops == ("respelling", "-sort")
+
+
+def test_the_users_folder_may_be_written_as_in_a_shell(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    read = environment.read({"AUTOPALLAS_CACHE_DIR": "~/cache", "AUTOPALLAS_REPORT": "~/report.html"})
+    assert (read.cache_dir, read.report) == (str(tmp_path / "cache"), str(tmp_path / "report.html"))
 
 
 def test_every_variable_of_the_table_reaches_the_parsed_environment(tmp_path):
