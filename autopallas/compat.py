@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import jax
@@ -214,6 +214,7 @@ __all__ = [
     "numeric_setting",
     "on_mesh_of",
     "propagated",
+    "register_taylor_rule",
     "scan_parts",
     "scope_names",
     "set_mesh",
@@ -385,7 +386,7 @@ def lowered_call(equation: JaxprEqn) -> ClosedJaxpr | None:
     return make_jaxpr(lambda *arguments: primitive.to_lojax(*arguments, **equation.params), *given)
 
 
-@cache
+@functools.cache
 def multiplication_params() -> Params:
     """Returns the parameters of a plain ``lax.mul``: some versions have an explicit result dtype."""
     return dict(jax.make_jaxpr(jax.lax.mul)(np.float32(1), np.float32(1)).eqns[0].params)
@@ -754,7 +755,7 @@ class GpuProperties(NamedTuple):
     processors: int
 
 
-@cache
+@functools.cache
 def gpu_properties(kind: str) -> GpuProperties | None:
     """Returns the properties of this process's GPU of a kind, or None if it has none."""
     for device in jax.local_devices():
@@ -783,6 +784,18 @@ def mosaic_gpu_kernel(body: Callable[..., None], *, cost: dict[str, int], **sett
         settings["cost_estimate"] = pl.CostEstimate(**cost)
     kernel: ArrayFunction = make(body, **settings)
     return kernel
+
+
+def register_taylor_rule(primitive: Primitive, compute: Callable[..., Sequence[jax.Array]]) -> None:
+    """Has ``jax.experimental.jet`` take an equation of a primitive for what ``compute`` computes with its operands and
+    parameters."""
+    from jax.experimental import jet
+
+    def rule(primals: Sequence[jax.Array], series: Sequence[Sequence[jax.Array]], **params: object) -> Any:
+        function = functools.partial(compute, **params)
+        return jet.jet(lambda *x: list(function(*x)), tuple(primals), tuple(series), factorial_scaled=False)
+
+    jet.jet_rules[primitive] = rule
 
 
 def is_outermost() -> bool:

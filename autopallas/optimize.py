@@ -78,20 +78,21 @@ class Optimized(Generic[P, R]):
             from autopallas.verification.compared_calls import compared  # only programs with canaries pay for it
 
             return compared(self, self._canary, args, kwargs)
+        run = self._run  # which another thread may change meanwhile
         try:  # the common call pays only for this frame
             if self._spread and not call_shardings.is_recording():
                 with call_shardings.recording_shardings(args, kwargs):
                     if self._canary is not None:
                         self._canary.left += 1  # the call was counted
                     return self(*args, **kwargs)
-            return self._run(*args, **kwargs)
+            return run(*args, **kwargs)
         except first_call.FirstCall:
             pass
         except call_shardings.ShardingsNeeded:
             self._spread = True
             return self(*args, **kwargs)
         except Exception as error:
-            if self._run is self._jit and isinstance(error, _RETRIED) and self._may_be_ours(error, args, kwargs):
+            if run is self._jit and isinstance(error, _RETRIED) and self._may_be_ours(error, args, kwargs):
                 self._run = functools.partial(self._plain_call, _call)
                 return self(*args, **kwargs)
             recovered = self._recovered(error, args, kwargs)

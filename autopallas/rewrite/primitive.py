@@ -549,5 +549,14 @@ def _batch(
 
 _COMPUTED: dict[Primitive, Callable[..., list[jax.Array]]] = {site_p: _site, tangent_p: _tangent, backward_p: _backward}
 
+
+@functools.cache
+def allow_taylor_mode() -> None:
+    """Lets ``jax.experimental.jet`` run the originals of sites; called before the first one, since JAX imports it
+    lazily too."""
+    for primitive, compute in _COMPUTED.items():
+        compat.register_taylor_rule(primitive, functools.partial(compute, False))
+
+
 for _p in _COMPUTED:
     batching.primitive_batchers[_p] = lambda arguments, axes, _p=_p, **params: _batch(_p, arguments, axes, params)

@@ -139,6 +139,17 @@ def test_a_call_whose_number_is_looked_at_is_not_traced_again(qkv):
     assert len(traces) == before
 
 
+def test_another_thread_finds_out_first_that_numbers_are_looked_at(qkv):
+    """JAX lets one thread trace at a time, so what the other one leaves is put there by hand."""
+    wrapped = optimized(lambda q, layers: function(q, layers))
+
+    def function(q, layers):
+        wrapped._run = functools.partial(wrapped._plain_call, lambda jitted, *args: jitted(*args))
+        return q * 2 if layers > 1 else q
+
+    np.testing.assert_array_equal(wrapped(qkv[0], 2), qkv[0] * 2)
+
+
 def test_a_number_that_is_looked_at_and_changes_in_each_call_is_compiled_a_few_times_only(qkv, monkeypatch):
     monkeypatch.setattr(importlib.import_module("autopallas.optimize"), "_MOST_HELD", 3)
 

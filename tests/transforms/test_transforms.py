@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import jet
 from support.catalogue import array
 
 import autopallas
@@ -221,6 +222,18 @@ def test_an_existing_jit_around_an_optimized_function_is_traced_again_inside_ano
     outer = optimized(lambda *a: jitted(*a))
     outer(*qkv)
     assert outer.report().counts()["attention"] == 1
+
+
+@pytest.mark.parametrize("around", [lambda f: f, lambda f: jax.grad(lambda *qkv: loss(f)(*qkv))], ids=["value", "grad"])
+def test_taylor_mode_computes_with_the_original(around, qkv):
+    def terms(f):
+        return jet.jet(around(f), qkv, [(x, 2 * x, -x) for x in qkv])
+
+    run = optimized(attend)
+    given, wanted = jax.jit(lambda: terms(run))(), terms(attend)
+    assert run.report().counts()["attention"] == 1
+    for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
 
 
 def test_debug_nans_does_not_see_nans_that_the_original_lacks(qkv):
