@@ -161,7 +161,7 @@ class _Parts:
             if kind.__basicsize__ > _Plain.__basicsize__ or not hasattr(value, "__dict__"):
                 raise Untraceable(f"a {kind.__name__} among its arguments may change without notice")
             return kind, _Same(value), self.state(vars(value), depth + 1)
-        return kind, cast(Hashable, value)
+        return kind, value
 
     @staticmethod
     def _inside(value: object) -> Sequence[object] | None:

@@ -68,6 +68,8 @@ if TYPE_CHECKING:  # declares what this package uses of classes whose attributes
 
         def update(self, **changes: object) -> ShapedArray: ...
 
+        def to_tangent_aval(self) -> PyTree: ...
+
         def str_short(self) -> str: ...
 
     class Var:
@@ -791,9 +793,9 @@ def register_taylor_rule(primitive: Primitive, compute: Callable[..., Sequence[j
     parameters."""
     from jax.experimental import jet
 
-    def rule(primals: Sequence[jax.Array], series: Sequence[Sequence[jax.Array]], **params: object) -> Any:
+    def rule(primals_in: PyTree, series_in: PyTree, **params: PyTree) -> PyTree:
         function = functools.partial(compute, **params)
-        return jet.jet(lambda *x: list(function(*x)), tuple(primals), tuple(series), factorial_scaled=False)
+        return jet.jet(lambda *x: list(function(*x)), tuple(primals_in), tuple(series_in), factorial_scaled=False)
 
     jet.jet_rules[primitive] = rule
 
