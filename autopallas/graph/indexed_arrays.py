@@ -3,7 +3,8 @@
 A carried array may be one of two things:
 
 - a *sum*: steps add slices at known positions, and nothing reads it;
-- a *table*: each step reads, replaces or adds to one slice, another one in each step.
+- a *table*: each step comes to a slice of its own, and reads, replaces or adds to that one and to those to which a few
+  steps before it came.
 
 Positions are computed with the program's own integer arithmetic (:mod:`known_integers`), step by step.
 """
@@ -17,10 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopallas import jaxprs
+from autopallas import compat, jaxprs
 from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph.array_slices import Place
 from autopallas.graph.known_integers import Array, of_steps
+from autopallas.graph.tables import Access, Table, table_of
 
 __all__ = ["READS", "WRITES", "Action", "IndexedArrays", "Plan", "Steps"]
 
@@ -65,13 +67,13 @@ class Plan:
 
     Attributes:
       actions: by the positions of equations; all other equations stay.
-      tables: (number of the carried value, its place).
+      tables: (number of the carried value, how steps come to its slices).
       sums: (number of the carried value, the places of what is added to it).
       whole_sums: whether an equation adds whole arrays of which all but slices are zero.
     """
 
     actions: Mapping[int, Action]
-    tables: tuple[tuple[int, Place], ...]
+    tables: tuple[tuple[int, Table], ...]
     sums: tuple[tuple[int, tuple[Place, ...]], ...]
     whole_sums: bool
 
@@ -132,7 +134,7 @@ class IndexedArrays:
                 self.refused.add(i)
             if found is not None and found != i:
                 self.refused.add(found)
-        tables: list[tuple[int, Place]] = []
+        tables: list[tuple[int, Table]] = []
         sums: list[tuple[int, tuple[Place, ...]]] = []
         actions: dict[int, list[Action]] = {i: [] for i in sorted(self.candidates)}
         for action in self.actions.values():
@@ -144,12 +146,31 @@ class IndexedArrays:
             if all(action.kind == "add" for action in own) and self._is_chain(i, own):
                 sums.append((i, tuple(place for action in own for place, _ in action.slices)))
                 continue
-            places = {place for action in own for place, _ in action.slices}
-            if len(places) != 1 or len(set(next(iter(places)).positions)) != self.steps.length:
+            table = self._table(i, own)
+            if table is None:
                 self.refused.add(i)
                 continue
-            tables.append((i, places.pop()))
+            tables.append((i, table))
         return Plan(self.actions, tuple(tables), tuple(sums), bool(self.whole_sums))
+
+    def _table(self, carried: int, actions: Sequence[Action]) -> Table | None:
+        """Returns how steps come to the slices of an array; None where it is no table."""
+        carry = self.steps.inputs[self.steps.constants + carried]
+        results = {id(a): self.steps.equations[p].outvars[0] for p, a in self.actions.items() if a.carried == carried}
+        versions, accesses, newest, in_turn = {carry: 0}, list[Access](), 0, True
+        for action in actions:
+            version = versions[action.before]
+            accesses += [Access(place, version, action.kind) for place, _ in action.slices]
+            if action.kind != "read":
+                in_turn &= version == newest
+                versions[results[id(action)]] = newest = version + 1
+        result = self.steps.outputs[carried]
+        in_turn &= isinstance(result, Var) and versions.get(result) == newest
+        table = table_of(accesses, self.steps.length, self.steps.reverse, in_turn)
+        if table is not None and table.depth:  # rows that are carried would need types of their own
+            typed = compat.explicit_sharding(carry.aval) is not None or compat.varying_axes([carry.aval])
+            return None if typed else table
+        return table
 
     def _is_chain(self, carried: int, actions: Sequence[Action]) -> bool:
         """Returns whether each addition is to the sum of the ones before it, and the last sum is carried on."""

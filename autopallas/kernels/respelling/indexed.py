@@ -2,8 +2,9 @@
 
 Under ``jax.grad`` a loop that reads ``x[i]`` adds to the whole of x's gradient in each step, zero but for one slice, so
 that T steps cost T arrays of T slices.  Here each step gives its slice alone, and the arrays are put together after the
-loop.  What a loop writes at its own step and reads nowhere else goes the same way.  Which arrays these are, and where
-their slices lie, is told by :mod:`autopallas.graph.indexed_arrays`; any other array stays what the loop carries.
+loop.  What a loop writes at its own step, and reads there or a few steps later, goes the same way: the slices that later
+steps read are what the loop carries instead of the array.  Which arrays these are, and where their slices lie, is told by
+:mod:`autopallas.graph.indexed_arrays`; any other array stays what the loop carries.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from autopallas.graph.array_slices import Place, plus_slices, slices_at, with_ax
 from autopallas.graph.indexed_arrays import Action, IndexedArrays, Plan, Steps
 from autopallas.graph.known_integers import Array
 from autopallas.graph.program_digests import bits, digest
+from autopallas.graph.tables import Table
 
 __all__ = ["IndexedLoop", "key_of", "planned"]
 
@@ -44,7 +46,7 @@ class IndexedLoop:
       operands: per operand of the loop its position among the site's operands, or the value of a literal.
       zeros: positions of the loop's operands that are zero in each element.
       known: what is known of the site's operands that are integers, as (position, array).
-      tables: (number of the carried value, its place).
+      tables: (number of the carried value, how steps come to its slices).
       sums: (number of the carried value, the places of what is added to it).
     """
 
@@ -58,7 +60,7 @@ class IndexedLoop:
     operands: tuple[int | np.generic | np.ndarray, ...] = field(compare=False)
     zeros: frozenset[int] = field(compare=False)
     known: tuple[tuple[int, Array], ...] = field(compare=False)
-    tables: tuple[tuple[int, Place], ...] = field(compare=False)
+    tables: tuple[tuple[int, Table], ...] = field(compare=False)
     sums: tuple[tuple[int, tuple[Place, ...]], ...] = field(compare=False)
 
     def __repr__(self) -> str:
@@ -106,25 +108,53 @@ class IndexedLoop:
         first = given[self.constants : last]
         tables, sums = dict(self.tables), dict(self.sums)
         kept = [i for i in range(self.carried) if i not in tables and i not in sums]
-        rows = {i: slices_at(first[i], place) for i, place in tables.items()}
+        own = {i: slices_at(first[i], table.place(table.summed)) for i, table in tables.items()}
+        rows = {i: _before(first[i], table) for i, table in tables.items()}
 
         def one(
-            carried: list[jax.Array], own: tuple[dict[int, jax.Array], list[jax.Array]]
-        ) -> tuple[list[jax.Array], tuple[dict[int, jax.Array], dict[int, list[jax.Array]], list[jax.Array]]]:
-            step = _Step(self, given[: self.constants], dict(zip(kept, carried, strict=True)), *own)
-            return step.ends(kept), (step.rows(), step.added(), step.results())
+            carried: tuple[list[jax.Array], dict[int, list[jax.Array]]],
+            given_slices: tuple[dict[int, jax.Array], list[jax.Array]],
+        ) -> tuple[
+            tuple[list[jax.Array], dict[int, list[jax.Array]]],
+            tuple[dict[int, jax.Array], dict[int, list[jax.Array]], list[jax.Array]],
+        ]:
+            values, before = carried
+            new, slices = given_slices
+            at_hand = {i: _at_hand(new[i], before[i], table) for i, table in tables.items()}
+            step = _Step(self, given[: self.constants], dict(zip(kept, values, strict=True)), at_hand, slices)
+            after = step.rows()
+            left = {i: list(after[i][: table.depth]) for i, table in tables.items()}
+            written = {i: after[i][table.last] for i, table in tables.items()}
+            return (step.ends(kept), left), (written, step.added(), step.results())
 
-        ends, (written, added, results) = lax.scan(
-            one, [first[i] for i in kept], (rows, given[last:]), self.length, self.reverse, unroll=self.unroll
+        (ends, left), (written, added, results) = lax.scan(
+            one, ([first[i] for i in kept], rows), (own, given[last:]), self.length, self.reverse, unroll=self.unroll
         )
         found = dict(zip(kept, ends, strict=True))
-        for i, place in tables.items():
-            found[i] = with_slices(first[i], place, written[i])
+        for i, table in tables.items():
+            found[i] = with_slices(first[i], table.place(table.last), written[i])
+            for lag in range(table.last, 0, -1):
+                put = with_slices if lag > table.summed else plus_slices
+                found[i] = put(found[i], table.after(lag), left[i][lag - 1][None])
         for i, places in sums.items():
             found[i] = first[i]
             for place, slices in zip(places, added[i], strict=True):
                 found[i] = plus_slices(found[i], place, slices)
         return [*(found[i] for i in range(self.carried)), *results]
+
+
+def _before(first: jax.Array, table: Table) -> list[jax.Array]:
+    """Returns what a loop carries of an array before its first step: the rows with the lags 1, 2, ..., those that are
+    sums of what was added to them as zeros."""
+    rows = [slices_at(first, table.before(lag))[0] for lag in range(1, table.depth + 1)]
+    return [jnp.zeros_like(row) if lag <= table.summed else row for lag, row in enumerate(rows, 1)]
+
+
+def _at_hand(new: jax.Array, carried: Sequence[jax.Array], table: Table) -> list[jax.Array]:
+    """Returns the rows of a step with the lags 0, 1, ...; ``new`` is that of the array with the lag ``table.summed``."""
+    rows = [jnp.zeros_like(new), *carried]
+    rows[table.summed] = rows[table.summed] + new if table.summed else new
+    return rows
 
 
 def planned(loop: IndexedLoop) -> Plan | None:
@@ -166,7 +196,7 @@ class _Step:
         loop: IndexedLoop,
         constants: Sequence[jax.Array],
         carried: Mapping[int, jax.Array],
-        rows: Mapping[int, jax.Array],
+        rows: Mapping[int, Sequence[jax.Array]],
         slices: Sequence[jax.Array],
     ):
         jaxpr, captured = jaxprs.open_jaxpr(loop.step)
@@ -177,8 +207,9 @@ class _Step:
         self.values.update(zip(inputs[: loop.constants], constants, strict=True))
         self.values.update((carries[i], x) for i, x in carried.items())
         self.values.update(zip(inputs[last:], slices, strict=True))
-        self.own: dict[Var, jax.Array] = {carries[i]: x for i, x in rows.items()}
-        """The slice of each table, by the variable that has the table."""
+        self.tables = dict(loop.tables)
+        self.own: dict[Var, Sequence[jax.Array]] = {carries[i]: own for i, own in rows.items()}
+        """The rows of each table that the step may read and write by their lags, by the variable that has the table."""
         self.definitions = {v: e for e in self.equations for v in e.outvars}
         self.sums: dict[int, list[jax.Array]] = {i: [] for i, _ in loop.sums}
         for position in range(len(self.equations)):
@@ -191,14 +222,16 @@ class _Step:
             shapes = ((place, self.value(atom)) for place, atom in action.slices)
             self.sums[action.carried] += [with_axis(x, action.before.aval.shape, place) for place, x in shapes]
             return
-        row, (result,) = self.own[action.before], equation.outvars
-        if action.kind == "read":
-            self.values[result] = row.reshape(result.aval.shape)
-            return
-        new = [with_axis(self.value(atom), action.before.aval.shape, place) for place, atom in action.slices]
-        for x in new:
-            row = x if action.kind == "set" else row + x
-        self.own[result] = row
+        rows, (result,) = list(self.own[action.before]), equation.outvars
+        lags = self.tables[action.carried].lags
+        for place, atom in action.slices:
+            lag = lags[place]
+            if action.kind == "read":
+                self.values[result] = rows[lag].reshape(result.aval.shape)
+                return
+            row = lax.convert_element_type(with_axis(self.value(atom), action.before.aval.shape, place), rows[lag].dtype)
+            rows[lag] = row if action.kind == "set" else rows[lag] + row
+        self.own[result] = rows
 
     def value(self, atom: JaxprAtom) -> jax.Array:
         """Returns a value, and computes what it needs."""
@@ -229,8 +262,9 @@ class _Step:
     def ends(self, kept: Sequence[int]) -> list[jax.Array]:
         return [self.value(self.outputs[i]) for i in kept]
 
-    def rows(self) -> dict[int, jax.Array]:
-        found: dict[int, jax.Array] = {}
+    def rows(self) -> dict[int, Sequence[jax.Array]]:
+        """Returns the rows of each table after the step."""
+        found: dict[int, Sequence[jax.Array]] = {}
         for i, _ in self.loop.tables:
             variable = self.outputs[i]
             assert isinstance(variable, Var)
