@@ -105,12 +105,15 @@ class IndexedArrays:
     """Walks a step once, and follows arrays that it reads and writes by slices.
 
     Attributes:
+      late: whether tables sum what is added to a row on its own, until more is done with it.
       reads: by the positions of equations, the place at which each reads one of the constants in ``arrays``.
       refused: after a plan was made, the carried arrays that are neither sums nor tables.
     """
 
-    def __init__(self, steps: Steps, candidates: frozenset[int], arrays: frozenset[Var] = frozenset()):
-        self.steps, self.candidates, self.arrays = steps, candidates, arrays
+    def __init__(
+        self, steps: Steps, candidates: frozenset[int], arrays: frozenset[Var] = frozenset(), late: bool = True
+    ):
+        self.steps, self.candidates, self.arrays, self.late = steps, candidates, arrays, late
         parts = steps.constants, steps.carried
         self.known = of_steps(
             steps.equations, steps.inputs, steps.outputs, parts, steps.known, steps.length, steps.reverse
@@ -136,15 +139,15 @@ class IndexedArrays:
                 self.refused.add(found)
         tables: list[tuple[int, Table]] = []
         sums: list[tuple[int, tuple[Place, ...]]] = []
-        actions: dict[int, list[Action]] = {i: [] for i in sorted(self.candidates)}
-        for action in self.actions.values():
-            actions[action.carried].append(action)
+        actions: dict[int, list[tuple[Action, Var]]] = {i: [] for i in sorted(self.candidates)}
+        for position, action in self.actions.items():
+            actions[action.carried].append((action, self.steps.equations[position].outvars[0]))
         for i, own in actions.items():
             if not own:
                 self.refused.add(i)
                 continue
-            if all(action.kind == "add" for action in own) and self._is_chain(i, own):
-                sums.append((i, tuple(place for action in own for place, _ in action.slices)))
+            if all(action.kind == "add" for action, _ in own) and self._is_chain(i, own):
+                sums.append((i, tuple(place for action, _ in own for place, _ in action.slices)))
                 continue
             table = self._table(i, own)
             if table is None:
@@ -153,28 +156,27 @@ class IndexedArrays:
             tables.append((i, table))
         return Plan(self.actions, tuple(tables), tuple(sums), bool(self.whole_sums))
 
-    def _table(self, carried: int, actions: Sequence[Action]) -> Table | None:
+    def _table(self, carried: int, actions: Sequence[tuple[Action, Var]]) -> Table | None:
         """Returns how steps come to the slices of an array; None where it is no table."""
         carry = self.steps.inputs[self.steps.constants + carried]
-        results = {id(a): self.steps.equations[p].outvars[0] for p, a in self.actions.items() if a.carried == carried}
         versions, accesses, newest, in_turn = {carry: 0}, list[Access](), 0, True
-        for action in actions:
+        for action, made in actions:
             version = versions[action.before]
             accesses += [Access(place, version, action.kind) for place, _ in action.slices]
             if action.kind != "read":
                 in_turn &= version == newest
-                versions[results[id(action)]] = newest = version + 1
+                versions[made] = newest = version + 1
         result = self.steps.outputs[carried]
         in_turn &= isinstance(result, Var) and versions.get(result) == newest
-        table = table_of(accesses, self.steps.length, self.steps.reverse, in_turn)
+        table = table_of(accesses, self.steps.length, self.steps.reverse, in_turn, self.late)
         if table is not None and table.depth:  # rows that are carried would need types of their own
             typed = compat.explicit_sharding(carry.aval) is not None or compat.varying_axes([carry.aval])
             return None if typed else table
         return table
 
-    def _is_chain(self, carried: int, actions: Sequence[Action]) -> bool:
+    def _is_chain(self, carried: int, actions: Sequence[tuple[Action, Var]]) -> bool:
         """Returns whether each addition is to the sum of the ones before it, and the last sum is carried on."""
-        results = {self.steps.equations[p].outvars[0]: a for p, a in self.actions.items() if a.carried == carried}
+        results = {made: action for action, made in actions}
         variable, count = self.steps.outputs[carried], 0
         while isinstance(variable, Var) and variable in results:
             variable, count = results[variable].before, count + 1

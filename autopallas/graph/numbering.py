@@ -106,6 +106,7 @@ class Graph:
         ``outer`` is the way back.
       counters: numbers that count the steps of a loop, with the number of steps and of the loops around.
       supposed: numbers of values that were looked up and that the program lacks: what a loop would stack, transposes.
+      furthers: numbers of values that the program lacks, and that a site gives or another form of a loop has.
       frames: per body, what governs the meaning of its equations; equal computations in different frames differ.
       numbers: per body, the number of each of its variables.
       positions: per body, for each number that has a variable there: (position of the equation that first defines it,
@@ -139,6 +140,7 @@ class Graph:
         self.outer: dict[int, list[int]] = {}
         self.counters: dict[int, tuple[int, int]] = {}
         self.supposed: set[int] = set()
+        self.furthers: set[int] = set()
         self.frames: dict[Body, tuple[int, ...]] = {}
         self.numbers: dict[Body, dict[Var, int]] = {}
         self.positions: dict[Body, dict[int, tuple[int, Var]]] = {}
@@ -186,8 +188,33 @@ class Graph:
         return self.avals[number].dtype
 
     def further(self, aval: ShapedArray) -> int:
-        """Returns a number for a value that the program lacks, which one site gives and another reads."""
-        return self._new(aval)
+        """Returns a number for a value that the program lacks, which one site gives and another reads, or which another
+        form of a loop has."""
+        number = self._new(aval)
+        self.furthers.add(number)
+        return number
+
+    def further_result(
+        self, equation: JaxprEqn, operands: list[int], frame: tuple[int, ...], number: int | None = None
+    ) -> int:
+        """Returns the number of the result of an equation that the program lacks, and that a loop's other form has.
+
+        Args:
+          equation: the equation, of one result.
+          operands: the numbers of its operands, which may be :meth:`further` ones.
+          frame: that of the loop's body.
+          number: of the result, where the program computes it in another way.
+        """
+        found = self.find(equation, operands, frame)
+        if found is not None:
+            return found[0]
+        if number is None:
+            number = self.further(equation.outvars[0].aval)
+            self.definitions[number] = Node(equation, tuple(operands), (number,), self.root)
+        key = self.key(equation, operands, frame)
+        if key is not None and not self.furthers.isdisjoint(operands):  # of the program's values, it is no value to find
+            self._table.setdefault(key, (number,))
+        return number
 
     def name(self, number: int) -> str | None:
         """Returns the name of the primitive that computes a value, or None."""

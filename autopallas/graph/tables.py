@@ -77,13 +77,16 @@ class Table:
         return Place(self.axis, (self.positions[self.depth + self.length - lag],))
 
 
-def table_of(accesses: Sequence[Access], length: int, reverse: bool, in_turn: bool) -> Table | None:
+def table_of(
+    accesses: Sequence[Access], length: int, reverse: bool, in_turn: bool, late: bool = True
+) -> Table | None:
     """Returns how steps come to the rows of an array, or None where an array is no table.
 
     Args:
-      accesses: what each step does, not all of them additions.
+      accesses: what each step does.
       length, reverse: of the loop.
       in_turn: whether each equation that writes to the array writes to what the one before it made.
+      late: whether what is added to a row is summed on its own until more is done with it; else ``summed`` is 0.
     """
     places = list(dict.fromkeys(access.place for access in accesses))
     if not length or len(places) > _DEEPEST + 1 or len({place.axis for place in places}) != 1:
@@ -103,8 +106,8 @@ def table_of(accesses: Sequence[Access], length: int, reverse: bool, in_turn: bo
         if not np.array_equal(rows[depth - lag : depth - lag + length], found):
             return None
     of_place = dict(zip(places, own, strict=True))
-    summed = min(of_place[access.place] for access in accesses if access.kind != "add")
-    last = max([summed, *(of_place[access.place] for access in accesses if access.kind != "read")])
+    summed = min((of_place[a.place] for a in accesses if a.kind != "add"), default=depth) if late else 0
+    last = max([summed, *(of_place[a.place] for a in accesses if a.kind != "read")])
     table = Table(
         places[0].axis, tuple(int(x) for x in rows), depth, summed, last, of_place, length, reverse
     )  # fmt: skip

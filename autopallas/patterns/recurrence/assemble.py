@@ -174,7 +174,8 @@ class Assembly:
             else:
                 table = scan.tables.get(variable)
                 array = self._array(atom) if table is None else self.before[table]
-                atoms.append(self._sliced(array, place, variable))
+                steps = () if position < constants + scan.carried else (scan.length,)
+                atoms.append(self._sliced(array, place, (*steps, *variable.aval.shape)))
         return atoms
 
     def _as_written(self) -> list[JaxprAtom]:
@@ -201,13 +202,13 @@ class Assembly:
             self.arrays[number] = self._source(number, self.of_array, number)
         return self.arrays[number]
 
-    def _sliced(self, array: JaxprAtom, place: Place, like: Var) -> JaxprAtom:
-        """Returns the slices of an array, each of the shape of a variable."""
+    def _sliced(self, array: JaxprAtom, place: Place, shape: tuple[int, ...]) -> JaxprAtom:
+        """Returns the slices of an array in a shape."""
 
         def slices(x: jax.Array) -> jax.Array:
-            return slices_at(x, place).reshape(self.scan.length, *like.aval.shape)
+            return slices_at(x, place).reshape(shape)
 
-        return self._traced(("slices", place, like.aval.shape), slices, array)
+        return self._traced(("slices", place, shape), slices, array)
 
     def _traced(self, key: Hashable, function: ArrayFunction, *atoms: JaxprAtom) -> JaxprAtom:
         """Returns what a function makes of operands, by equations that it appends; of one key there is one function."""
@@ -367,7 +368,7 @@ class Assembly:
             gradients += [(self.of_place[place], number) for place, number in pair.first.items()]
             gradients += [(self.of_place[self.scan.carried + i], number) for i, number in pair.slices.items()]
             gradients += [(self.of_array[array], number) for array, number in pair.arrays.items()]
-            gradients += [] if pair.before is None else [(self.of_before[self.needed[0]], pair.before)]
+            gradients += [(self.of_before[end], number) for end, number in pair.before.items()]
         except KeyError:
             raise Mismatch("its backward gives the cotangent of a constant", advice=LOOP_GRADIENT) from None
         if not gradients:

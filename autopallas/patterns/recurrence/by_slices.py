@@ -1,9 +1,10 @@
 """Loops that index arrays, in the form of loops that are given slices and give slices.
 
 A loop may read ``x[i]`` and write ``y.at[i].set(...)`` for a number i that follows from the number of the step.  Then x
-is an array to be sliced, and y is made of what the loop stacks.  The derivative of such a loop is another one, which
-reads the cotangent of y by slices, and adds slices to the cotangent of x.  Both have one form here; what indexes in
-another way stays as it is written.
+is an array to be sliced, and y is made of what the loop stacks.  What it reads of y is a row that an earlier step wrote,
+such as ``y[i - 1]``: a carried value.  The derivative of such a loop is another one, which reads the cotangent of y by
+slices, and adds slices to the cotangent of x, or to that of y where the next steps read it.  Both have one form here;
+what indexes in another way stays as it is written.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
+from autopallas.compat import JaxprAtom, JaxprEqn, Literal, ShapedArray, Var
 from autopallas.graph import Body, Graph
 from autopallas.graph.array_slices import Place
 from autopallas.graph.indexed_arrays import READS, WRITES, Action, IndexedArrays, Plan, Steps
 from autopallas.graph.known_integers import Array, KnownIntegers
 from autopallas.graph.loop_slices import is_zero
+from autopallas.graph.tables import Table
 from autopallas.patterns.match import Mismatch
+from autopallas.patterns.recurrence.made_equations import MadeEquations
 from autopallas.patterns.recurrence.step import Scan, Step, Written, needed
 
 __all__ = ["by_slices", "without_counters"]
@@ -106,7 +109,7 @@ class _Loop:
         candidates = frozenset(i for i, v in enumerate(self.carries) if v.aval.shape and v not in other)
         arrays = frozenset(v for v in self.constants if v.aval.shape)
         for _ in range(_ROUNDS):
-            found = IndexedArrays(self.steps, candidates, arrays)
+            found = IndexedArrays(self.steps, candidates, arrays, late=self.scan.is_backward)
             plan = found.plan()
             try:
                 if found.refused:
@@ -131,10 +134,19 @@ class _Form:
         self.places: dict[Var, Place] = {}
         self.of_table: dict[Var, int] = {}
         """For slices of a carried array, which one."""
-        self.rows: dict[Var, JaxprAtom] = {}
-        """By the variable of a table, its slice in this step."""
         self.added: dict[int, list[tuple[Place, JaxprAtom]]] = {i: [] for i, _ in plan.sums}
         self.tables = dict(plan.tables)
+        self.made = MadeEquations(loop.graph, loop.scan, self.step, self.equations)
+        accesses: dict[int, list[tuple[Action, JaxprEqn]]] = {i: [] for i in self.tables}
+        for position, action in sorted(plan.actions.items()):
+            if action.carried in accesses:
+                accesses[action.carried].append((action, self.step.equations[position]))
+        self.rows = {i: self._carried(i, table, accesses[i]) for i, table in plan.tables}
+        """The rows of each table that the loop carries."""
+        self.own: dict[Var, list[JaxprAtom | None]] = {
+            loop.carries[i]: [None, *rows] for i, rows in self.rows.items()
+        }
+        """By the variable of a table, its rows in this step by their lags; None for one that was not read yet."""
         self.read: set[Var] = set()
         of_array = dict(zip(loop.constants, loop.of_constants, strict=True))
         known: dict[int, Var] = {}
@@ -163,38 +175,129 @@ class _Form:
         self.given.append(array)
         self.places[variable] = place
 
+    def _of_table(self, variable: Var, carried: int) -> None:
+        """Makes a variable the slice of a table to which each step comes."""
+        table = self.tables[carried]
+        self._slice(variable, self.loop.first[carried], table.place(table.summed))
+        self.of_table[variable] = carried
+
+    def _carried(self, carried: int, table: Table, accesses: Sequence[tuple[Action, JaxprEqn]]) -> list[Var]:
+        """Returns variables for the rows of a table that are carried from step to step, by their lags.
+
+        In a forward loop these are rows that are read later; in a reversed one, sums of what is added to rows until they
+        are read.  Each has the shape in which it is read, or in which it is added to.
+
+        Raises:
+          _Refused: an array's rows are neither.
+        """
+        if not table.depth:
+            return []
+        backward = self.loop.scan.is_backward
+        if (table.summed, table.last) != ((table.depth,) * 2 if backward else (0, 0)):
+            raise _Refused(carried)
+        of_lag: dict[int, JaxprAtom] = {}
+        of_read: Var | None = None
+        for action, equation in accesses:
+            for place, atom in action.slices:
+                if action.kind == "read" and not backward:
+                    of_lag.setdefault(table.lags[place], atom)
+                elif action.kind == "add" and backward:
+                    of_lag[table.lags[place]] = atom
+                elif action.kind == "read" and of_read is None and self._begins_with_zero(carried):
+                    of_read = equation.outvars[0]
+        found: dict[int, Var] = {}
+        lags = range(1, table.depth + 1) if backward else range(table.depth, 0, -1)
+        like: JaxprAtom | None = None
+        for lag in lags:
+            own = of_lag.get(lag - 1 if backward else lag)
+            like = own if own is not None else like
+            if like is None:
+                raise _Refused(carried)
+            if backward:
+                own = of_read if lag == table.depth and _alike(of_read, like) else None
+            found[lag] = own if isinstance(own, Var) else self.made.variable(like.aval)
+        variables = [found[lag] for lag in range(1, table.depth + 1)]
+        if not backward:
+            self.places.update((v, table.before(lag)) for lag, v in enumerate(variables, 1))
+            self.of_table.update(dict.fromkeys(variables, carried))
+        return variables
+
     def _act(self, action: Action, equation: JaxprEqn) -> None:
         """Follows what becomes of the slice of a carried array.
 
         Raises:
-          _Refused: it is looked at in several shapes, or added to.
+          _Refused: a literal is looked at in several shapes.
         """
         (result,), carried = equation.outvars, action.carried
         if carried in self.added:
             self.added[carried] += [(place, self._named(atom)) for place, atom in action.slices]
             return
-        row = self.rows.get(action.before)
-        if action.kind == "read" and row is None:
-            self._slice(result, self.loop.first[carried], self.tables[carried])
-            self.of_table[result] = carried
-            self.rows[action.before] = result
-        elif action.kind == "read":
-            assert row is not None
-            if row.aval.shape != result.aval.shape:
-                raise _Refused(carried)
-            self.names[result] = row
-        else:
-            ((_, atom), *more) = action.slices
-            if more or (action.kind == "add" and not self._is_zero(row)):
-                raise _Refused(carried)
-            self.rows[result] = self._named(atom)
+        table, rows = self.tables[carried], list(self.own[action.before])
+        for place, given in action.slices:
+            lag, atom = table.lags[place], self._named(given)
+            row = rows[lag]
+            if action.kind == "read":
+                self.own[action.before][lag] = self._row_read(row, result, carried, lag)
+                return
+            if action.kind == "add" and lag < table.summed:
+                atom = atom if row is None else self.made.sum(self._shaped(row, atom.aval.shape, carried), atom)
+            elif action.kind == "add" and not self._is_zero(row):
+                if row is None:
+                    row = self.own[action.before][lag] = self._at_first(carried, atom.aval)
+                atom = self.made.sum(self._shaped(row, atom.aval.shape, carried), atom)
+            rows[lag] = atom
+        self.own[result] = rows
+
+    def _row_read(self, row: JaxprAtom | None, result: Var, carried: int, lag: int) -> JaxprAtom:
+        """Returns the row that an equation reads, of which the result becomes the name."""
+        table = self.tables[carried]
+        if row is None:
+            self._of_table(result, carried)
+            return result
+        if row is result:
+            return row
+        if lag == table.summed and row in self.rows[carried] and lag:
+            if self._begins_with_zero(carried):
+                return self._shaped(row, result.aval.shape, carried, result)
+            self.made.sum(
+                self._shaped(row, result.aval.shape, carried), self._at_first(carried, result.aval), result
+            )
+            return result
+        self.names[result] = self._shaped(row, result.aval.shape, carried)
+        return row
+
+    def _at_first(self, carried: int, aval: ShapedArray) -> Var:
+        """Returns a variable for the slice of a table to which each step comes, as it was before the loop."""
+        found = self.made.variable(aval)
+        self._of_table(found, carried)
+        return found
+
+    def _begins_with_zero(self, carried: int) -> bool:
+        first = self.loop.first[carried]
+        return isinstance(first, Var) and is_zero(self.loop.graph, self.loop.outer[first])
+
+    def _shaped(
+        self, row: JaxprAtom, shape: Sequence[int], carried: int, result: Var | None = None
+    ) -> JaxprAtom:
+        """Returns a row in another shape; ``result`` is its variable, where there is one.
+
+        Raises:
+          _Refused: it is a literal.
+        """
+        if tuple(row.aval.shape) == tuple(shape):
+            if result is not None:
+                self.names[result] = row
+            return row
+        if not isinstance(row, Var):
+            raise _Refused(carried)
+        return self.made.reshaped(row, shape, result)
 
     def _is_zero(self, row: JaxprAtom | None) -> bool:
         if row is None:
             return False
         if isinstance(row, Literal):
             return not np.any(np.asarray(row.val))
-        return is_zero(self.loop.graph, self.step.numbers[row])
+        return is_zero(self.loop.graph, self.made.numbers[row])
 
     def scan(self) -> Scan:
         """Returns the loop, without the arrays that it made of slices.
@@ -207,48 +310,66 @@ class _Form:
         ends: list[Var] = list(scan.ends[scan.carried :])
         written: dict[int, tuple[Written, JaxprAtom, int]] = {}
         for i in (*self.tables, *self.added):
-            made = self.added[i] if i in self.added else [(self.tables[i], self._row(i))]
+            left: tuple[tuple[Var, Place], ...] = ()
+            if i in self.tables:
+                table = self.tables[i]
+                last = self._after(i)[table.last]
+                if last is None:
+                    raise _Refused(i)
+                made = [(table.place(table.last), last)]
+                left = tuple((v, table.after(lag)) for lag, v in enumerate(self.rows[i], 1) if lag <= table.last)
+            else:
+                made = self.added[i]
             if len(made) > 1 and not scan.is_backward:
                 raise _Refused(i)
             for place, atom in made:
-                written[len(results)] = Written(place, loop.first[i], i in self.added), atom, i
+                written[len(results)] = Written(place, loop.first[i], i in self.added, left), atom, i
                 results.append(atom)
                 ends.append(scan.ends[loop.places[i]])
         kept = [i for i in range(len(loop.carries)) if i not in self.tables and i not in self.added]
         after, carries = [after[i] for i in kept], [loop.carries[i] for i in kept]
+        first, last_of_kept = [loop.first[i] for i in kept], [scan.ends[loop.places[i]] for i in kept]
+        zeros: set[Var] = set()
+        for i, rows in self.rows.items():
+            for lag, row in enumerate(rows, 1):
+                own = self._after(i)[lag - 1]
+                if own is None:
+                    raise _Refused(i)
+                after.append(self._shaped(own, row.aval.shape, i))
+                carries.append(row)
+                first.append(loop.first[i])
+                last_of_kept.append(Var(row.aval))
+                if scan.is_backward:
+                    zeros.add(row)
         equations = needed(self.equations, [*after, *results])
         inner = _variables(a for e in equations for a in e.invars) | _variables((*after, *results))
         constants = [i for i, v in enumerate(loop.constants) if v in inner or v not in self.read]
-        of_written = {i: len(kept) + place for place, (_, _, i) in written.items()}
-        own = [loop.constants[i] for i in constants]
+        of_written = {i: len(carries) + place for place, (_, _, i) in written.items()}
+        own_constants = [loop.constants[i] for i in constants]
         slices = [*step.slices, *self.slices]
         return replace(
             scan,
-            constants=own,
+            constants=own_constants,
             carries=carries,
             slices=slices,
-            given=[
-                *(loop.of_constants[i] for i in constants),
-                *(loop.first[i] for i in kept),
-                *loop.of_slices,
-                *self.given,
-            ],
-            ends=[*(scan.ends[loop.places[i]] for i in kept), *ends],
+            given=[*(loop.of_constants[i] for i in constants), *first, *loop.of_slices, *self.given],
+            ends=[*last_of_kept, *ends],
             places=self.places,
             unchanged=loop.unchanged,
             tables={v: of_written[i] for v, i in self.of_table.items()},
-            written={len(kept) + place: own for place, (own, _, _) in written.items()},
+            written={len(carries) + place: own for place, (own, _, _) in written.items()},
+            zeros=frozenset(zeros),
             step=Step(
-                own, carries, slices, equations, after, results, step.numbers,
-                frozenset(v for v in own if is_zero(loop.graph, step.numbers[v])),
+                own_constants, carries, slices, equations, after, results, self.made.numbers,
+                frozenset(v for v in own_constants if is_zero(loop.graph, step.numbers[v])),
             ),
         )  # fmt: skip
 
-    def _row(self, table: int) -> JaxprAtom:
-        """Returns the slice of a table after the step."""
+    def _after(self, table: int) -> list[JaxprAtom | None]:
+        """Returns the rows of a table after the step."""
         variable = self.loop.after[table]
         assert isinstance(variable, Var)
-        return self.rows[variable]
+        return self.own[variable]
 
 
 def without_counters(scan: Scan, step: Step, wanted: Sequence[int]) -> tuple[Scan, Step, list[int]]:
@@ -279,6 +400,10 @@ def without_counters(scan: Scan, step: Step, wanted: Sequence[int]) -> tuple[Sca
 
 def _variables(atoms: Iterable[JaxprAtom]) -> set[Var]:
     return {atom for atom in atoms if isinstance(atom, Var)}
+
+
+def _alike(first: JaxprAtom | None, second: JaxprAtom) -> bool:
+    return first is not None and first.aval.shape == second.aval.shape and first.aval.dtype == second.aval.dtype
 
 
 def _moves(place: Place) -> bool:

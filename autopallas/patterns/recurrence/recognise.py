@@ -283,7 +283,7 @@ class _Finder:
           Mismatch: there is none.
         """
         scan = candidate.scan
-        numbers = [self.graph.numbers[scan.outer][v] for v in scan.ends]
+        numbers = scan.end_numbers(self.graph)
         if self.read.isdisjoint(numbers):
             raise Mismatch("nothing needs its results", advice=LOOP_GRADIENT)
         given = {self.graph.numbers[scan.outer][a] for a in scan.equation.invars if isinstance(a, Var)}

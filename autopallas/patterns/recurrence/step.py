@@ -27,11 +27,13 @@ class Written:
       place: where each step writes.
       first: the array before the loop, in the body around it.
       adds: whether slices are added to it, rather than put into it.
+      left: sums that the loop carries, and that are added to it at the end: (the carried variable, where).
     """
 
     place: Place
     first: JaxprAtom
     adds: bool
+    left: tuple[tuple[Var, Place], ...] = ()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -46,9 +48,12 @@ class Scan:
       constants, carries, slices: the inputs of a step.
       given: for each of these, in this order, what the loop is given, in the body around it.
       ends: what the loop gives, there: the carried values at the end, and then what it stacks, or arrays made of that.
-      places: where the slices lie that are not the first array's in the order of the steps.
-      tables: for slices of an array that steps write too, its place among ``ends``.
+        The program has no variable for rows of an array that are carried.
+      places: where the slices lie that are not the first array's in the order of the steps; for carried rows of an array,
+        where each lies before the first step.
+      tables: for slices and carried rows of an array that steps write too, its place among ``ends``.
       written: the arrays that are made of what the loop stacks, by their places among ``ends``.
+      zeros: carried values that are zero before the first step, whatever ``given`` says.
       unchanged: what the loop gives as it was given it: what it gives, and what it is given.
       step: its step, where that is known already.
     """
@@ -66,6 +71,7 @@ class Scan:
     places: Mapping[Var, Place] = field(default_factory=dict)
     tables: Mapping[Var, int] = field(default_factory=dict)
     written: Mapping[int, Written] = field(default_factory=dict)
+    zeros: frozenset[Var] = frozenset()
     unchanged: Sequence[tuple[Var, JaxprAtom]] = ()
     step: Step | None = None
 
@@ -100,6 +106,11 @@ class Scan:
     @property
     def carried(self) -> int:
         return len(self.carries)
+
+    def end_numbers(self, graph: Graph) -> list[int]:
+        """Returns the numbers of what the loop gives; -1 for what the program has no variable for."""
+        numbers = graph.numbers[self.outer]
+        return [numbers.get(v, -1) for v in self.ends]
 
     def numbers(self, graph: Graph) -> Mapping[Var, int]:
         """Returns the numbers of a step's variables."""

@@ -76,7 +76,7 @@ class Pair:
       lead: from the values whose cotangents the reversed loop sums to the loop's constants.
       sources, first, slices: the number of the cotangent, by source, and by the places of carried values and slices.
       arrays: that of an array of which the loop reads slices elsewhere, by its number.
-      before: that of the array into which the loop's result is written, None where it is not asked for.
+      before: that of an array into which the loop writes, by the array's place among what the loop gives.
     """
 
     backward: Scan
@@ -86,7 +86,7 @@ class Pair:
     first: dict[int, int] = field(default_factory=dict)
     slices: dict[int, int] = field(default_factory=dict)
     arrays: dict[int, int] = field(default_factory=dict)
-    before: int | None = None
+    before: dict[int, int] = field(default_factory=dict)
 
 
 def program_key(
@@ -138,12 +138,14 @@ class _Reversed:
         self.inputs = [inner[v] for v in (*scan.carries, *scan.slices)]
         self.starts = [number(outer, a) for a in scan.given[len(scan.constants) :]]
         self.after = [number(inner, a) for a in scan.outputs]
-        self.ends = [outer[v] for v in scan.ends]
+        self.ends = scan.end_numbers(graph)
         self.unchanged = [(outer[end], number(outer, start)) for end, start in scan.unchanged]
         self.befores = {i: number(outer, own.first) for i, own in scan.written.items()}
 
     def begins_with_zero(self, place: int) -> bool:
         """Returns whether a carried value is zero at the start."""
+        if self.scan.carries[place] in self.scan.zeros:
+            return True
         start = self.starts[place]
         return start is not None and is_zero(self.graph, start)
 
@@ -295,14 +297,20 @@ class Pairing:
         loop = _Reversed(self.graph, backward)
         derivative = self._cotangents(scan, step, backward, guess, lead)
         for place, own in guess.carries:
-            closes = loop.after[own] is not None and derivative.number(step.carries[place]) == loop.after[own]
-            if not closes or not (place == result or loop.begins_with_zero(own)):
+            if not self._closes(derivative, step.carries[place], loop.after[own]) or not (place == result or loop.begins_with_zero(own)):
                 return None, False
         of_result = dict(guess.carries).get(result) if guess.result is None else loop.place_of(guess.result)
         cotangent = None if of_result is None else loop.starts[of_result]
         if cotangent is None:
             return None, False
         return self._explained(Pair(backward, cotangent, lead), loop, guess, alive, scan, step, derivative, result)
+
+    def _closes(self, derivative: _Derivative, carry: Var, after: int | None) -> bool:
+        """Returns whether the cotangent of a carried value is what the reversed loop carries on, whatever the order of
+        additions."""
+        if after is None:
+            return False
+        return derivative.number(carry) == after or derivative.terms(carry) == _terms(self.graph, after)
 
     def _explained(
         self,
@@ -331,10 +339,11 @@ class Pairing:
             elif i in loop.scan.written:
                 slices_added = loop.slices_added(end)
                 array = next((n for n, own in arrays.items() if own == slices_added), None)
+                into = [o for o in scan.written if self._is_before(loop, i, scan, o, result, pair, derivative, places)]
                 if array is not None:
                     pair.arrays[array] = end
-                elif pair.before is None and self._is_before(loop, i, scan, result, pair, derivative):
-                    pair.before = end
+                elif into:
+                    pair.before[into[0]] = end
                 else:
                     return None, False
             elif i < pair.backward.carried:
@@ -351,7 +360,7 @@ class Pairing:
                 return None, False
         if result in scan.written and scan.written[result].adds:  # the array before it has the result's cotangent
             ends = [end for end, start in loop.unchanged if start == pair.cotangent and end in alive]
-            pair.before = next(iter(ends), None)
+            pair.before.update((result, end) for end in ends[:1])
         return pair, complete
 
     def _of_arrays(self, scan: Scan, derivative: _Derivative) -> dict[int, Counter[tuple[Place, int]]]:
@@ -371,15 +380,37 @@ class Pairing:
                     found.setdefault(number, Counter()).update(own)
         return {number: own for number, own in found.items() if number not in unknown}
 
-    def _is_before(self, loop: _Reversed, i: int, scan: Scan, result: int, pair: Pair, derivative: _Derivative) -> bool:
-        """Returns whether a result of the reversed loop is the cotangent of the array into which the loop writes its
-        result: that of the result, with zeros, or the cotangents of the slices that the loop reads, in their places."""
-        own, forward, row = loop.scan.written[i], scan.written.get(result), loop.after[i]
-        if forward is None or own.adds or forward.adds or own.place != forward.place:
+    def _is_before(
+        self,
+        loop: _Reversed,
+        i: int,
+        scan: Scan,
+        into: int,
+        result: int,
+        pair: Pair,
+        derivative: _Derivative,
+        places: Mapping[int, int],
+    ) -> bool:
+        """Returns whether a result of the reversed loop is the cotangent of an array into which the loop writes: that of
+        what the loop made of it, with zeros, or the cotangents of the slices that the loop reads, in their places, and
+        those of the rows that it carries first added.  Of an array that is no result of the loop, it began with zeros."""
+        own, forward, row = loop.scan.written[i], scan.written[into], loop.after[i]
+        if into in pair.before or own.adds or forward.adds or own.place != forward.place:
             return False
-        if row is None or loop.befores[i] != pair.cotangent:
+        before = loop.befores[i]
+        if row is None or before is None:
             return False
-        read = [v for v, table in scan.tables.items() if table == result and v in derivative.cotangents]
+        if before != pair.cotangent if into == result else not is_zero(self.graph, before):
+            return False
+        rows = {(v, scan.places[v]) for v in scan.carries if scan.tables.get(v) == into}
+        carried = dict(zip(loop.scan.carries, range(loop.scan.carried), strict=True))
+        left = {(scan.carries[places[carried[v]]], place) for v, place in own.left if carried[v] in places}
+        if rows != left or len(left) < len(own.left):
+            return False
+        sliced = [v for v in scan.slices if scan.tables.get(v) == into]
+        read = [v for v in sliced if v in derivative.cotangents]
+        if len(read) > 1:
+            return False
         return derivative.number(read[0]) == row if read else is_zero(self.graph, row)
 
     def _cotangents(self, scan: Scan, step: Step, backward: Scan, guess: _Guess, lead: Lead) -> _Derivative:

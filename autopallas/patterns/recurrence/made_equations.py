@@ -1,0 +1,60 @@
+"""Equations that a loop's other form has and the program lacks: sums of two values, and values in another shape.
+
+Their results have numbers, so that derivatives of one loop are found in the other form of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from jax import lax
+
+from autopallas import compat, jaxprs
+from autopallas.compat import ArrayFunction, JaxprAtom, JaxprEqn, Literal, ShapedArray, Var
+from autopallas.graph import Graph
+from autopallas.patterns.recurrence.step import Scan, Step
+
+__all__ = ["MadeEquations"]
+
+
+class MadeEquations:
+    """Makes equations of a loop's other form.
+
+    Attributes:
+      numbers: of the step's variables, and of those that are made.
+    """
+
+    def __init__(self, graph: Graph, scan: Scan, step: Step, equations: list[JaxprEqn]):
+        self.graph, self.frame, self.equations = graph, graph.frames[scan.body], equations
+        self.numbers: dict[Var, int] = dict(step.numbers)
+
+    def variable(self, aval: ShapedArray) -> Var:
+        """Returns a variable for a value that the program lacks."""
+        found = Var(compat.array_type(aval.shape, aval.dtype, [aval], aval))
+        self.numbers[found] = self.graph.further(found.aval)
+        return found
+
+    def sum(self, first: JaxprAtom, second: JaxprAtom, result: Var | None = None) -> JaxprAtom:
+        """Appends the sum of two values as derivatives have it; ``result`` is its variable, where there is one."""
+        return self._made(lambda a, b: jax.vjp(lambda x: (x, x), a)[1]((a, b))[0], [first, second], result)
+
+    def reshaped(self, value: Var, shape: Sequence[int], result: Var | None = None) -> JaxprAtom:
+        """Appends a value in another shape; ``result`` is its variable, where there is one."""
+        return self._made(lambda x: lax.reshape(x, shape), [value], result)
+
+    def _made(self, function: ArrayFunction, atoms: Sequence[JaxprAtom], result: Var | None) -> JaxprAtom:
+        with compat.on_mesh_of([a.aval for a in atoms]):
+            program = compat.make_jaxpr(function, *(compat.typed_like(a.aval) for a in atoms))
+        (equation,) = jaxprs.open_jaxpr(program)[0].eqns
+        variable = result if result is not None else Var(equation.outvars[0].aval)
+        equation = equation.replace(invars=list(atoms), outvars=[variable])
+        self.equations.append(equation)
+        read = [self.graph.find_literal(a) if isinstance(a, Literal) else self.numbers[a] for a in atoms]
+        operands = [number for number in read if number is not None]
+        if len(operands) < len(read):  # a literal that the program lacks
+            self.numbers.setdefault(variable, self.graph.further(variable.aval))
+        else:
+            own = self.numbers.get(variable) if result is not None else None
+            self.numbers[variable] = self.graph.further_result(equation, operands, self.frame, own)
+        return variable
