@@ -12,7 +12,7 @@ from jax import lax
 
 from tests.recognition.recurrences import Found, Refused
 
-__all__ = ["FOUND", "REFUSED", "T", "filtered", "indexed", "state_space_loop"]
+__all__ = ["FOUND", "REFUSED", "P", "T", "filtered", "indexed", "state_space_loop"]
 
 T, N, P = 37, 8, 12
 """Steps, rows and columns of a state.  No chunk divides T."""
@@ -312,14 +312,92 @@ def mapped(gate: Array, k: Array, v: Array, q: Array) -> Array:
     return jax.vmap(filtered(indexed()))(gate, k, v, q)
 
 
+def states(
+    bounds: tuple[int, int] = (0, T),
+    of_step: Callable[[Array], tuple[Array, Array, Array]] = lambda i: (i, i, i + 1),
+    read: Callable[[Array, Array], Array] = lambda x, i: x[i],
+    write: Callable[[Array, Array, Array], Array] = lambda y, i, row: y.at[i].set(row),
+) -> Callable[..., Array]:
+    """A state space model that keeps all states in a buffer; ``of_step`` says which slices a step reads, and where in
+    the buffer it reads and writes."""
+
+    def run(gate: Array, k: Array, v: Array, q: Array, first: Array) -> Array:
+        def step(i: Array, carried: Any) -> Any:
+            s, y = carried
+            at, before, after = of_step(i)
+            state = updated(read(s, before).reshape(N, P), gate[at], k[at], v[at])
+            return write(s, after, state), y.at[at].set(q[at] @ state)
+
+        return lax.fori_loop(*bounds, step, (first, jnp.zeros((T, P))))[1]
+
+    return run
+
+
+@found(gate, k, v, q)
+def states_in_a_buffer(gate: Array, k: Array, v: Array, q: Array) -> Array:
+    """With one row more than there are steps."""
+    return states()(gate, k, v, q, jnp.zeros((T + 1, N, P)))
+
+
+@found(gate, k, v, q, normal(T + 1, N, P))
+def states_in_a_buffer_that_is_given(gate: Array, k: Array, v: Array, q: Array, first: Array) -> Array:
+    return states()(gate, k, v, q, first)
+
+
+@found(gate, k, v, q, normal(T, N, P))
+def states_of_which_the_last_comes_first(gate: Array, k: Array, v: Array, q: Array, first: Array) -> Array:
+    """``s[i - 1]`` is the last row of the buffer in the first step, before that is written."""
+    of_step = lambda i: (i, i - 1, i)  # noqa: E731
+    return states((0, T), of_step)(gate, k, v, q, first)
+
+
+@found(gate, k, v, q)
+def states_from_the_last_to_the_first(gate: Array, k: Array, v: Array, q: Array) -> Array:
+    of_step = lambda i: (T - 1 - i, T - i, T - 1 - i)  # noqa: E731
+    return states((0, T), of_step)(gate, k, v, q, jnp.zeros((T + 1, N, P)).at[T].set(v[0]))
+
+
+@found(gate, k, v, q)
+def states_by_dynamic_slices(gate: Array, k: Array, v: Array, q: Array) -> Array:
+    read = lambda x, i: lax.dynamic_slice(x, (i, 0, 0), (1, *x.shape[1:]))  # noqa: E731
+    write = lambda y, i, row: lax.dynamic_update_slice(y, row[None], (i, 0, 0))  # noqa: E731
+    return states(read=read, write=write)(gate, k, v, q, jnp.zeros((T + 1, N, P)))
+
+
+@found(gate, k.T, v.T, q.T)
+def states_along_another_axis(gate: Array, k: Array, v: Array, q: Array) -> Array:
+    read = lambda x, i: x[:, i]  # noqa: E731
+    write = lambda y, i, row: y.at[:, i].set(row)  # noqa: E731
+    return states(read=read, write=write)(gate, k.T, v.T, q.T, jnp.zeros((N, T + 1, P)))
+
+
+@found(gate, k, v, q)
+def states_that_are_read_twice(gate: Array, k: Array, v: Array, q: Array) -> Array:
+    """Each reading adds to the whole of the cotangent on its own."""
+
+    def step(i: Array, carried: Any) -> Any:
+        s, y = carried
+        state = updated(s[i], gate[i], k[i], v[i]) + 0.1 * s[i]
+        return s.at[i + 1].set(state), y.at[i].set(q[i] @ state)
+
+    return lax.fori_loop(0, T, step, (jnp.zeros((T + 1, N, P)), jnp.zeros((T, P))))[1]
+
+
+@refused(gate, k, v, q, reason="depends on each other")
+def two_states_before(gate: Array, k: Array, v: Array, q: Array) -> Array:
+    """What a step reads of two steps before it is a state that another one computes."""
+
+    def step(i: Array, carried: Any) -> Any:
+        s, y = carried
+        state = updated(s[i + 1], gate[i], k[i], v[i]) - 0.2 * s[i]
+        return s.at[i + 2].set(state), y.at[i].set(q[i] @ state)
+
+    return lax.fori_loop(0, T, step, (jnp.zeros((T + 2, N, P)), jnp.zeros((T, P))))[1]
+
+
 @refused(gate, k, v, q, reason="not written by whole rows")
-def the_row_that_was_written_before(gate: Array, k: Array, v: Array, q: Array) -> Array:
-    """A filter through its own results."""
-
-    def step(i: Array, y: Array) -> Array:
-        return y.at[i].set(jax.nn.sigmoid(gate[i]) * y[i - 1] + v[i])
-
-    return lax.fori_loop(1, T, step, jnp.zeros((T, P)).at[0].set(v[0]))
+def the_state_of_half_the_steps(gate: Array, k: Array, v: Array, q: Array) -> Array:
+    return states(of_step=lambda i: (i, i // 2, i + 1))(gate, k, v, q, jnp.zeros((T + 1, N, P)))
 
 
 @refused(gate, k, v, q, reason="not written by whole rows")

@@ -8,7 +8,7 @@ from support.compare import compare, optimized_like_a_user, with_gradients
 
 import autopallas
 from autopallas.graph import flatten
-from tests.recognition.indexed_recurrences import FOUND, REFUSED, state_space_loop
+from tests.recognition.indexed_recurrences import FOUND, REFUSED, P, T, state_space_loop
 
 ONLY = {"ops": ("recurrence",)}
 LOOPS = {"scan", "while"}
@@ -61,6 +61,25 @@ def test_where_a_recurrence_is_kept_its_indexing_backward_is_respelt():
     arguments = jax.numpy.full(32, 0.9), jax.numpy.ones((512, 32))
     sites = autopallas.explain(step, *arguments).sites
     assert [(site.op, site.verdict) for site in sites] == [("recurrence", "kept"), ("respelling", "applied")]
+
+
+@pytest.mark.parametrize("reversed_too", [False, True])
+def test_a_filter_through_its_own_results_is_a_recurrence(reversed_too):
+    """``y.at[i].set(a[i] * y[i - 1] + x[i])``, and returns: ``y.at[i].set(a[i] * y[i + 1] + x[i])`` from the last."""
+
+    def run(gate, x):
+        def step(n, y):
+            i, before = (T - 1 - n, T - n) if reversed_too else (n + 1, n)
+            return y.at[i].set(jax.nn.sigmoid(gate[i]) * y[before] + x[i])
+
+        first = jax.numpy.zeros((T + 1, P)).at[T if reversed_too else 0].set(x[0])
+        return jax.lax.fori_loop(0, T, step, first)
+
+    arguments = jax.random.normal(jax.random.key(0), (T + 1,)), jax.random.normal(jax.random.key(1), (T + 1, P))
+    for function, direction in ((run, "forward"), (with_gradients(run, arguments), "forward+backward")):
+        outcome = compare(function, arguments, gradients=function is run, **ONLY)
+        assert outcome.complaints == []
+        assert [(site.direction, site.verdict) for site in outcome.report.sites] == [(direction, "kept")]
 
 
 def test_a_recurrence_that_is_applied_goes_before_a_respelling_of_its_backward():
