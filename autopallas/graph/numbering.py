@@ -205,15 +205,15 @@ class Graph:
           frame: that of the loop's body.
           number: of the result, where the program computes it in another way.
         """
-        found = self.find(equation, operands, frame)
-        if found is not None:
-            return found[0]
         if number is None:
+            found = self.find(equation, operands, frame)
+            if found is not None:
+                return found[0]
             number = self.further(equation.outvars[0].aval)
             self.definitions[number] = Node(equation, tuple(operands), (number,), self.root)
         key = self.key(equation, operands, frame)
-        if key is not None and not self.furthers.isdisjoint(operands):  # of the program's values, it is no value to find
-            self._table.setdefault(key, (number,))
+        if key is not None and not self.furthers.isdisjoint(operands):  # others would take it for one that is computed
+            self._table[key] = (number,)
         return number
 
     def name(self, number: int) -> str | None:

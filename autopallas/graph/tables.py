@@ -1,9 +1,9 @@
 """Tells how the steps of a loop come to the slices of an array that they read and write, one after the other.
 
-The slices, or rows, have numbers in the order in which steps come to them: step t comes to row t first, and may read and
-write the rows t, t - 1, ..., t - depth, which have the *lags* 0, 1, ..., depth in that step.  The rows -depth, ..., -1 are
-those of which the first steps read what was there before the loop.  ``y.at[i].set(a * y[i - 1] + x[i])`` writes with lag
-0 and reads with lag 1.  Its derivative reads, and sets to zero, the row at which it began to add one step before.
+The slices, or rows, have numbers in the order in which steps come to them: step t comes to row t first, and may read
+and write the rows t, t - 1, ..., t - depth, which have the *lags* 0, 1, ..., depth in that step.  The first steps read
+of the rows -depth, ..., -1 what was there before the loop.  ``y.at[i].set(a * y[i - 1] + x[i])`` writes with lag 0 and
+reads with lag 1.  Its derivative reads, and sets to zero, the row to which the step before it added.
 """
 
 from __future__ import annotations
@@ -77,9 +77,7 @@ class Table:
         return Place(self.axis, (self.positions[self.depth + self.length - lag],))
 
 
-def table_of(
-    accesses: Sequence[Access], length: int, reverse: bool, in_turn: bool, late: bool = True
-) -> Table | None:
+def table_of(accesses: Sequence[Access], length: int, reverse: bool, in_turn: bool, late: bool = True) -> Table | None:
     """Returns how steps come to the rows of an array, or None where an array is no table.
 
     Args:
@@ -147,9 +145,7 @@ def _is_sound(table: Table, rows: np.ndarray, accesses: Sequence[Access], in_tur
             return False
         whole = _times(table, accesses, kept)
         written = [*(time for time in whole if time.writes), *_times(table, accesses, added)]
-        if not _precede(_times(table, accesses, read), written) or not _precede(
-            whole, _times(table, accesses, added)
-        ):
+        if not _precede(_times(table, accesses, read), written) or not _precede(whole, _times(table, accesses, added)):
             return False
     return True
 

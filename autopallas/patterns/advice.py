@@ -173,9 +173,9 @@ STATE = (
     "decay that does not read the state and is the same along its columns."
 )
 READOUT = "Read the state by one sum over all its rows, query @ state, and compute the rest from the result."
-WHOLE_ROWS = (
-    "Write one whole row in each step, at a position that follows from the number of the step alone, and read no row "
-    "that another step writes: results = results.at[i].set(row)."
+OWN_ROWS = (
+    "Write one whole row in each step, at a position that follows from the number of the step alone, and read of those "
+    "that other steps write the ones before it, at a fixed distance: y = y.at[i].set(a * y[i - 1] + x[i])."
 )
 COUNTED = "Let the loop run a known number of times: jax.lax.scan, or jax.lax.fori_loop with Python numbers as bounds."
 STEP_ALONE = "Keep in the loop what depends on the state, and compute everything else before it, for all steps at once."

@@ -64,6 +64,7 @@ def _counted(w: Writer, at: str, steps: int, start: str, each: str, step: list[s
     c = w.choices
     _define(w, "first_output(s)", [f"kt, vt, qt, at = (x[0] for x in ({each}))", *step, "return y"])
     out = w.set("out", f"jax.eval_shape(first_output, {start})")
+    lagged = c.chance(f"{at}.lagged", 0.3)
     where = c.pick(f"{at}.where", ["i", f"{steps - 1} - i", f"i - {steps}"], 0.3)
     reads = {
         "itself": "x[j]", "index": "lax.dynamic_index_in_dim(x, j, 0, False)", "before": "x[j - 1]",
@@ -86,6 +87,14 @@ def _counted(w: Writer, at: str, steps: int, start: str, each: str, step: list[s
     first = f"({start}, ({buffer}(({length}, *{out}.shape))).astype({out}.dtype))"
     last, ys = w.fresh("last"), w.fresh("ys")
     bounds = c.pick(f"{at}.bounds", [f"0, {steps}", f"1, {steps}", f"0, {steps - 1}"], 0.2)
+    if lagged:  # the states are kept in a buffer, of which the one before is read
+        w.features.add("recurrence: lagged")
+        rows = w.set("rows", f"jnp.broadcast_to({start}, ({length}, *{start}.shape)) * 1")
+        reads = [f"j = {where}", "s = rows[j - 1]", f"kt, vt, qt, at = ({reads[read]} for x in ({each}))", *step]
+        keep = c.pick(f"{at}.keep", ["rows.at[j].set(s)", "rows.at[j].add(s - rows[j])"], 0.2)
+        _define(w, "step(i, c)", ["rows, ys = c", *reads, f"return {keep}, {writes[write]}"])
+        w.line(f"{last}, {ys} = lax.fori_loop({bounds}, step, {first.replace(start, rows, 1)})")
+        return ys, f"{last}[-1]"
     if c.chance(f"{at}.numbers", 0.3):
         w.features.add("recurrence: numbers")
         _define(w, "step(c, i)", ["s, ys = c", *lines, f"return (s, {writes[write]}), None"])

@@ -118,6 +118,8 @@ def _indexed_loop(w: Writer, at: str, size: dict[str, int], x: str, ids: str) ->
     forms = [f"0.9 * h + {here}", f"jnp.tanh(h) + {here} * 0.1 * {there}", f"{here} * jnp.tanh(h + {there})"]
     step = c.pick(f"{at}.step", forms, 0.6)
     first = f"jnp.zeros_like({x}[:, 0])"
+    if c.chance(f"{at}.lagged", 0.4):
+        return _lagged_loop(w, at, x, count)
     if c.chance(f"{at}.writes", 0.5):
         place = c.pick(f"{at}.written", ["i", f"{count} - 1 - i", "i // 2"], 0.3)
         w.features.add("indexed loop, written")
@@ -130,6 +132,23 @@ def _indexed_loop(w: Writer, at: str, size: dict[str, int], x: str, ids: str) ->
     return (
         f"jnp.moveaxis(lax.scan(lambda h, i: ({step},) * 2, {first}, jnp.arange({count}), reverse={reverse})[1], 0, 1)"
     )
+
+
+def _lagged_loop(w: Writer, at: str, x: str, count: str) -> str:
+    """A loop that reads of what it writes the slices of a few steps before, or others."""
+    c = w.choices
+    before = ["y[:, i - 1]", "y[:, i - 2]", "y[:, jnp.maximum(i - 1, 0)]", "y[:, i - 9]", "y[:, i // 2]", "y[:, 0]"]
+    one, two = (c.pick(f"{at}.before {n}", before, 0.5) for n in range(2))
+    step = c.pick(f"{at}.lagged step", [f"0.9 * {one}", f"jnp.tanh({one}) * {two}", f"{one} - 0.3 * {two}"], 0.6)
+    bounds = c.pick(f"{at}.lagged bounds", ["1, {}", "0, {}", "2, {}", "1, {} - 1"], 0.5).format(count)
+    write = c.pick(f"{at}.lagged write", ["set({})", "add({})", "set({}).at[:, i].multiply(0.5)"], 0.3)
+    start = c.pick(f"{at}.lagged start", [x, f"jnp.zeros_like({x})"], 0.3)
+    w.features.add("indexed loop, lagged")
+    row = f"({step} + {x}[:, i]).astype({x}.dtype)"
+    if c.chance(f"{at}.lagged reverse", 0.3):
+        body = f"(lambda i, y: y.at[:, i].{write.format(row)})({count} - 1 - n, y)".replace("i - ", "i + ")
+        return f"lax.fori_loop({bounds}, lambda n, y: {body}, {start})"
+    return f"lax.fori_loop({bounds}, lambda i, y: y.at[:, i].{write.format(row)}, {start})"
 
 
 def _associative_scan(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:

@@ -79,6 +79,12 @@ def test_every_shared_advice_is_given_somewhere():
     assert names - read == set()
 
 
+def test_a_shared_advice_has_a_name_of_its_own():
+    tree = ast.parse(Path(constants.__file__).read_text())
+    names = [target.id for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+    assert len(names) == len(set(names))
+
+
 # --- The advice in a report ------------------------------------------------------------------------------------------
 
 T, D, E = 6, 4, 3

@@ -2,8 +2,8 @@
 
 Under ``jax.grad`` a loop that reads ``x[i]`` adds to the whole of x's gradient in each step, zero but for one slice, so
 that T steps cost T arrays of T slices.  Here each step gives its slice alone, and the arrays are put together after the
-loop.  What a loop writes at its own step, and reads there or a few steps later, goes the same way: the slices that later
-steps read are what the loop carries instead of the array.  Which arrays these are, and where their slices lie, is told by
+loop.  What a loop writes at its own step, and reads there or a few steps later, goes the same way: the loop carries the
+slices that later steps read in place of the array.  Which arrays these are, and where their slices lie, is told by
 :mod:`autopallas.graph.indexed_arrays`; any other array stays what the loop carries.
 """
 
@@ -151,7 +151,8 @@ def _before(first: jax.Array, table: Table) -> list[jax.Array]:
 
 
 def _at_hand(new: jax.Array, carried: Sequence[jax.Array], table: Table) -> list[jax.Array]:
-    """Returns the rows of a step with the lags 0, 1, ...; ``new`` is that of the array with the lag ``table.summed``."""
+    """Returns the rows of a step with the lags 0, 1, ...; ``new`` is the one with the lag ``table.summed``, as the
+    array had it before the loop."""
     rows = [jnp.zeros_like(new), *carried]
     rows[table.summed] = rows[table.summed] + new if table.summed else new
     return rows
@@ -229,7 +230,8 @@ class _Step:
             if action.kind == "read":
                 self.values[result] = rows[lag].reshape(result.aval.shape)
                 return
-            row = lax.convert_element_type(with_axis(self.value(atom), action.before.aval.shape, place), rows[lag].dtype)
+            row = with_axis(self.value(atom), action.before.aval.shape, place)
+            row = lax.convert_element_type(row, rows[lag].dtype)
             rows[lag] = row if action.kind == "set" else rows[lag] + row
         self.own[result] = rows
 

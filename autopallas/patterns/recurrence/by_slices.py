@@ -1,10 +1,10 @@
 """Loops that index arrays, in the form of loops that are given slices and give slices.
 
 A loop may read ``x[i]`` and write ``y.at[i].set(...)`` for a number i that follows from the number of the step.  Then x
-is an array to be sliced, and y is made of what the loop stacks.  What it reads of y is a row that an earlier step wrote,
-such as ``y[i - 1]``: a carried value.  The derivative of such a loop is another one, which reads the cotangent of y by
-slices, and adds slices to the cotangent of x, or to that of y where the next steps read it.  Both have one form here;
-what indexes in another way stays as it is written.
+is an array to be sliced, and y is made of what the loop stacks.  What it reads of y, such as ``y[i - 1]``, is a row
+that an earlier step wrote: a carried value.  The derivative of such a loop is another one, which reads the cotangent of
+y by slices, and adds slices to the cotangent of x, or to that of y where the next steps read it.  Both have one form
+here; what indexes in another way stays as it is written.
 """
 
 from __future__ import annotations
@@ -143,9 +143,7 @@ class _Form:
                 accesses[action.carried].append((action, self.step.equations[position]))
         self.rows = {i: self._carried(i, table, accesses[i]) for i, table in plan.tables}
         """The rows of each table that the loop carries."""
-        self.own: dict[Var, list[JaxprAtom | None]] = {
-            loop.carries[i]: [None, *rows] for i, rows in self.rows.items()
-        }
+        self.own: dict[Var, list[JaxprAtom | None]] = {loop.carries[i]: [None, *rows] for i, rows in self.rows.items()}
         """By the variable of a table, its rows in this step by their lags; None for one that was not read yet."""
         self.read: set[Var] = set()
         of_array = dict(zip(loop.constants, loop.of_constants, strict=True))
@@ -175,17 +173,11 @@ class _Form:
         self.given.append(array)
         self.places[variable] = place
 
-    def _of_table(self, variable: Var, carried: int) -> None:
-        """Makes a variable the slice of a table to which each step comes."""
-        table = self.tables[carried]
-        self._slice(variable, self.loop.first[carried], table.place(table.summed))
-        self.of_table[variable] = carried
-
     def _carried(self, carried: int, table: Table, accesses: Sequence[tuple[Action, JaxprEqn]]) -> list[Var]:
         """Returns variables for the rows of a table that are carried from step to step, by their lags.
 
-        In a forward loop these are rows that are read later; in a reversed one, sums of what is added to rows until they
-        are read.  Each has the shape in which it is read, or in which it is added to.
+        In a forward loop these are rows that are read later; in a reversed one, sums of what is added to rows until
+        they are read.  Each has the shape in which it is read, or in which it is added to.
 
         Raises:
           _Refused: an array's rows are neither.
@@ -239,46 +231,51 @@ class _Form:
             if action.kind == "read":
                 self.own[action.before][lag] = self._row_read(row, result, carried, lag)
                 return
-            if action.kind == "add" and lag < table.summed:
-                atom = atom if row is None else self.made.sum(self._shaped(row, atom.aval.shape, carried), atom)
-            elif action.kind == "add" and not self._is_zero(row):
-                if row is None:
-                    row = self.own[action.before][lag] = self._at_first(carried, atom.aval)
-                atom = self.made.sum(self._shaped(row, atom.aval.shape, carried), atom)
+            if action.kind == "add":
+                if self._is_new(row, carried, lag):
+                    row = self.own[action.before][lag] = self._begun(row, carried, atom.aval)
+                if row is not None and not self._is_zero(row):
+                    atom = self.made.sum(self._shaped(row, atom.aval.shape, carried), atom)
             rows[lag] = atom
         self.own[result] = rows
 
-    def _row_read(self, row: JaxprAtom | None, result: Var, carried: int, lag: int) -> JaxprAtom:
-        """Returns the row that an equation reads, of which the result becomes the name."""
-        table = self.tables[carried]
-        if row is None:
-            self._of_table(result, carried)
-            return result
-        if row is result:
-            return row
-        if lag == table.summed and row in self.rows[carried] and lag:
-            if self._begins_with_zero(carried):
-                return self._shaped(row, result.aval.shape, carried, result)
-            self.made.sum(
-                self._shaped(row, result.aval.shape, carried), self._at_first(carried, result.aval), result
-            )
-            return result
-        self.names[result] = self._shaped(row, result.aval.shape, carried)
-        return row
+    def _is_new(self, row: JaxprAtom | None, carried: int, lag: int) -> bool:
+        """Returns whether a row lacks what was there before the loop."""
+        if lag != self.tables[carried].summed:
+            return False
+        return row is None or (lag > 0 and row is self.rows[carried][lag - 1])
 
-    def _at_first(self, carried: int, aval: ShapedArray) -> Var:
-        """Returns a variable for the slice of a table to which each step comes, as it was before the loop."""
-        found = self.made.variable(aval)
-        self._of_table(found, carried)
-        return found
+    def _begun(self, row: JaxprAtom | None, carried: int, aval: ShapedArray, result: Var | None = None) -> JaxprAtom:
+        """Returns a row to which a step comes, with what was there before the loop; ``result`` is its variable, where
+        there is one."""
+        if row is not None and self._begins_with_zero(carried):
+            return self._shaped(row, aval.shape, carried, result)
+        first = result if row is None and result is not None else self.made.variable(aval)
+        self._slice(first, self.loop.first[carried], self.tables[carried].place(self.tables[carried].summed))
+        self.of_table[first] = carried
+        return first if row is None else self.made.sum(self._shaped(row, aval.shape, carried), first, result)
+
+    def _row_read(self, row: JaxprAtom | None, result: Var, carried: int, lag: int) -> JaxprAtom:
+        """Returns the row that an equation reads, of which the result becomes the name.
+
+        Raises:
+          _Refused: no step writes it, nor is it there before the loop.
+        """
+        if row is result:
+            return result
+        if self._is_new(row, carried, lag):
+            return self._begun(row, carried, result.aval, result)
+        if row is None:
+            raise _Refused(carried)
+        self.names[result] = self._shaped(row, result.aval.shape, carried)
+        self.made.found(self.names[result], self.step.numbers[result])
+        return row
 
     def _begins_with_zero(self, carried: int) -> bool:
         first = self.loop.first[carried]
         return isinstance(first, Var) and is_zero(self.loop.graph, self.loop.outer[first])
 
-    def _shaped(
-        self, row: JaxprAtom, shape: Sequence[int], carried: int, result: Var | None = None
-    ) -> JaxprAtom:
+    def _shaped(self, row: JaxprAtom, shape: Sequence[int], carried: int, result: Var | None = None) -> JaxprAtom:
         """Returns a row in another shape; ``result`` is its variable, where there is one.
 
         Raises:
@@ -292,9 +289,7 @@ class _Form:
             raise _Refused(carried)
         return self.made.reshaped(row, shape, result)
 
-    def _is_zero(self, row: JaxprAtom | None) -> bool:
-        if row is None:
-            return False
+    def _is_zero(self, row: JaxprAtom) -> bool:
         if isinstance(row, Literal):
             return not np.any(np.asarray(row.val))
         return is_zero(self.loop.graph, self.made.numbers[row])

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from autopallas.compat import JaxprAtom, Var
 from autopallas.graph.indexed_arrays import WRITES
 from autopallas.kernels.recurrence.structure import Correction, Factor, Known, Labels, MatrixState, Readout, Term
-from autopallas.patterns.advice import READOUT, STATE, WHOLE_ROWS
+from autopallas.patterns.advice import OWN_ROWS, READOUT, STATE
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.recurrence.interpret import Interpretation, Opaque
 from autopallas.patterns.recurrence.step import Step
@@ -63,7 +63,7 @@ def carries_of(step: Step) -> Carries:
             left.remove(value.carry)
         states = [p for p in left if not depends[p] & ~solved & ~(1 << p)]
         if not states and any(_is_written(step, place) for place in nonlinear):
-            raise Mismatch(_INDEXED, advice=WHOLE_ROWS)
+            raise Mismatch(_INDEXED, advice=OWN_ROWS)
         if not states:
             raise Mismatch(
                 "; ".join(dict.fromkeys(reasons.values())) or "what it carries depends on each other", advice=STATE
@@ -76,7 +76,7 @@ def carries_of(step: Step) -> Carries:
         nonlinear.update(opaque)
     waiting = [place for place in left if place not in states]
     if any(_is_written(step, place) for place in waiting):
-        raise Mismatch(_INDEXED, advice=WHOLE_ROWS)
+        raise Mismatch(_INDEXED, advice=OWN_ROWS)
     if waiting:
         raise Mismatch("a carried value is computed from another one that depends on itself", advice=STATE)
     for place in states:
@@ -84,7 +84,10 @@ def carries_of(step: Step) -> Carries:
     return Carries(states, known, last, found, reasons)
 
 
-_INDEXED = "an array that it carries is not written by whole rows, in each step its own that no other step reads"
+_INDEXED = (
+    "an array that it carries is not written by whole rows, in each step its own, which others read a fixed number of "
+    "steps later or not at all"
+)
 
 
 def _is_written(step: Step, place: int) -> bool:

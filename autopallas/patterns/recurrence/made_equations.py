@@ -28,6 +28,8 @@ class MadeEquations:
     def __init__(self, graph: Graph, scan: Scan, step: Step, equations: list[JaxprEqn]):
         self.graph, self.frame, self.equations = graph, graph.frames[scan.body], equations
         self.numbers: dict[Var, int] = dict(step.numbers)
+        self._made_of: dict[Var, tuple[JaxprEqn, list[int]]] = {}
+        """By the variables that were made, the equations and the numbers of their operands."""
 
     def variable(self, aval: ShapedArray) -> Var:
         """Returns a variable for a value that the program lacks."""
@@ -43,6 +45,11 @@ class MadeEquations:
         """Appends a value in another shape; ``result`` is its variable, where there is one."""
         return self._made(lambda x: lax.reshape(x, shape), [value], result)
 
+    def found(self, value: JaxprAtom, number: int) -> None:
+        """Notes that a value is one that the program has, by its number."""
+        if isinstance(value, Var) and value in self._made_of and self.numbers[value] in self.graph.furthers:
+            self.numbers[value] = self.graph.further_result(*self._made_of[value], self.frame, number)
+
     def _made(self, function: ArrayFunction, atoms: Sequence[JaxprAtom], result: Var | None) -> JaxprAtom:
         with compat.on_mesh_of([a.aval for a in atoms]):
             program = compat.make_jaxpr(function, *(compat.typed_like(a.aval) for a in atoms))
@@ -57,4 +64,5 @@ class MadeEquations:
         else:
             own = self.numbers.get(variable) if result is not None else None
             self.numbers[variable] = self.graph.further_result(equation, operands, self.frame, own)
+            self._made_of[variable] = equation, operands
         return variable

@@ -49,8 +49,8 @@ class Scan:
       given: for each of these, in this order, what the loop is given, in the body around it.
       ends: what the loop gives, there: the carried values at the end, and then what it stacks, or arrays made of that.
         The program has no variable for rows of an array that are carried.
-      places: where the slices lie that are not the first array's in the order of the steps; for carried rows of an array,
-        where each lies before the first step.
+      places: where the slices lie that are not the first array's in the order of the steps; where carried rows of an
+        array lie before the first step.
       tables: for slices and carried rows of an array that steps write too, its place among ``ends``.
       written: the arrays that are made of what the loop stacks, by their places among ``ends``.
       zeros: carried values that are zero before the first step, whatever ``given`` says.

@@ -297,7 +297,8 @@ class Pairing:
         loop = _Reversed(self.graph, backward)
         derivative = self._cotangents(scan, step, backward, guess, lead)
         for place, own in guess.carries:
-            if not self._closes(derivative, step.carries[place], loop.after[own]) or not (place == result or loop.begins_with_zero(own)):
+            closes = self._closes(derivative, step.carries[place], loop.after[own])
+            if not closes or not (place == result or loop.begins_with_zero(own)):
                 return None, False
         of_result = dict(guess.carries).get(result) if guess.result is None else loop.place_of(guess.result)
         cotangent = None if of_result is None else loop.starts[of_result]
@@ -391,9 +392,9 @@ class Pairing:
         derivative: _Derivative,
         places: Mapping[int, int],
     ) -> bool:
-        """Returns whether a result of the reversed loop is the cotangent of an array into which the loop writes: that of
-        what the loop made of it, with zeros, or the cotangents of the slices that the loop reads, in their places, and
-        those of the rows that it carries first added.  Of an array that is no result of the loop, it began with zeros."""
+        """Returns whether a result of the reversed loop is the cotangent of an array into which the loop writes: that
+        of what the loop made of it, zeros where that is no result, with zeros or the cotangents of the slices that the
+        loop reads in their places, and the cotangents of the rows that it carries first added."""
         own, forward, row = loop.scan.written[i], scan.written[into], loop.after[i]
         if into in pair.before or own.adds or forward.adds or own.place != forward.place:
             return False
