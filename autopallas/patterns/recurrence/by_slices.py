@@ -138,9 +138,9 @@ class _Form:
         self.tables = dict(plan.tables)
         self.made = MadeEquations(loop.graph, loop.scan, self.step, self.equations)
         accesses: dict[int, list[tuple[Action, JaxprEqn]]] = {i: [] for i in self.tables}
-        for position, action in sorted(plan.actions.items()):
-            if action.carried in accesses:
-                accesses[action.carried].append((action, self.step.equations[position]))
+        for position, own in sorted(plan.actions.items()):
+            if own.carried in accesses:
+                accesses[own.carried].append((own, self.step.equations[position]))
         self.rows = {i: self._carried(i, table, accesses[i]) for i, table in plan.tables}
         """The rows of each table that the loop carries."""
         self.own: dict[Var, list[JaxprAtom | None]] = {loop.carries[i]: [None, *rows] for i, rows in self.rows.items()}
