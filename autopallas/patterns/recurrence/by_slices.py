@@ -9,21 +9,16 @@ here; what indexes in another way stays as it is written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
-from autopallas.compat import JaxprAtom, JaxprEqn, Literal, ShapedArray, Var
 from autopallas.graph import Body, Graph
-from autopallas.graph.array_slices import Place
-from autopallas.graph.indexed_arrays import READS, WRITES, Action, IndexedArrays, Plan, Steps
-from autopallas.graph.known_integers import Array, KnownIntegers
-from autopallas.graph.loop_slices import is_zero
-from autopallas.graph.tables import Table
+from autopallas.graph.indexed_arrays import READS, WRITES, IndexedArrays
+from autopallas.graph.known_integers import KnownIntegers
 from autopallas.patterns.match import Mismatch
-from autopallas.patterns.recurrence.made_equations import MadeEquations
-from autopallas.patterns.recurrence.step import Scan, Step, Written, needed
+from autopallas.patterns.recurrence.indexing_loop import IndexingLoop, variables
+from autopallas.patterns.recurrence.sliced_form import Refused, SlicedForm
+from autopallas.patterns.recurrence.step import Scan, Step, needed
 
 __all__ = ["by_slices", "without_counters"]
 
@@ -49,322 +44,30 @@ def by_slices(graph: Graph, scan: Scan, integers: KnownIntegers) -> Scan:
         step = Step.of(graph, scan)
     except Mismatch:  # said of the loop, where it might be a site
         return scan
-    return _Loop(graph, scan, step, integers).by_slices()
+    return _form(IndexingLoop(graph, scan, step, integers))
 
 
 def _names(body: Body) -> list[str]:
     return [equation.primitive.name for own in body.walk() for equation in own.equations]
 
 
-class _Refused(Exception):
-    """Carried arrays that are not indexed by slices alone."""
-
-    def __init__(self, *carried: int):
-        super().__init__(carried)
-        self.carried = frozenset(carried)
-
-
-class _Loop:
-    """A loop whose arrays that no step changes are constants."""
-
-    def __init__(self, graph: Graph, scan: Scan, step: Step, integers: KnownIntegers):
-        self.graph, self.scan, self.step = graph, scan, step
-        self.outer = graph.numbers[scan.outer]
-        parts = len(step.constants), len(step.carries)
-        read = _variables(e.invars[0] for e in step.equations if e.primitive.name in READS)
-        unchanged = [v is after and v in read for v, after in zip(step.carries, step.after, strict=True)]
-        self.places = [i for i, same in enumerate(unchanged) if not same]
-        """The places of the other carried values, among all that the loop carries."""
-        same = [i for i, same in enumerate(unchanged) if same]
-        first = scan.given[parts[0] : sum(parts)]
-        self.unchanged = [(scan.ends[i], first[i]) for i in same]
-        self.constants = [*step.constants, *(step.carries[i] for i in same)]
-        self.carries = [step.carries[i] for i in self.places]
-        self.after = [step.after[i] for i in self.places]
-        self.first = [first[i] for i in self.places]
-        self.of_constants = [*scan.given[: parts[0]], *(first[i] for i in same)]
-        self.of_slices = scan.given[sum(parts) :]
-        given = [*self.of_constants, *self.first, *self.of_slices]
-        self.steps = Steps(
-            step.equations,
-            [*self.constants, *self.carries, *step.slices],
-            [*self.after, *step.results],
-            len(self.constants),
-            len(self.carries),
-            [self._known(atom, integers) for atom in given],
-            {i for i, v in enumerate(self.constants) if is_zero(graph, step.numbers[v])},
-            scan.length,
-            scan.reverse,
-        )
-
-    def _known(self, atom: JaxprAtom, integers: KnownIntegers) -> Array | None:
-        if isinstance(atom, Var):
-            return integers.of(self.outer[atom])
-        value = np.asarray(atom.val, atom.aval.dtype)
-        return value if value.dtype.kind in "iub" else None
-
-    def by_slices(self) -> Scan:
-        """Returns the loop by slices, or as it was."""
-        other = _variables(a for e in self.step.equations if e.primitive.name not in _OF_ARRAYS for a in e.invars)
-        candidates = frozenset(i for i, v in enumerate(self.carries) if v.aval.shape and v not in other)
-        arrays = frozenset(v for v in self.constants if v.aval.shape)
-        for _ in range(_ROUNDS):
-            found = IndexedArrays(self.steps, candidates, arrays, late=self.scan.is_backward)
-            plan = found.plan()
-            try:
-                if found.refused:
-                    raise _Refused(*found.refused)
-                if not plan.actions and not found.reads:
-                    return self.scan
-                return _Form(self, plan, found.reads).scan()
-            except _Refused as refused:
-                candidates -= refused.carried
-        return self.scan
-
-
-class _Form:
-    """A loop without the equations that index."""
-
-    def __init__(self, loop: _Loop, plan: Plan, reads: Mapping[int, Place]):
-        self.loop, self.step = loop, loop.step
-        self.names: dict[Var, JaxprAtom] = {}
-        self.equations: list[JaxprEqn] = []
-        self.slices: list[Var] = []
-        self.given: list[JaxprAtom] = []
-        self.places: dict[Var, Place] = {}
-        self.of_table: dict[Var, int] = {}
-        """For slices of a carried array, which one."""
-        self.added: dict[int, list[tuple[Place, JaxprAtom]]] = {i: [] for i, _ in plan.sums}
-        self.tables = dict(plan.tables)
-        self.made = MadeEquations(loop.graph, loop.scan, self.step, self.equations)
-        accesses: dict[int, list[tuple[Action, JaxprEqn]]] = {i: [] for i in self.tables}
-        for position, own in sorted(plan.actions.items()):
-            if own.carried in accesses:
-                accesses[own.carried].append((own, self.step.equations[position]))
-        self.rows = {i: self._carried(i, table, accesses[i]) for i, table in plan.tables}
-        """The rows of each table that the loop carries."""
-        self.own: dict[Var, list[JaxprAtom | None]] = {loop.carries[i]: [None, *rows] for i, rows in self.rows.items()}
-        """By the variable of a table, its rows in this step by their lags; None for one that was not read yet."""
-        self.read: set[Var] = set()
-        of_array = dict(zip(loop.constants, loop.of_constants, strict=True))
-        known: dict[int, Var] = {}
-        for position, equation in enumerate(self.step.equations):
-            action, place = plan.actions.get(position), reads.get(position)
-            if action is not None:
-                self._act(action, equation)
-            elif place is not None and _moves(place):
-                (array, *_), (result,) = equation.invars, equation.outvars
-                assert isinstance(array, Var)
-                number = self.step.numbers[result]
-                if number in known:
-                    self.names[result] = known[number]
-                    continue
-                known[number] = result
-                self.read.add(array)
-                self._slice(result, of_array[array], place)
-            else:
-                self.equations.append(equation.replace(invars=[self._named(a) for a in equation.invars]))
-
-    def _named(self, atom: JaxprAtom) -> JaxprAtom:
-        return self.names.get(atom, atom) if isinstance(atom, Var) else atom
-
-    def _slice(self, variable: Var, array: JaxprAtom, place: Place) -> None:
-        self.slices.append(variable)
-        self.given.append(array)
-        self.places[variable] = place
-
-    def _carried(self, carried: int, table: Table, accesses: Sequence[tuple[Action, JaxprEqn]]) -> list[Var]:
-        """Returns variables for the rows of a table that are carried from step to step, by their lags.
-
-        In a forward loop these are rows that are read later; in a reversed one, sums of what is added to rows until
-        they are read.  Each has the shape in which it is read, or in which it is added to.
-
-        Raises:
-          _Refused: an array's rows are neither.
-        """
-        if not table.depth:
-            return []
-        backward = self.loop.scan.is_backward
-        if (table.summed, table.last) != ((table.depth,) * 2 if backward else (0, 0)):
-            raise _Refused(carried)
-        of_lag: dict[int, JaxprAtom] = {}
-        of_read: Var | None = None
-        for action, equation in accesses:
-            for place, atom in action.slices:
-                if action.kind == "read" and not backward:
-                    of_lag.setdefault(table.lags[place], atom)
-                elif action.kind == "add" and backward:
-                    of_lag[table.lags[place]] = atom
-                elif action.kind == "read" and of_read is None and self._begins_with_zero(carried):
-                    of_read = equation.outvars[0]
-        found: dict[int, Var] = {}
-        lags = range(1, table.depth + 1) if backward else range(table.depth, 0, -1)
-        like: JaxprAtom | None = None
-        for lag in lags:
-            own = of_lag.get(lag - 1 if backward else lag)
-            like = own if own is not None else like
-            if like is None:
-                raise _Refused(carried)
-            if backward:
-                own = of_read if lag == table.depth and _alike(of_read, like) else None
-            found[lag] = own if isinstance(own, Var) else self.made.variable(like.aval)
-        variables = [found[lag] for lag in range(1, table.depth + 1)]
-        if not backward:
-            self.places.update((v, table.before(lag)) for lag, v in enumerate(variables, 1))
-            self.of_table.update(dict.fromkeys(variables, carried))
-        return variables
-
-    def _act(self, action: Action, equation: JaxprEqn) -> None:
-        """Follows what becomes of the slice of a carried array.
-
-        Raises:
-          _Refused: a literal is looked at in several shapes.
-        """
-        (result,), carried = equation.outvars, action.carried
-        if carried in self.added:
-            self.added[carried] += [(place, self._named(atom)) for place, atom in action.slices]
-            return
-        table, rows = self.tables[carried], list(self.own[action.before])
-        for place, given in action.slices:
-            lag, atom = table.lags[place], self._named(given)
-            row = rows[lag]
-            if action.kind == "read":
-                self.own[action.before][lag] = self._row_read(row, result, carried, lag)
-                return
-            if action.kind == "add":
-                if self._is_new(row, carried, lag):
-                    row = self.own[action.before][lag] = self._begun(row, carried, atom.aval)
-                if row is not None and not self._is_zero(row):
-                    atom = self.made.sum(self._shaped(row, atom.aval.shape, carried), atom)
-            rows[lag] = atom
-        self.own[result] = rows
-
-    def _is_new(self, row: JaxprAtom | None, carried: int, lag: int) -> bool:
-        """Returns whether a row lacks what was there before the loop."""
-        if lag != self.tables[carried].summed:
-            return False
-        return row is None or (lag > 0 and row is self.rows[carried][lag - 1])
-
-    def _begun(self, row: JaxprAtom | None, carried: int, aval: ShapedArray, result: Var | None = None) -> JaxprAtom:
-        """Returns a row to which a step comes, with what was there before the loop; ``result`` is its variable, where
-        there is one."""
-        if row is not None and self._begins_with_zero(carried):
-            return self._shaped(row, aval.shape, carried, result)
-        first = result if row is None and result is not None else self.made.variable(aval)
-        self._slice(first, self.loop.first[carried], self.tables[carried].place(self.tables[carried].summed))
-        self.of_table[first] = carried
-        return first if row is None else self.made.sum(self._shaped(row, aval.shape, carried), first, result)
-
-    def _row_read(self, row: JaxprAtom | None, result: Var, carried: int, lag: int) -> JaxprAtom:
-        """Returns the row that an equation reads, of which the result becomes the name.
-
-        Raises:
-          _Refused: no step writes it, nor is it there before the loop.
-        """
-        if row is result:
-            return result
-        if self._is_new(row, carried, lag):
-            return self._begun(row, carried, result.aval, result)
-        if row is None:
-            raise _Refused(carried)
-        self.names[result] = self._shaped(row, result.aval.shape, carried)
-        self.made.found(self.names[result], self.step.numbers[result])
-        return row
-
-    def _begins_with_zero(self, carried: int) -> bool:
-        first = self.loop.first[carried]
-        return isinstance(first, Var) and is_zero(self.loop.graph, self.loop.outer[first])
-
-    def _shaped(self, row: JaxprAtom, shape: Sequence[int], carried: int, result: Var | None = None) -> JaxprAtom:
-        """Returns a row in another shape; ``result`` is its variable, where there is one.
-
-        Raises:
-          _Refused: it is a literal.
-        """
-        if tuple(row.aval.shape) == tuple(shape):
-            if result is not None:
-                self.names[result] = row
-            return row
-        if not isinstance(row, Var):
-            raise _Refused(carried)
-        return self.made.reshaped(row, shape, result)
-
-    def _is_zero(self, row: JaxprAtom) -> bool:
-        if isinstance(row, Literal):
-            return not np.any(np.asarray(row.val))
-        return is_zero(self.loop.graph, self.made.numbers[row])
-
-    def scan(self) -> Scan:
-        """Returns the loop, without the arrays that it made of slices.
-
-        Raises:
-          _Refused: a forward loop adds several slices to one array.
-        """
-        loop, step, scan = self.loop, self.step, self.loop.scan
-        after, results = [self._named(a) for a in loop.after], [self._named(a) for a in step.results]
-        ends: list[Var] = list(scan.ends[scan.carried :])
-        written: dict[int, tuple[Written, JaxprAtom, int]] = {}
-        for i in (*self.tables, *self.added):
-            left: tuple[tuple[Var, Place], ...] = ()
-            if i in self.tables:
-                table = self.tables[i]
-                last = self._after(i)[table.last]
-                if last is None:
-                    raise _Refused(i)
-                made = [(table.place(table.last), last)]
-                left = tuple((v, table.after(lag)) for lag, v in enumerate(self.rows[i], 1) if lag <= table.last)
-            else:
-                made = self.added[i]
-            if len(made) > 1 and not scan.is_backward:
-                raise _Refused(i)
-            for place, atom in made:
-                written[len(results)] = Written(place, loop.first[i], i in self.added, left), atom, i
-                results.append(atom)
-                ends.append(scan.ends[loop.places[i]])
-        kept = [i for i in range(len(loop.carries)) if i not in self.tables and i not in self.added]
-        after, carries = [after[i] for i in kept], [loop.carries[i] for i in kept]
-        first, last_of_kept = [loop.first[i] for i in kept], [scan.ends[loop.places[i]] for i in kept]
-        zeros: set[Var] = set()
-        for i, rows in self.rows.items():
-            for lag, row in enumerate(rows, 1):
-                own = self._after(i)[lag - 1]
-                if own is None:
-                    raise _Refused(i)
-                after.append(self._shaped(own, row.aval.shape, i))
-                carries.append(row)
-                first.append(loop.first[i])
-                last_of_kept.append(Var(row.aval))
-                if scan.is_backward:
-                    zeros.add(row)
-        equations = needed(self.equations, [*after, *results])
-        inner = _variables(a for e in equations for a in e.invars) | _variables((*after, *results))
-        constants = [i for i, v in enumerate(loop.constants) if v in inner or v not in self.read]
-        of_written = {i: len(carries) + place for place, (_, _, i) in written.items()}
-        own_constants = [loop.constants[i] for i in constants]
-        slices = [*step.slices, *self.slices]
-        return replace(
-            scan,
-            constants=own_constants,
-            carries=carries,
-            slices=slices,
-            given=[*(loop.of_constants[i] for i in constants), *first, *loop.of_slices, *self.given],
-            ends=[*last_of_kept, *ends],
-            places=self.places,
-            unchanged=loop.unchanged,
-            tables={v: of_written[i] for v, i in self.of_table.items()},
-            written={len(carries) + place: own for place, (own, _, _) in written.items()},
-            zeros=frozenset(zeros),
-            step=Step(
-                own_constants, carries, slices, equations, after, results, self.made.numbers,
-                frozenset(v for v in own_constants if is_zero(loop.graph, step.numbers[v])),
-            ),
-        )  # fmt: skip
-
-    def _after(self, table: int) -> list[JaxprAtom | None]:
-        """Returns the rows of a table after the step."""
-        variable = self.loop.after[table]
-        assert isinstance(variable, Var)
-        return self.own[variable]
+def _form(loop: IndexingLoop) -> Scan:
+    """Returns a loop by slices, or as it was."""
+    other = variables(a for e in loop.step.equations if e.primitive.name not in _OF_ARRAYS for a in e.invars)
+    candidates = frozenset(i for i, v in enumerate(loop.carries) if v.aval.shape and v not in other)
+    arrays = frozenset(v for v in loop.constants if v.aval.shape)
+    for _ in range(_ROUNDS):
+        found = IndexedArrays(loop.steps, candidates, arrays, late=loop.scan.is_backward)
+        plan = found.plan()
+        try:
+            if found.refused:
+                raise Refused(*found.refused)
+            if not plan.actions and not found.reads:
+                return loop.scan
+            return SlicedForm(loop, plan, found.reads).scan()
+        except Refused as refused:
+            candidates -= refused.carried
+    return loop.scan
 
 
 def without_counters(scan: Scan, step: Step, wanted: Sequence[int]) -> tuple[Scan, Step, list[int]]:
@@ -376,7 +79,7 @@ def without_counters(scan: Scan, step: Step, wanted: Sequence[int]) -> tuple[Sca
     carried = scan.carried
     outputs = [*(a for i, a in enumerate(step.after) if i not in idle)]
     outputs += [step.results[i - carried] for i in wanted if i >= carried]
-    read = _variables(a for e in needed(step.equations, outputs) for a in e.invars) | _variables(outputs)
+    read = variables(a for e in needed(step.equations, outputs) for a in e.invars) | variables(outputs)
     kept = [i for i, v in enumerate(step.carries) if i not in idle or v in read]
     moved = {old: new for new, old in enumerate([*kept, *range(carried, len(scan.ends))])}
     first = len(scan.constants)
@@ -391,16 +94,3 @@ def without_counters(scan: Scan, step: Step, wanted: Sequence[int]) -> tuple[Sca
         step=step,
     )
     return scan, step, [moved[i] for i in wanted]
-
-
-def _variables(atoms: Iterable[JaxprAtom]) -> set[Var]:
-    return {atom for atom in atoms if isinstance(atom, Var)}
-
-
-def _alike(first: JaxprAtom | None, second: JaxprAtom) -> bool:
-    return first is not None and first.aval.shape == second.aval.shape and first.aval.dtype == second.aval.dtype
-
-
-def _moves(place: Place) -> bool:
-    """Returns whether slices lie at a few runs of positions, and not all at one."""
-    return place.runs is not None and (len(place.runs) > 1 or place.runs[0].step != 0)
