@@ -192,17 +192,18 @@ def usual(spec: AttentionSpec, operands: Operands, dout: Array | None = None) ->
     fill, dtype = fill_of(spec), spec.accumulation_dtype
     assert fill is not None
 
-    def norm(x: Array) -> Array:
-        """Returns the greatest norm of a row; infinity if its square is beyond the dtype, or if there is a NaN, which a
-        maximum does not show on every platform."""
-        squares = jnp.sum(jnp.square(x.astype(dtype)), axis=-1)
-        return jnp.sqrt(jnp.max(jnp.where(squares < jnp.inf, squares, jnp.inf)))
+    def square(x: Array) -> Array:
+        """Returns the greatest square of a row's norm; infinity if it is beyond the dtype, or if there is a NaN, which a
+        maximum does not show on every platform.  The squares lie in one row, so that operands share what is compiled."""
+        squares = jnp.sum(jnp.square(x.astype(dtype)), axis=-1).reshape(-1)
+        return jnp.max(jnp.where(squares < jnp.inf, squares, jnp.inf))
 
-    value = norm(operands.value)
-    found = jnp.isfinite(value if dout is None else value * norm(dout))
+    found = square(operands.value) < jnp.inf
+    if dout is not None:
+        found &= square(dout) < jnp.inf
     if fill.magnitude is not None or dout is not None:
-        scores = norm(operands.query) * norm(operands.key) * _ROUNDING
-        found &= jnp.isfinite(scores) if fill.magnitude is None else scores <= fill.magnitude
+        greatest = float(jnp.finfo(dtype).max) if fill.magnitude is None else (fill.magnitude / _ROUNDING) ** 2
+        found &= square(operands.query) * square(operands.key) <= greatest
     if fill.magnitude is not None:
         for number in spec.score.sides:
             if spec.sides[number].differentiable:

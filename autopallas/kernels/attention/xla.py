@@ -32,7 +32,7 @@ from autopallas.kernels.attention.tile_values import (
     weighted,
 )
 from autopallas.kernels.attention.xla_backward import backward
-from autopallas.kernels.attention.xla_blocks import RowBlock, TiledAttention, over_rows, scores, tile, times_values
+from autopallas.kernels.attention.xla_blocks import RowBlock, TiledAttention, over_rows, scores, tile, times_values, unwritten
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
@@ -79,7 +79,7 @@ def forward(spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands) ->
     plan = schedule(spec, block_sizes)
     own = TiledAttention(spec, plan, operands, usual(spec, operands) if plan.hides else None)
     shape = (spec.batch, spec.key_heads, spec.groups, spec.query_length)
-    out = jnp.zeros((*shape, spec.value_head_size), spec.result_dtype)
+    out = unwritten((*shape, spec.value_head_size), spec.result_dtype, operands.query)
     numbers = (jnp.zeros(shape, spec.accumulation_dtype),) * (spec.row_results + spec.has_factor)
 
     def rows(place: RowBlock, carry: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -107,8 +107,7 @@ def _stream(own: TiledAttention, place: RowBlock) -> _Running:
     rows = _ForwardRows(own, place, place.rows(own.operands.query))
 
     def reveals(carry: _Running) -> Array:
-        assert own.bounded is not None
-        return ~(own.bounded & jnp.all(carry.maximum >= own.plan.least))
+        return own.reveals(jnp.min(own.plan.decisive(carry.maximum)))
 
     return own.plan.over_columns(place.block, partial(_advanced, rows), _initial(own, place), reveals)
 

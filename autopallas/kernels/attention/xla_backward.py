@@ -5,7 +5,7 @@ Letters: B batch, K key heads, G query heads per key head, T query length, S key
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -15,7 +15,7 @@ from jax import lax
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.fills import usual
 from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Residuals
-from autopallas.kernels.attention.schedule import Start, TilePrograms, accumulate, schedule, store
+from autopallas.kernels.attention.schedule import Start, TilePrograms, accumulate, cut, schedule, store
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tile_values import exponentials, exponentials_vjp, logits, weighted, weighted_vjp
 from autopallas.kernels.attention.xla_blocks import (
@@ -30,6 +30,7 @@ from autopallas.kernels.attention.xla_blocks import (
     scores,
     tile,
     times_keys,
+    unwritten,
 )
 from autopallas.sites.elementwise import rounded
 
@@ -62,7 +63,7 @@ class _Accumulators(NamedTuple):
 
         sink = operands.sink
         floating = tuple(like(x) for x, s in zip(operands.sides, spec.sides, strict=True) if s.differentiable)
-        dquery = jnp.zeros(operands.query.shape, operands.query.dtype)
+        dquery = unwritten(operands.query.shape, operands.query.dtype, operands.query)
         dkey, dvalue = like(jnp.swapaxes(operands.key, -1, -2)), like(jnp.swapaxes(operands.value, -1, -2))
         return _Accumulators(dquery, dkey, dvalue, floating, None if sink is None else like(sink))
 
@@ -83,16 +84,19 @@ class _Backward(NamedTuple):
 
     Attributes:
       attention: the attention.
-      out: the forward's result.
       cotangents: of the forward's results.
       shift, factor: [B, K, G, T] each: the probabilities are exp(x - shift) * factor.
+      delta: the sum of the gradients of probabilities, each times its probability; [B, K, G, T].
+      maximum: where a row's hidden tiles may add nothing, its shift, else -infinity; [B, K, G, T].  None if there are
+        none.
     """
 
     attention: TiledAttention
-    out: Array
     cotangents: Cotangents
     shift: Array
     factor: Array
+    delta: Array
+    maximum: Array | None
 
 
 def backward(
@@ -107,7 +111,18 @@ def backward(
         if spec.statistics is not None:
             shift = jnp.where(shift == -jnp.inf, 0, shift)
         factor = jnp.ones_like(shift) if factor is None else factor
-        reading = _Backward(own, residuals.out, cotangents, shift, factor)
+        if spec.statistics is None:
+            dtype = spec.accumulation_dtype
+            delta = jnp.sum(cotangents.out.astype(dtype) * residuals.out.astype(dtype), axis=-1)
+        else:
+            delta = -cotangents.sums[0]
+        delta, maximum = delta * factor, None
+        if plan.hides:
+            # A weight of 0 contributes 0 unless it is multiplied by infinity or NaN.
+            multiplied = (delta, factor, *cotangents.sums[1:])
+            finite = reduce(jnp.logical_and, map(jnp.isfinite, multiplied))
+            maximum = jnp.where(finite, plan.decisive(shift), -jnp.inf)
+        reading = _Backward(own, cotangents, shift, factor, delta, maximum)
         found = over_rows(plan, spec, partial(_add_rows, reading), start)
     return found.finished(spec, operands)
 
@@ -119,10 +134,9 @@ class _BackwardRows(NamedTuple):
       attention, place: the attention, and which rows these are.
       q, do: queries, and cotangents times the factor of the probabilities, [..., G t, d].
       q_transposed, do_transposed: the same, [..., d, G t].
-      shift, delta: numbers for each row, [..., t, 1]; ``delta`` is the sum of the gradients of probabilities, each
-        times its probability.
-      factor: of the probabilities, [..., G t, 1].
-      sums: cotangents of the statistics that are sums, [..., t, 1] each.
+      shift, delta: numbers for each row, [..., t].
+      sums: cotangents of the statistics that are sums, [..., t] each.
+      maximum: [..., t].
     """
 
     attention: TiledAttention
@@ -132,50 +146,39 @@ class _BackwardRows(NamedTuple):
     q_transposed: Array
     do_transposed: Array
     shift: Array
-    factor: Array
     delta: Array
     sums: tuple[Array, ...]
+    maximum: Array | None
 
     @staticmethod
     def of(own: _Backward, place: RowBlock) -> _BackwardRows:
         spec, cotangents = own.attention.spec, own.cotangents
         dtype = spec.accumulation_dtype
-        shift, factor = (place.rows(x[..., None]) for x in (own.shift, own.factor))
+
+        def numbers(x: Array) -> Array:
+            return place.squeezed(cut(x, place.window("BKGT")))
+
         q, do = place.rows(own.attention.operands.query), place.rows(cotangents.out)
-        if spec.statistics is None:
-            delta = jnp.sum(do.astype(dtype) * place.rows(own.out).astype(dtype), axis=-1, keepdims=True)
-        else:
-            delta = -place.rows(cotangents.sums[0][..., None])
         # Everything below is linear in the cotangent, which is cheaper to multiply by the factor than each tile.
         # The cotangent is rounded as the original's product rounds the probabilities.
         kept = do.dtype if spec.reads_weights == do.dtype else dtype
-        do, delta = (do * factor).astype(kept), delta * factor
+        do = (do * place.rows(own.factor[..., None])).astype(kept)
         # The barrier keeps XLA from folding the transpositions back into the dots.
         q_transposed, do_transposed = lax.optimization_barrier((jnp.swapaxes(q, -1, -2), jnp.swapaxes(do, -1, -2)))
-        shift, delta = place.ungrouped(shift), place.ungrouped(delta)
-        sums = tuple(place.ungrouped(place.rows(dsum[..., None])) for dsum in cotangents.sums[1:])
-        return _BackwardRows(own.attention, place, q, do, q_transposed, do_transposed, shift, factor, delta, sums)
-
-    def reveals(self) -> Array | None:
-        """Returns whether the hidden tiles of these rows count, a boolean scalar; None if there are none."""
-        bounded = self.attention.bounded
-        if bounded is None:
-            return None
-        usual = self.shift >= self.attention.plan.least
-        # A weight of 0 contributes 0 unless it is multiplied by infinity or NaN.
-        for x in (self.delta, self.place.ungrouped(self.factor), *self.sums):
-            usual &= jnp.isfinite(x)
-        return ~(bounded & jnp.all(usual))
-
+        sums = tuple(map(numbers, cotangents.sums[1:]))
+        maximum = None if own.maximum is None else numbers(own.maximum)
+        return _BackwardRows(
+            own.attention, place, q, do, q_transposed, do_transposed, numbers(own.shift), numbers(own.delta), sums, maximum
+        )  # fmt: skip
 
 def _add_rows(own: _Backward, place: RowBlock, gradients: _Accumulators) -> _Accumulators:
     """Adds the contributions of one block of rows."""
     (spec, plan, operands, _), rows = own.attention, _BackwardRows.of(own, place)
-    revealed = rows.reveals()
+    least = None if rows.maximum is None else jnp.min(rows.maximum)
 
     def reveals(_: object) -> Array:
-        assert revealed is not None
-        return revealed
+        assert least is not None
+        return own.attention.reveals(least)
 
     if spec.statistics is None and spec.delta_counts:
 
@@ -188,7 +191,7 @@ def _add_rows(own: _Backward, place: RowBlock, gradients: _Accumulators) -> _Acc
             beside = jnp.zeros_like(delta)
             if operands.sink is not None and spec.sink is not None:
                 sink = place.side(operands.sink, spec.sink, (0, 1)).astype(spec.accumulation_dtype)
-                beside = beside + jnp.exp(sink - rows.shift)
+                beside = beside + jnp.exp(sink[..., 0] - rows.shift)
             step = partial(_delta_tile, rows._replace(delta=delta))
             sums, total = plan.over_columns(place.block, step, (-beside * delta, beside), reveals)
             return delta + jnp.where(total == 0, 0, sums / jnp.where(total == 0, 1, total))
@@ -204,8 +207,8 @@ def _add_rows(own: _Backward, place: RowBlock, gradients: _Accumulators) -> _Acc
     gradients = gradients._replace(query=store(gradients.query, place.window("BKGT-"), place.restored(dq)))
     if operands.sink is not None and gradients.sink is not None and spec.sink is not None:
         sink = place.side(operands.sink, spec.sink, (0, 1)).astype(spec.accumulation_dtype)
-        weight = jnp.exp(sink - rows.shift)
-        dsink = reduced(place.restored(-weight * rows.delta), spec.sink)
+        weight = jnp.exp(sink - rows.shift[..., None])
+        dsink = reduced(place.restored(-weight * rows.delta[..., None]), spec.sink)
         gradients = gradients._replace(sink=accumulate(gradients.sink, place.side_window(spec.sink, (0, 1)), dsink))
     return gradients
 
@@ -218,10 +221,10 @@ def _delta_tile(
     spec, operands, place, columns = rows.attention.spec, rows.attention.operands, rows.place, (key_start, key_size)
     here = tile(spec, place, columns, operands.sides)
     x = logits(spec, programs, scores(spec, place, rows.q, place.columns(operands.key, columns)), here)
-    e = exponentials(spec.inner_weights, x, rows.shift, here)
+    e = exponentials(spec.inner_weights, x, rows.shift[..., None], here)
     dp = rows_by_columns(spec, place, rows.do, place.columns(operands.value, columns))
-    added = weighted(spec.weights, e, here) * dp - e * rows.delta, e
-    return sums[0] + jnp.sum(added[0], axis=-1, keepdims=True), sums[1] + jnp.sum(added[1], axis=-1, keepdims=True)
+    added = weighted(spec.weights, e, here) * dp - e * rows.delta[..., None], e
+    return sums[0] + jnp.sum(added[0], axis=-1), sums[1] + jnp.sum(added[1], axis=-1)
 
 
 def _gradient_tile(
@@ -247,7 +250,7 @@ def _gradient_tile(
         return logits(spec, programs, score, here.with_floating(spec, floating))
 
     x, logits_vjp = jax.vjp(from_score, score, here.floating(spec))
-    p_normal, exponentials_pull = exponentials_vjp(spec, programs.inner_weights, x, rows.shift, here)
+    p_normal, exponentials_pull = exponentials_vjp(spec, programs.inner_weights, x, rows.shift[..., None], here)
     p, outer_vjp = weighted_vjp(spec, programs.weights, p_normal, here)
     dvalue = rows_by_weights(spec, place, rows.do_transposed, p)
     dp = rows_by_columns(spec, place, rows.do, v)
@@ -256,10 +259,10 @@ def _gradient_tile(
         dp_normal = rounded(dp_normal)  # as delta's terms are: unrounded, what they leave does not cancel
     for weights, dsum in zip(spec.sums, rows.sums, strict=True):
         _, sum_vjp = weighted_vjp(spec, weights, p_normal, here)
-        de, sum_sides = sum_vjp(jnp.broadcast_to(dsum, p_normal.shape))
+        de, sum_sides = sum_vjp(jnp.broadcast_to(dsum[..., None], p_normal.shape))
         dp_normal, outer_sides = dp_normal + de, [*outer_sides, sum_sides]
     # d(e / sum) = P (.. - delta): the derivative of the sum is the same for each key of the row.
-    dx, inner_sides = exponentials_pull(dp_normal - rows.delta)
+    dx, inner_sides = exponentials_pull(dp_normal - rows.delta[..., None])
     dscore, score_sides = logits_vjp(dx.astype(x.dtype))
     dq = dq + times_keys(spec, place, dscore, k)
     window = place.window("BK-S", columns)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from autopallas.compat import Dtype
 from autopallas.kernels.attention.operands import Operands
 from autopallas.kernels.attention.schedule import Carry, Schedule, Start, Window, accumulate, cut, divided, loop
 from autopallas.kernels.attention.spec import AttentionSpec
@@ -35,6 +36,7 @@ __all__ = [
     "tile",
     "times_keys",
     "times_values",
+    "unwritten",
 ]
 
 Array: TypeAlias = jax.Array
@@ -54,6 +56,12 @@ class TiledAttention(NamedTuple):
     plan: Schedule
     operands: Operands
     bounded: Array | None
+
+    def reveals(self, least: Array) -> Array:
+        """Returns whether the hidden tiles of a block of rows count, a boolean scalar, from the least of its maxima as of
+        :meth:`~.schedule.Schedule.decisive`."""
+        assert self.bounded is not None
+        return ~(self.bounded & (least > -jnp.inf))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,13 +154,23 @@ def over_rows(plan: Schedule, spec: AttentionSpec, body: Callable[[RowBlock, Car
     return carry
 
 
+def unwritten(shape: tuple[int, ...], dtype: Dtype, like: Array) -> Array:
+    """Returns an array of which each element will be written: a copy of ``like`` where that is such an array, since a
+    copy needs no kernel to be compiled, as zeros do."""
+    return like if like.shape == shape and like.dtype == dtype else jnp.zeros(shape, dtype)
+
+
 def tile(spec: AttentionSpec, place: RowBlock, columns: tuple[Start, int], sides: Sequence[Array]) -> Tile:
     """Returns what the programs read on a tile, with the tile's axes."""
-    query = jnp.asarray(place.query[0], jnp.int32) + np.arange(place.size, dtype=np.int32)
-    key = jnp.asarray(columns[0], jnp.int32) + np.arange(columns[1], dtype=np.int32)
     tiles = (place.side(x, s.varies, columns) for x, s in zip(sides, spec.sides, strict=True))
     leading = (1,) * (len(place.shape) - 1)
-    return Tile(query.reshape(*leading, -1, 1), key.reshape(*leading, 1, -1), tuple(tiles))
+
+    def positions(start: Start, shape: tuple[int, int]) -> Array:
+        # Counted in the tile's own shape, which XLA does within the loops that read it.
+        axis = len(leading) + (shape[0] == 1)
+        return jnp.asarray(start, jnp.int32) + lax.broadcasted_iota(jnp.int32, (*leading, *shape), axis)
+
+    return Tile(positions(place.query[0], (place.size, 1)), positions(columns[0], (1, columns[1])), tuple(tiles))
 
 
 def reduced(tile: Array, varies: Sequence[bool]) -> Array:
