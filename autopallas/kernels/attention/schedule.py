@@ -144,10 +144,9 @@ class Schedule:
         return bool(np.any(self.states == HIDDEN))
 
     def decisive(self, maxima: jax.Array) -> jax.Array:
-        """Returns the maxima of rows beside which keys in hidden tiles have no weight, and -infinity for the other rows.
+        """Returns the maxima of rows beside which keys in hidden tiles have no weight, -infinity for the other rows.
 
-        Whether there are others is asked of the minimum, which may not show a NaN: XLA compiles it to fewer kernels than
-        a conjunction.
+        Whether there are others is asked of their minimum, for which XLA compiles fewer kernels than for a conjunction.
         """
         return jnp.where(maxima >= self.least, maxima, -jnp.inf)
 

@@ -32,7 +32,15 @@ from autopallas.kernels.attention.tile_values import (
     weighted,
 )
 from autopallas.kernels.attention.xla_backward import backward
-from autopallas.kernels.attention.xla_blocks import RowBlock, TiledAttention, over_rows, scores, tile, times_values, unwritten
+from autopallas.kernels.attention.xla_blocks import (
+    RowBlock,
+    TiledAttention,
+    over_rows,
+    scores,
+    tile,
+    times_values,
+    unwritten,
+)
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram

@@ -153,7 +153,6 @@ class _BackwardRows(NamedTuple):
     @staticmethod
     def of(own: _Backward, place: RowBlock) -> _BackwardRows:
         spec, cotangents = own.attention.spec, own.cotangents
-        dtype = spec.accumulation_dtype
 
         def numbers(x: Array) -> Array:
             return place.squeezed(cut(x, place.window("BKGT")))
@@ -161,15 +160,15 @@ class _BackwardRows(NamedTuple):
         q, do = place.rows(own.attention.operands.query), place.rows(cotangents.out)
         # Everything below is linear in the cotangent, which is cheaper to multiply by the factor than each tile.
         # The cotangent is rounded as the original's product rounds the probabilities.
-        kept = do.dtype if spec.reads_weights == do.dtype else dtype
+        kept = do.dtype if spec.reads_weights == do.dtype else spec.accumulation_dtype
         do = (do * place.rows(own.factor[..., None])).astype(kept)
         # The barrier keeps XLA from folding the transpositions back into the dots.
         q_transposed, do_transposed = lax.optimization_barrier((jnp.swapaxes(q, -1, -2), jnp.swapaxes(do, -1, -2)))
         sums = tuple(map(numbers, cotangents.sums[1:]))
         maximum = None if own.maximum is None else numbers(own.maximum)
-        return _BackwardRows(
-            own.attention, place, q, do, q_transposed, do_transposed, numbers(own.shift), numbers(own.delta), sums, maximum
-        )  # fmt: skip
+        shift, delta = numbers(own.shift), numbers(own.delta)
+        return _BackwardRows(own.attention, place, q, do, q_transposed, do_transposed, shift, delta, sums, maximum)
+
 
 def _add_rows(own: _Backward, place: RowBlock, gradients: _Accumulators) -> _Accumulators:
     """Adds the contributions of one block of rows."""

@@ -58,8 +58,11 @@ class TiledAttention(NamedTuple):
     bounded: Array | None
 
     def reveals(self, least: Array) -> Array:
-        """Returns whether the hidden tiles of a block of rows count, a boolean scalar, from the least of its maxima as of
-        :meth:`~.schedule.Schedule.decisive`."""
+        """Returns whether the hidden tiles of a block of rows count, a boolean scalar.
+
+        Args:
+          least: the least of its rows' maxima, as :meth:`.Schedule.decisive` gives them.
+        """
         assert self.bounded is not None
         return ~(self.bounded & (least > -jnp.inf))
 
