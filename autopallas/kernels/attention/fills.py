@@ -193,7 +193,7 @@ def usual(spec: AttentionSpec, operands: Operands, dout: Array | None = None) ->
     assert fill is not None
 
     def square(x: Array) -> Array:
-        """Returns the greatest square of a row's norm; infinity if it is beyond the dtype or where there is a NaN, which a
+        """Returns the greatest square of a row's norm; infinity if it is beyond the dtype or there is a NaN, which a
         maximum does not show on every platform.  The squares lie in one row, so that operands share kernels."""
         squares = jnp.sum(jnp.square(x.astype(dtype)), axis=-1).reshape(-1)
         return jnp.max(jnp.where(squares < jnp.inf, squares, jnp.inf))
