@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from autopallas.compat import Array, PyTree
 
-__all__ = ["Static", "Untraceable", "join", "split", "told_apart", "traceable"]
+__all__ = ["Static", "Untraceable", "Watched", "join", "split", "told_apart", "traceable"]
 
 _MOST_PARTS = 1000
 """How many parts of the objects in one call are looked at."""
@@ -72,6 +72,47 @@ def join(static: Static, arrays: Sequence[ArrayLike]) -> tuple[tuple[PyTree, ...
     leaves = [next(left) if kind is None else leaf for kind, leaf in zip(static.kinds, static.leaves, strict=True)]
     args, kwargs = jax.tree.unflatten(static.structure, leaves)
     return args, kwargs
+
+
+class Watched:
+    """Tells whether a function changed what it was given: a list, a dictionary, a module with parameters, an object.
+
+    A caller sees that where the function is called as it is written, and not where jit traces it with copies.
+
+    Example:
+      >>> batch = {"x": 1.0}
+      >>> watched = Watched((batch,), {})
+      >>> batch["x"] = 2.0
+      >>> watched.changed()
+      True
+    """
+
+    def __init__(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]):
+        self._given = tuple(args), dict(kwargs)
+        self._before = self._now()
+        # Some trees are made of other leaves each time that one looks, from which nothing can be told.
+        self._tells = self._before is not None and _alike(self._before, self._now())
+
+    def changed(self) -> bool:
+        """Returns whether anything is another one by now."""
+        return self._tells and not _alike(self._before, self._now())
+
+    def _now(self) -> tuple[jax.tree_util.PyTreeDef, list[object], tuple[Hashable, ...]] | None:
+        leaves, structure = jax.tree.flatten(self._given)
+        parts = _Parts()
+        try:
+            states = tuple(parts.state(leaf, 0) for leaf in leaves if not traceable(leaf))
+            hash(states)
+        except TypeError:  # what it is made of cannot be seen, and it is not held fixed either
+            return None
+        return structure, leaves, states
+
+
+def _alike(one: object, other: object) -> bool:
+    if not (isinstance(one, tuple) and isinstance(other, tuple)):
+        return False
+    same = len(one[1]) == len(other[1]) and all(a is b for a, b in zip(one[1], other[1], strict=True))
+    return same and bool(one[0] == other[0]) and bool(one[2] == other[2])
 
 
 # ---------------------------------------------------------------------- what is held fixed, and may change

@@ -14,7 +14,7 @@ import jax
 from jax.typing import ArrayLike
 
 from autopallas import compat, pipeline
-from autopallas.arguments import Static, Untraceable, join, split, told_apart, traceable
+from autopallas.arguments import Static, Untraceable, Watched, join, split, told_apart, traceable
 from autopallas.compat import ArrayFunction, ClosedJaxpr, Jitted, PyTree
 from autopallas.errors import OptionError
 from autopallas.fallback.bisect import is_bisecting, no_site_is_allowed
@@ -161,17 +161,13 @@ class Optimized(Generic[P, R]):
         """Traces the original and rewrites its jaxpr; jit traces this function."""
         options = resolve(self._explicit)
         if options.disabled or pipeline.inside.value or no_site_is_allowed():
-            return self._inner(*args, **kwargs)
+            return self._as_written(args, kwargs)
         if options.verify is True:
             first_call.demand()
         arrays, static = split(args, kwargs)
 
         def program_of(*arrays: ArrayLike) -> PyTree:
-            own_args, own_kwargs = join(static, arrays)
-            result = self._inner(*own_args, **own_kwargs)
-            if self._plain and not all(map(traceable, jax.tree.leaves(result))):
-                raise Untraceable("it returns something that is neither an array nor a number")
-            return result
+            return self._as_written(*join(static, arrays))
 
         try:
             with pipeline.inside(True):
@@ -206,6 +202,24 @@ class Optimized(Generic[P, R]):
         with paused():
             results = _emit(rewritten, program, live, arrays, options.strict)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    def _as_written(self, args: Args, kwargs: Kwargs) -> PyTree:
+        """Calls the function while it is traced.
+
+        Raises:
+          Untraceable: it is a plain one, and does what would be lost.
+        """
+        if not self._plain:
+            return self._inner(*args, **kwargs)
+        watched = Watched(args, kwargs)
+        result = self._inner(*args, **kwargs)
+        if not all(map(traceable, jax.tree.leaves(result))):
+            raise Untraceable("it returns something that is neither an array nor a number")
+        if watched.changed():
+            raise Untraceable(
+                "it changes its arguments, which would be lost; let it return what is new, or optimize jax.jit of it"
+            )
+        return result
 
     def _traced_fixed(self, static: Static, *arrays: ArrayLike) -> PyTree:
         args, kwargs = join(static, arrays)

@@ -10,6 +10,7 @@ import importlib
 import pickle
 import random
 import threading
+import warnings
 import weakref
 
 import jax
@@ -116,6 +117,84 @@ def test_an_object_that_may_change_unseen_is_not_held_fixed(thing, qkv):
     before = len(calls)
     wrapped(qkv[0], thing)
     assert len(calls) == before + 1
+
+
+@pytest.mark.parametrize("disabled", ["0", "1"])
+def test_what_the_function_changes_in_its_arguments_is_changed(disabled, qkv, monkeypatch):
+    monkeypatch.setenv("AUTOPALLAS_DISABLE", disabled)
+
+    def function(state, names, *, log):
+        state["sum"] = state["sum"] + attend(*qkv).sum()
+        names.append("b")
+        log[0] = state["sum"]
+        return state["sum"]
+
+    seen = []
+    for run in (function, optimized(function, strict=False)):
+        state, names, log = {"sum": jnp.zeros(())}, ["a"], [0.0]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AutopallasWarning)
+            results = [run(state, names, log=log) for _ in range(3)]
+        seen.append(([float(x) for x in (*results, state["sum"], log[0])], names))
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("kind", ["dictionary", "list", "deeper", "object"])
+def test_an_argument_that_is_changed_makes_the_function_run_as_it_is(kind, qkv):
+    class Holder:
+        value = 0.0
+
+    def change(thing, x):
+        if kind == "dictionary":
+            thing["new"] = x
+        elif kind == "list":
+            thing[0] = x
+        elif kind == "deeper":
+            thing["a"][1].append(x)
+        else:
+            thing.value = x
+
+    def function(q, thing):
+        out = attend(q, *qkv[1:])
+        change(thing, out.sum())
+        return out
+
+    make = {"dictionary": dict, "list": lambda: [1.0], "deeper": lambda: {"a": (1.0, [])}, "object": Holder}[kind]
+    wrapped, given, wanted = optimized(function, strict=False), make(), make()
+    with pytest.warns(AutopallasWarning, match=r"as it is.*changes its arguments, which would be lost"):
+        same(wrapped(qkv[0], given), function(qkv[0], wanted))
+    given, wanted = (vars(x) if kind == "object" else x for x in (given, wanted))
+    same(given, wanted)
+
+
+def test_what_a_jit_function_changes_stays_as_jit_has_it(qkv):
+    def function(q, batch):
+        k, v = batch.pop("k"), batch.pop("v")
+        return attend(q, k, v)
+
+    batch = {"k": qkv[1], "v": qkv[2]}
+    wrapped = optimized(jax.jit(function))
+    same(wrapped(qkv[0], batch), attend(*qkv))
+    assert len(batch) == 2
+    assert wrapped.report().counts()["attention"] == 1
+
+
+def test_arguments_that_are_made_anew_whenever_they_are_looked_at(qkv):
+    @jax.tree_util.register_pytree_node_class
+    class Doubled:
+        def __init__(self, x):
+            self.x = x
+
+        def tree_flatten(self):
+            return (self.x * 2,), None
+
+        @classmethod
+        def tree_unflatten(cls, _, children):
+            return cls(*(x / 2 for x in children))
+
+    wrapped = optimized(lambda q, k, v: attend(q.x, k, v))
+    same(wrapped(Doubled(qkv[0]), *qkv[1:]), attend(*qkv))
+    assert wrapped.report().counts()["attention"] == 1
 
 
 def test_a_function_and_a_class_are_held_fixed(qkv):
