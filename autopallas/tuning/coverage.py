@@ -43,6 +43,7 @@ class Conditions:
       spelling: empty if its products are those of the operation's cases (``cases.py``); otherwise these products.
       holds_from: the gain from which a row holds for another batch size or spelling than its own: 0.0 for all of
         them, infinity for none.
+      elsewhere_from: the gain from which a row holds for other vector extensions than its own.
       form: what the invariants of a row end in that was measured for originals which compile as this one does; empty
         if they compile as the operation's cases at batch size 1.  Such a row holds for all of these originals; another
         one is asked for where there is none.
@@ -51,6 +52,7 @@ class Conditions:
     batch: int = 1
     spelling: str = ""
     holds_from: float = 0.0
+    elsewhere_from: float = 0.0
     form: str = ""
 
 
@@ -89,15 +91,16 @@ def gap(row: Row[object], match: Workload, device: Device, own_form: bool = Fals
                 f"no row for this spelling, of which XLA may make a faster kernel: the table's was measured against "
                 f"{measured}, and this site has the products {asked.spelling or 'of the usual einsum'}"
             )
-    if _narrow(match.spec):
-        here = processor.vector_extensions()
-        measured, own = row.measured_with, here or "unknown ones"
-        if not processor.alike(measured, here):
-            return (
-                f"no row for these vector extensions, which decide the speed of 16-bit numbers: the table's was "
-                f"measured with {measured}, and this machine has {own}"
-            )
-    return ""
+    here = processor.vector_extensions()
+    if _narrow(match.spec) and not processor.alike(row.measured_with, here):
+        decided = "no row for these vector extensions, which decide the speed of 16-bit numbers"
+    elif row.measured_with != here and row.assured_gain < asked.elsewhere_from:
+        decided = f"no row for these vector extensions, with others a gain of {asked.elsewhere_from} is needed"
+    else:
+        return ""
+    return (
+        f"{decided}: the table's was measured with {row.measured_with}, and this machine has {here or 'unknown ones'}"
+    )
 
 
 def stated(row: Row[S], match: Workload, device: Device) -> Row[S]:

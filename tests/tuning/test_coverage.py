@@ -228,6 +228,28 @@ def test_every_operation_asks_for_the_processor(machine, tables, case):
     assert choice.block_sizes == tables.infer_block_sizes(match.spec, CPU, "xla", "forward")
 
 
+@pytest.mark.parametrize(
+    ("direction", "batch", "gain", "holds"),
+    [
+        ("forward", 1, 1.3, False),
+        ("forward", 1, 1.4, True),
+        ("forward", 2, 1.6, False),
+        ("forward", 2, 1.7, True),
+        ("forward+backward", 1, 1.2, False),
+        ("forward+backward", 2, 1.3, True),
+    ],
+)
+def test_a_row_of_attention_holds_for_other_extensions_if_its_gain_is_large(machine, direction, batch, gain, holds):
+    match = match_of_case(square(direction, "float32", "causal", 1024, batch=batch))
+    row = Row(None, 1.0, gain, 1, 2, "measured", "2026-11-25", "jax", batch=batch)
+    assert gap(row, match, CPU, own_form=True) == ""
+    for other in ("avx512", "avx512_bf16", "neon", None):
+        machine(other)
+        found = gap(row, match, CPU, own_form=True)
+        assert (found == "") == holds
+        assert holds or "no row for these vector extensions" in found
+
+
 def test_other_devices_are_asked_nothing(machine):
     machine(None)
     match = match_of_case(square("forward", "bfloat16", "full", 1024, batch=4))
