@@ -32,6 +32,8 @@ __all__ = ["Conditions", "conditions_of", "form_of", "gap", "products", "stated"
 
 REMEDY = 'AUTOPALLAS_AUTOTUNE=1 measures it on this machine, objective="always" replaces without evidence'
 """Advice to the user about a site that no row holds for."""
+_UNKNOWN = "unknown"
+"""The extensions in a row that was measured where the processor does not say which it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ def gap(row: Row[object], match: Workload, device: Device, own_form: bool = Fals
     here = processor.vector_extensions()
     if _narrow(match.spec) and not processor.alike(row.measured_with, here):
         decided = "no row for these vector extensions, which decide the speed of 16-bit numbers"
-    elif row.measured_with != here and row.assured_gain < asked.elsewhere_from:
+    elif row.measured_with != (here or _UNKNOWN) and row.assured_gain < asked.elsewhere_from:
         decided = f"no row for these vector extensions, with others a gain of {asked.elsewhere_from} is needed"
     else:
         return ""
@@ -108,7 +110,7 @@ def stated(row: Row[S], match: Workload, device: Device) -> Row[S]:
     if device.platform != "cpu":
         return row
     asked = conditions_of(match)
-    extensions = processor.vector_extensions() or "unknown"
+    extensions = processor.vector_extensions() or _UNKNOWN
     return dataclasses.replace(row, batch=asked.batch, extensions=extensions, spelling=asked.spelling)
 
 

@@ -248,6 +248,7 @@ def test_a_row_of_attention_holds_for_other_extensions_if_its_gain_is_large(mach
         found = gap(row, match, CPU, own_form=True)
         assert (found == "") == holds
         assert holds or "no row for these vector extensions" in found
+        assert gap(stated(row, match, CPU), match, CPU, own_form=True) == ""
 
 
 def test_other_devices_are_asked_nothing(machine):
