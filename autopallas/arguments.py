@@ -6,7 +6,7 @@ import functools
 import types
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import TypeAlias, cast
 
 import jax
 import numpy as np
@@ -74,6 +74,9 @@ def join(static: Static, arrays: Sequence[ArrayLike]) -> tuple[tuple[PyTree, ...
     return args, kwargs
 
 
+_Container: TypeAlias = "dict[Hashable, object] | list[object] | set[Hashable]"
+
+
 class Watched:
     """Tells whether a function changed what it was given: a list, a dictionary, a module with parameters, an object.
 
@@ -89,7 +92,8 @@ class Watched:
 
     def __init__(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]):
         self._given = tuple(args), dict(kwargs)
-        self._before = self._now()
+        self._kept: list[tuple[_Container, _Container]] = []
+        self._before = self._now(self._kept)
         # Some trees are made of other leaves each time that one looks, from which nothing can be told.
         self._tells = self._before is not None and _alike(self._before, self._now())
 
@@ -97,9 +101,20 @@ class Watched:
         """Returns whether anything is another one by now."""
         return self._tells and not _alike(self._before, self._now())
 
-    def _now(self) -> tuple[jax.tree_util.PyTreeDef, list[object], tuple[Hashable, ...]] | None:
+    def restore(self) -> None:
+        """Gives objects their attributes back: a trace that failed may have left its tracers in them."""
+        for container, content in self._kept:
+            container.clear()
+            if isinstance(container, list):
+                container.extend(content)
+            else:
+                container.update(content)
+
+    def _now(
+        self, kept: list[tuple[_Container, _Container]] | None = None
+    ) -> tuple[jax.tree_util.PyTreeDef, list[object], tuple[Hashable, ...]] | None:
         leaves, structure = jax.tree.flatten(self._given)
-        parts = _Parts()
+        parts = _Parts(kept)
         try:
             states = tuple(parts.state(leaf, 0) for leaf in leaves if not traceable(leaf))
             hash(states)
@@ -166,10 +181,11 @@ class _Plain:
 
 
 class _Parts:
-    """Reads what objects are made of, each once."""
+    """Reads what objects are made of, each once; keeps in ``kept`` what containers hold now, if it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: list[tuple[_Container, _Container]] | None = None) -> None:
         self._met: dict[int, int] = {}
+        self._kept = kept
 
     def state(self, value: object, depth: int) -> Hashable:
         """Returns what tells a value from what it was before or will be later."""
@@ -195,6 +211,8 @@ class _Parts:
                     "array there, or call its setflags(write=False)"
                 )
             return kind, _Same(value)
+        if self._kept is not None and isinstance(value, (dict, list, set)) and kind in (dict, list, set):
+            self._kept.append((value, value.copy()))
         inner = self._inside(value)
         if inner is not None:
             return kind, tuple(self.state(part, depth + 1) for part in inner)

@@ -212,10 +212,15 @@ class Optimized(Generic[P, R]):
         if not self._plain:
             return self._inner(*args, **kwargs)
         watched = Watched(args, kwargs)
-        result = self._inner(*args, **kwargs)
+        try:
+            result = self._inner(*args, **kwargs)
+        except Exception:
+            watched.restore()
+            raise
         if not all(map(traceable, jax.tree.leaves(result))):
             raise Untraceable("it returns something that is neither an array nor a number")
         if watched.changed():
+            watched.restore()
             raise Untraceable(
                 "it changes its arguments, which would be lost; let it return what is new, or optimize jax.jit of it"
             )

@@ -167,6 +167,30 @@ def test_an_argument_that_is_changed_makes_the_function_run_as_it_is(kind, qkv):
     same(given, wanted)
 
 
+@pytest.mark.parametrize("looks", [False, True])
+def test_an_object_that_computes_an_array_once(looks, qkv):
+    """A tracer that is left in it would make every further call fail."""
+
+    class Lazy:
+        def __init__(self):
+            self.known, self.calls = {}, 0
+
+        def __call__(self, q):
+            self.calls += 1
+            if "mask" not in self.known:
+                self.known["mask"] = jnp.tril(q[0, 0] @ q[0, 0].T)
+            if looks and float(q.sum()) > 1e6:
+                return q
+            return attend(self.known["mask"] @ q, *qkv[1:])
+
+    lazy, wanted = Lazy(), Lazy()
+    wrapped = optimized(Lazy.__call__, strict=False)
+    with pytest.warns(AutopallasWarning, match="as it is"):
+        same(wrapped(lazy, qkv[0]), wanted(qkv[0]))
+    same(wrapped(lazy, 2 * qkv[0]), wanted(2 * qkv[0]))
+    assert lazy.calls == wanted.calls == 2
+
+
 def test_what_a_jit_function_changes_stays_as_jit_has_it(qkv):
     def function(q, batch):
         k, v = batch.pop("k"), batch.pop("v")
