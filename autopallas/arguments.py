@@ -107,6 +107,8 @@ class Watched:
             container.clear()
             if isinstance(container, list):
                 container.extend(content)
+            elif isinstance(container, dict):
+                container.update(cast(dict[Hashable, object], content))
             else:
                 container.update(content)
 
