@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from autopallas.compat import Array, PyTree
 
-__all__ = ["Static", "Untraceable", "Watched", "join", "split", "told_apart", "traceable"]
+__all__ = ["Static", "Untraceable", "Watched", "is_number", "join", "split", "told_apart", "traceable"]
 
 _MOST_PARTS = 1000
 """How many parts of the objects in one call are looked at."""
@@ -45,8 +45,10 @@ class Static:
 
 def traceable(leaf: object) -> bool:
     """Returns whether ``jax.jit`` accepts a leaf of this type."""
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype.kind not in "OSUMm" and leaf.dtype.names is None
     return (
-        isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+        isinstance(leaf, (jax.Array, bool, int, float, complex))
         or hasattr(leaf, "__jax_array__")
         or hasattr(leaf, "aval")
         or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
@@ -54,7 +56,12 @@ def traceable(leaf: object) -> bool:
 
 
 def _is_array(leaf: object) -> bool:
-    return traceable(leaf) and not isinstance(leaf, (bool, int, float, complex)) or isinstance(leaf, np.generic)
+    return traceable(leaf) and (isinstance(leaf, np.generic) or not isinstance(leaf, (bool, int, float, complex)))
+
+
+def is_number(leaf: object) -> bool:
+    """Returns whether a leaf is one of Python's own numbers, at whose value a function can look."""
+    return traceable(leaf) and not _is_array(leaf)
 
 
 def split(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> tuple[list[Array], Static]:

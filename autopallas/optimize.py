@@ -14,7 +14,7 @@ import jax
 from jax.typing import ArrayLike
 
 from autopallas import compat, pipeline
-from autopallas.arguments import Static, Untraceable, Watched, join, split, told_apart, traceable
+from autopallas.arguments import Static, Untraceable, Watched, is_number, join, split, told_apart, traceable
 from autopallas.compat import ArrayFunction, ClosedJaxpr, Jitted, PyTree
 from autopallas.errors import OptionError
 from autopallas.fallback.bisect import is_bisecting, no_site_is_allowed
@@ -289,7 +289,8 @@ class Optimized(Generic[P, R]):
         """Returns whether a plain function failed only because jit compiled it, and may work when called as it is."""
         if isinstance(error, (*_CONCRETE, Untraceable)):
             return self._plain
-        return self._plain and not all(map(traceable, jax.tree.leaves((args, kwargs))))
+        leaves = jax.tree.leaves((args, kwargs)) if self._plain else ()
+        return any(is_number(leaf) or not traceable(leaf) for leaf in leaves)
 
     def _plain_call(self, use: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Calls a plain function, which may take and return what jit does not, or look at the values of numbers.
@@ -312,12 +313,23 @@ class Optimized(Generic[P, R]):
                     self._looks.add((static.structure, static.kinds))
                     return result
             except _RETRIED as error:
+                perhaps_own = not isinstance(error, (*_CONCRETE, Untraceable))
+                if perhaps_own and use is _call:
+                    try:
+                        result = self._function(*args, **kwargs)
+                    except Exception as own:
+                        mark_users_error(own)
+                        raise
+                elif perhaps_own and all(map(traceable, jax.tree.leaves((args, kwargs)))):
+                    raise
                 self._as_it_is = error
                 reason = f"{type(error).__name__}: {error}".split("\n")[0]
                 self._publish(LiveReport(Report(failures=(Failure("trace", reason),))))
                 if resolve(self._explicit).strict:
                     raise
                 pipeline.warn(f"autopallas runs {self!r} as it is, since jax.jit cannot trace it: {reason}")
+                if perhaps_own and use is _call:
+                    return result
         return self._function(*args, **kwargs) if use is _call else None
 
     def _has_looked(self, static: Static) -> bool:
@@ -357,7 +369,8 @@ _CONCRETE = (
 )
 """Errors that jit raises where a function looks at the value of an argument."""
 
-_RETRIED = (*_CONCRETE, TypeError)
+_RETRIED = (*_CONCRETE, TypeError, OverflowError)
+"""Errors after which a call is tried with its numbers held fixed, as sizes and integers of over 32 bits have to be."""
 
 _MOST_HELD = 32
 """For how many values of arguments that are held fixed a function is compiled."""

@@ -82,6 +82,57 @@ class Layer:
         return self.inner["bias"] + len(self.names) + attend(q * self.scale * self.weight * self.table, k, v)
 
 
+@pytest.mark.parametrize(
+    ("use", "number"),
+    [
+        (lambda q, n: jnp.zeros(n) + q[0, 0, 0, 0], (4, 2)),
+        (lambda q, n: q.reshape(n, -1), 2),
+        (lambda q, n: jax.random.normal(jax.random.key(n), q.shape), 2**40),
+        (lambda q, n: jax.random.normal(jax.random.key(n), q.shape), 2**32 - 1),
+        (lambda q, n: q * (n > 5), 2**40),
+        (lambda q, n: q * float(n), 10**30),
+    ],
+    ids=["shape", "size", "seed", "32_bits", "compared", "large"],
+)
+def test_a_number_that_jit_does_not_take_or_that_is_a_size(use, number, qkv):
+    wrapped = optimized(use)
+    for _ in range(2):
+        np.testing.assert_array_equal(wrapped(qkv[0], number), use(qkv[0], number))
+    assert not wrapped.report().failures
+
+
+def test_an_own_error_beside_a_number_is_raised_and_costs_nothing(qkv):
+    wrapped = optimized(lambda q, k, v, scale: attend(q * scale, k, v), strict=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for use in (wrapped, functools.partial(autopallas.explain, wrapped)):
+            with pytest.raises(TypeError, match=r"dot_general|matmul|contract|shape"):
+                use(qkv[0], qkv[1][..., :2], qkv[2], 2.0)
+        same(wrapped(*qkv, 2.0), attend(2 * qkv[0], *qkv[1:]))
+    assert wrapped.report().counts()["attention"] == 1
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array([1, "a"], object),
+        np.array(["a", "b"]),
+        np.array(["2020-01-01"], "datetime64[D]"),
+        np.array([(1.0,)], [("field", "f4")]),
+        np.str_("a"),
+    ],
+    ids=["objects", "texts", "dates", "fields", "text"],
+)
+def test_arrays_that_jax_does_not_have(array, qkv):
+    def function(q, array):
+        return q * array.size
+
+    wrapped = optimized(function, strict=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AutopallasWarning)
+        same(wrapped(qkv[0], array), function(qkv[0], array))
+
+
 def test_an_object_that_changes_between_calls(qkv):
     layer = Layer()
     changes = (
