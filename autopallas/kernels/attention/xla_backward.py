@@ -133,7 +133,6 @@ class _BackwardRows(NamedTuple):
     Attributes:
       attention, place: the attention, and which rows these are.
       q, do: queries, and cotangents times the factor of the probabilities, [..., G t, d].
-      q_transposed, do_transposed: the same, [..., d, G t].
       shift, delta: numbers for each row, [..., t].
       sums: cotangents of the statistics that are sums, [..., t] each.
       maximum: [..., t].
@@ -143,8 +142,6 @@ class _BackwardRows(NamedTuple):
     place: RowBlock
     q: Array
     do: Array
-    q_transposed: Array
-    do_transposed: Array
     shift: Array
     delta: Array
     sums: tuple[Array, ...]
@@ -162,12 +159,10 @@ class _BackwardRows(NamedTuple):
         # The cotangent is rounded as the original's product rounds the probabilities.
         kept = do.dtype if spec.reads_weights == do.dtype else spec.accumulation_dtype
         do = (do * place.rows(own.factor[..., None])).astype(kept)
-        # The barrier keeps XLA from folding the transpositions back into the dots.
-        q_transposed, do_transposed = lax.optimization_barrier((jnp.swapaxes(q, -1, -2), jnp.swapaxes(do, -1, -2)))
         sums = tuple(map(numbers, cotangents.sums[1:]))
         maximum = None if own.maximum is None else numbers(own.maximum)
         shift, delta = numbers(own.shift), numbers(own.delta)
-        return _BackwardRows(own.attention, place, q, do, q_transposed, do_transposed, shift, delta, sums, maximum)
+        return _BackwardRows(own.attention, place, q, do, shift, delta, sums, maximum)
 
 
 def _add_rows(own: _Backward, place: RowBlock, gradients: _Accumulators) -> _Accumulators:
@@ -251,7 +246,7 @@ def _gradient_tile(
     x, logits_vjp = jax.vjp(from_score, score, here.floating(spec))
     p_normal, exponentials_pull = exponentials_vjp(spec, programs.inner_weights, x, rows.shift[..., None], here)
     p, outer_vjp = weighted_vjp(spec, programs.weights, p_normal, here)
-    dvalue = rows_by_weights(spec, place, rows.do_transposed, p)
+    dvalue = rows_by_weights(spec, place, rows.do, p)
     dp = rows_by_columns(spec, place, rows.do, v)
     dp_normal, *outer_sides = outer_vjp(dp)
     if spec.weights and spec.delta_counts:
@@ -265,7 +260,7 @@ def _gradient_tile(
     dscore, score_sides = logits_vjp(dx.astype(x.dtype))
     dq = dq + times_keys(spec, place, dscore, k)
     window = place.window("BK-S", columns)
-    dkey = rows_by_score_gradients(spec, place, rows.q_transposed, dscore)
+    dkey = rows_by_score_gradients(spec, place, rows.q, dscore)
     updates = gradients._replace(
         key=accumulate(gradients.key, window, place.unmerged(dkey)),
         value=accumulate(gradients.value, window, place.unmerged(dvalue)),

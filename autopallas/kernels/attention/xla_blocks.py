@@ -249,13 +249,13 @@ def rows_by_columns(spec: AttentionSpec, place: RowBlock, do: Array, v: Array) -
     return place.ungrouped(_dot(spec, do, v, (-1, -1), spec.value_precision))
 
 
-def rows_by_weights(spec: AttentionSpec, place: RowBlock, do_transposed: Array, p: Array) -> Array:
+def rows_by_weights(spec: AttentionSpec, place: RowBlock, do: Array, p: Array) -> Array:
     """Computes do^T p for probabilities p [..., t, s]: the gradient of values, transposed, [..., Dv, s]."""
-    p = place.grouped(narrow(p, spec.reads_weights, do_transposed, False))
-    return _dot(spec, do_transposed, p, (-1, -2), spec.value_precision)
+    p = place.grouped(narrow(p, spec.reads_weights, do, False))
+    return _dot(spec, do, p, (-2, -2), spec.value_precision)
 
 
-def rows_by_score_gradients(spec: AttentionSpec, place: RowBlock, q_transposed: Array, ds: Array) -> Array:
+def rows_by_score_gradients(spec: AttentionSpec, place: RowBlock, q: Array, ds: Array) -> Array:
     """Computes q^T ds for gradients ds of scores [..., t, s]: the gradient of keys, transposed, [..., D, s]."""
-    ds = place.grouped(narrow(ds, spec.reads_score_gradients, q_transposed, False))
-    return _dot(spec, q_transposed, ds, (-1, -2), spec.score_precision)
+    ds = place.grouped(narrow(ds, spec.reads_score_gradients, q, False))
+    return _dot(spec, q, ds, (-2, -2), spec.score_precision)
