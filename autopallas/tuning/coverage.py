@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from string import ascii_lowercase
 from typing import TypeVar
 
+import jax.numpy as jnp
 import numpy as np
 
 from autopallas.compat import ClosedJaxpr
 from autopallas.sites.device import Device
 from autopallas.sites.operation import operation_named
-from autopallas.sites.spec import SiteSpec
 from autopallas.sites.workload import Workload
 from autopallas.tuning import processor
 from autopallas.tuning.table import Row
@@ -94,7 +94,7 @@ def gap(row: Row[object], match: Workload, device: Device, own_form: bool = Fals
                 f"{measured}, and this site has the products {asked.spelling or 'of the usual einsum'}"
             )
     here = processor.vector_extensions()
-    if _narrow(match.spec) and not processor.alike(row.measured_with, here):
+    if _narrow(match) and not processor.alike(row.measured_with, here):
         decided = "no row for these vector extensions, which decide the speed of 16-bit numbers"
     elif row.measured_with != (here or _UNKNOWN) and row.assured_gain < asked.elsewhere_from:
         decided = f"no row for these vector extensions, with others a gain of {asked.elsewhere_from} is needed"
@@ -144,8 +144,9 @@ def products(original: ClosedJaxpr) -> str:
     return "; ".join(found)
 
 
-def _narrow(spec: SiteSpec) -> bool:
-    """Returns whether any dtype of a spec has 16 bits or fewer, so that products may be of such numbers."""
-    values = (getattr(spec, field.name) for field in dataclasses.fields(spec))
-    dtypes = (value for value in values if isinstance(value, np.dtype))
-    return any(dtype.itemsize <= 2 and not np.issubdtype(dtype, np.integer) and dtype != np.bool_ for dtype in dtypes)
+def _narrow(match: Workload) -> bool:
+    """Returns whether any dtype of a spec, or of the operands if the spec names none, is of floats of 16 bits or fewer,
+    so that products may be of such numbers."""
+    values = (getattr(match.spec, field.name) for field in dataclasses.fields(match.spec))
+    dtypes = [value for value in values if isinstance(value, np.dtype)] or [a.dtype for a in match.original.in_avals]
+    return any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2 for dtype in dtypes)

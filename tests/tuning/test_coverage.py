@@ -251,6 +251,21 @@ def test_a_row_of_attention_holds_for_other_extensions_if_its_gain_is_large(mach
         assert gap(stated(row, match, CPU), match, CPU, own_form=True) == ""
 
 
+def test_respellings_of_products_of_16_bits_ask_for_the_processor(machine):
+    """Their specs name no dtype: rows of a processor that multiplies bfloat16 were taken for one that does not."""
+    x, w = jnp.ones((256, 512), jnp.bfloat16), jnp.ones((256, 256), jnp.bfloat16)
+
+    def product(x, w):
+        return jax.lax.dot_general(x, w, (((0,), (0,)), ((), ())))
+
+    machine("avx512_bf16")
+    (match,), _ = find(Graph(flatten(jax.make_jaxpr(product)(x, w))), ["product"], True)
+    row = Row(None, 1.0, 2.5, 1, 2, "measured", "2026-11-25", "jax", extensions="avx512_bf16")
+    assert gap(row, match, CPU) == ""
+    machine("avx2")
+    assert "16-bit numbers" in gap(row, match, CPU)
+
+
 def test_other_devices_are_asked_nothing(machine):
     machine(None)
     match = match_of_case(square("forward", "bfloat16", "full", 1024, batch=4))
