@@ -19,6 +19,7 @@ from typing import TypeVar
 import jax.numpy as jnp
 import numpy as np
 
+from autopallas import compat
 from autopallas.compat import ClosedJaxpr
 from autopallas.sites.device import Device
 from autopallas.sites.operation import operation_named
@@ -49,6 +50,7 @@ class Conditions:
       form: what the invariants of a row end in that was measured for originals which compile as this one does; empty
         if they compile as the operation's cases at batch size 1.  Such a row holds for all of these originals; another
         one is asked for where there is none.
+      with_jax: whether ``elsewhere_from`` is asked of another minor version of JAX too.
     """
 
     batch: int = 1
@@ -56,6 +58,7 @@ class Conditions:
     holds_from: float = 0.0
     elsewhere_from: float = 0.0
     form: str = ""
+    with_jax: bool = False
 
 
 def conditions_of(match: Workload) -> Conditions:
@@ -96,8 +99,10 @@ def gap(row: Row[object], match: Workload, device: Device, own_form: bool = Fals
     here = processor.vector_extensions()
     if _narrow(match) and not processor.alike(row.measured_with, here):
         decided = "no row for these vector extensions, which decide the speed of 16-bit numbers"
+    elif asked.with_jax and row.assured_gain < asked.elsewhere_from and _minor(row.versions) != _minor(_jax()):
+        return f"no row for this version of JAX: the table's was measured with {row.versions}, and this is {_jax()}"
     elif row.measured_with != (here or _UNKNOWN) and row.assured_gain < asked.elsewhere_from:
-        decided = f"no row for these vector extensions, with others a gain of {asked.elsewhere_from} is needed"
+        decided = "no row for these vector extensions, on which the gain depends"
     else:
         return ""
     return (
@@ -142,6 +147,15 @@ def products(original: ClosedJaxpr) -> str:
             )
             found.append(f"{first},{second}->{result}")
     return "; ".join(found)
+
+
+def _jax() -> str:
+    """Returns the version of JAX as rows state it."""
+    return f"jax {compat.versions()['jax']}"
+
+
+def _minor(versions: str) -> list[str]:
+    return versions.split(".")[:2]
 
 
 def _narrow(match: Workload) -> bool:

@@ -266,6 +266,17 @@ def test_respellings_of_products_of_16_bits_ask_for_the_processor(machine):
     assert "16-bit numbers" in gap(row, match, CPU)
 
 
+def test_rows_of_argmax_hold_for_their_own_extensions_and_line_of_jax(machine):
+    (match,), _ = find(
+        Graph(flatten(jax.make_jaxpr(lambda x: jnp.argmax(x, 1))(jnp.ones((128, 4096))))), ["argmax"], True
+    )
+    row = Row(None, 1.0, 6.0, 1, 2, "measured", "2026-11-25", f"jax {jax.__version__}")
+    assert gap(row, match, CPU) == ""
+    assert "this version of JAX" in gap(replace(row, versions="jax 0.9.1"), match, CPU)
+    machine("avx512_bf16")
+    assert "vector extensions" in gap(row, match, CPU)
+
+
 def test_other_devices_are_asked_nothing(machine):
     machine(None)
     match = match_of_case(square("forward", "bfloat16", "full", 1024, batch=4))

@@ -100,7 +100,7 @@ def conditions(match: Workload) -> Conditions:
     holds_from = _HOLDS_FROM.get((match.direction, spec.mask_class), math.inf)
     form = "batched" if batched else ""
     elsewhere_from = _ELSEWHERE_FROM.get((match.direction, form), _ELSEWHERE_FROM["forward+backward", ""])
-    return Conditions(spec.batch, spelling, holds_from, elsewhere_from, form)
+    return Conditions(spec.batch, spelling, holds_from, elsewhere_from=elsewhere_from, form=form)
 
 
 TABLE = Table(OPERATION, BUCKETS, _filed, BlockSizes)

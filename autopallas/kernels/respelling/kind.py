@@ -61,6 +61,8 @@ class Kind:
       assumptions: what has to hold for the results to be equal, in words; or a function of the spec that returns it.
       may_round_sums: whether a platform may round the original's sums of 16-bit numbers to 16 bits, so that a search
         compares with the original in float32; all its operands are floating.
+      elsewhere_from: the gain from which evidence holds for other vector extensions, and for another minor version of
+        JAX, than it was measured with.
       maps_alike: whether many examples are one with larger arrays, for which the same evidence holds.
       fill: ``fill(spec, random, arrays)`` may replace the arrays of a search by such that occur.
     """
@@ -76,6 +78,7 @@ class Kind:
     samples: Callable[[], Iterable[tuple[str, Sample]]]
     assumptions: tuple[str, ...] | Callable[[RespellingSpec], tuple[str, ...]] = ()
     may_round_sums: bool = False
+    elsewhere_from: float = 0.0
     maps_alike: bool = False
     fill: Callable[[RespellingSpec, np.random.Generator, Sequence[np.ndarray]], list[np.ndarray]] | None = field(
         default=None

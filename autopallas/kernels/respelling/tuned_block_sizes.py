@@ -6,9 +6,11 @@ from autopallas.kernels.respelling.block_sizes import BlockSizes
 from autopallas.kernels.respelling.kinds import kind_named
 from autopallas.kernels.respelling.operation import OPERATION
 from autopallas.kernels.respelling.spec import RespellingSpec
+from autopallas.sites.workload import Workload
+from autopallas.tuning.coverage import Conditions
 from autopallas.tuning.table import Bucket, Table, table_device
 
-__all__ = ["BUCKETS", "TABLE", "find", "infer_block_sizes", "table_device", "table_key"]
+__all__ = ["BUCKETS", "TABLE", "conditions", "find", "infer_block_sizes", "table_device", "table_key"]
 
 _LARGEST = 2**62
 
@@ -23,6 +25,12 @@ def _filed(spec: RespellingSpec, implementation: str, direction: str) -> tuple[s
     feature = kind_named(spec.kind).feature(spec)
     several = ", mapped" if spec.mapped > 1 else ""
     return direction, {"E": spec.elements}, f"{spec.kind}, {feature}{several}"
+
+
+def conditions(match: Workload) -> Conditions:
+    """Returns what evidence of a kind depends on, beyond the key of its row."""
+    assert isinstance(match.spec, RespellingSpec)
+    return Conditions(elsewhere_from=kind_named(match.spec.kind).elsewhere_from, with_jax=True)
 
 
 TABLE = Table(OPERATION, BUCKETS, _filed, BlockSizes)

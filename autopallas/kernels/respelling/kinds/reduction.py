@@ -96,4 +96,5 @@ KIND = Kind(
     respelt=_respelt,
     feature=_feature,
     samples=_samples,
+    elsewhere_from=4.0,  # with AVX2 one gains 3.7 times as much as with AVX-512, where it gains nothing
 )
