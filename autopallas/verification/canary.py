@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprEqn, PyTree, Var
-from autopallas.numerics.compare import tolerance_of
+from autopallas.numerics.compare import Comparison, tolerance_of
 from autopallas.report.late import LiveReport
 from autopallas.report.records import Canary as CanaryRecord
 from autopallas.verification.influence import SITES, sources
@@ -32,12 +32,13 @@ class Distance:
     Attributes:
       relative: the largest distance relative to the largest element; for integers the share that differs.
       introduced: how many elements are not finite that are finite in the original.
+      absolute: the largest distance.
     """
 
-    __slots__ = ("introduced", "relative")
+    __slots__ = ("absolute", "introduced", "relative")
 
-    def __init__(self, relative: float, introduced: int):
-        self.relative, self.introduced = relative, introduced
+    def __init__(self, relative: float, introduced: int, absolute: float = 0.0):
+        self.relative, self.introduced, self.absolute = relative, introduced, absolute
 
 
 @jax.jit
@@ -71,7 +72,7 @@ def distances(originals: Sequence[jax.Array], results: Sequence[jax.Array]) -> l
     told = []
     for x in originals:
         distance, size, introduced = (0.0, 1.0, 0) if x.dtype == jax.dtypes.float0 else next(found)
-        told.append(Distance(float(distance) / float(size) if distance else 0.0, int(introduced)))
+        told.append(Distance(float(distance) / float(size) if distance else 0.0, int(introduced), float(distance)))
     return told
 
 
@@ -94,7 +95,18 @@ class Canary:
       fraction: the part of the calls to compare.
     """
 
-    __slots__ = ("_bounds", "_compared", "_errors", "_known", "_random", "breaches", "fraction", "left", "notes")
+    __slots__ = (
+        "_bounds",
+        "_compared",
+        "_errors",
+        "_known",
+        "_random",
+        "_rounding",
+        "breaches",
+        "fraction",
+        "left",
+        "notes",
+    )
 
     def __init__(self, fraction: float):
         self.fraction = fraction
@@ -104,6 +116,7 @@ class Canary:
         self._errors: dict[str, Counter[str]] = defaultdict(Counter)
         self._compared = 0
         self._bounds: dict[tuple[int, int], float] = {}
+        self._rounding: dict[tuple[int, int], float] = {}
         self._known: dict[int, tuple[ClosedJaxpr, list[float], list[frozenset[str]]]] = {}
         self.left = 0
         self.wait(fraction)
@@ -148,13 +161,25 @@ class Canary:
             (site,) = sites if len(sites) == 1 else (f"output {name or 'result'}",)
             self._errors[site][decade(distance)] += 1
         return any(
-            distance.introduced or distance.relative > self._bounds.get((id(program), i), bound)
+            distance.introduced
+            or (
+                distance.relative > self._bounds.get((id(program), i), bound)
+                and distance.absolute > self._rounding.get((id(program), i), -1.0)
+            )
             for i, (distance, bound) in enumerate(zip(found, allowed, strict=True))
         )
 
-    def allow(self, program: ClosedJaxpr, bounds: Sequence[float]) -> None:
-        """Remembers the distances that the oracle allowed for the outputs of a program."""
-        self._bounds.update({(id(program), i): bound for i, bound in enumerate(bounds)})
+    def allow(self, program: ClosedJaxpr, outputs: Sequence[Comparison]) -> None:
+        """Remembers the distances that the oracle allowed for the outputs of a program.
+
+        An output that is rounding and nothing else may be zero, as the original has it, where nothing is near
+        relatively: for such a one the absolute distance is remembered too.
+        """
+        for i, output in enumerate(outputs):
+            self._bounds[id(program), i] = output.allowed + output.original.max_relative
+            if output.allowed >= 1 and output.rewritten.max_relative > 0:
+                scale = output.rewritten.max_absolute / output.rewritten.max_relative
+                self._rounding[id(program), i] = output.allowed * scale + output.original.max_absolute
 
     def _facts(self, program: ClosedJaxpr, report: LiveReport) -> tuple[list[float], list[frozenset[str]]]:
         """Returns the tolerance of each output, and the sites that it depends on; ``program`` stays alive with them."""
