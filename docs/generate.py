@@ -36,25 +36,36 @@ FOR_MEMORY = "scan_checkpoint"
 """Kind of respelling that is used for its memory."""
 
 
+EXTENSIONS = {"avx2": "AVX2", "avx512_bf16": "AVX-512"}
+"""The vector extensions that respellings were measured with, and how the table names them."""
+
+
 def respellings() -> str:
     """The gains of respellings on CPUs, from the table's rows: a line for each kind and form, all sizes together."""
-    found: dict[tuple[str, str], list[float]] = {}
+    found: dict[tuple[str, str], dict[str, list[float]]] = {}
     for (*_, invariants), row in TABLE.files.read("cpu"):
         kind, form, *_ = invariants.split(", ")
-        if kind == FOR_MEMORY:
-            continue
-        found.setdefault((kind, form), []).append(row.speedup)
+        if kind != FOR_MEMORY:
+            found.setdefault((kind, form), {}).setdefault(str(row.extensions), []).append(row.speedup)
     rows = [
-        "| kind | form | median gain | from, to | sizes measured | of these left alone |",
+        f"| kind | form | {' | '.join(f'median gain with {name} (from, to)' for name in EXTENSIONS.values())} | sizes "
+        "measured | of these left alone |",
         "|---|---|---|---|---|---|",
     ]
-    for (kind, form), gains in sorted(found.items()):
-        used = [gain for gain in gains if gain >= WORTH_IT]
-        middle = f"{statistics.median(used):.2g}" if used else "none"
-        ends = f"{min(used):.2g}, {max(used):.3g}" if used else ""
-        left = len(gains) - len(used)
-        rows.append(f"| `{kind}` | {form} | {middle} | {ends} | {len(gains)} | {left or ''} |")
+    for (kind, form), by_extensions in sorted(found.items()):
+        cells = [gains_in_words(by_extensions.get(extensions, [])) for extensions in EXTENSIONS]
+        gains = [gain for own in by_extensions.values() for gain in own]
+        left = sum(gain < WORTH_IT for gain in gains)
+        rows.append(f"| `{kind}` | {form} | {' | '.join(cells)} | {len(gains)} | {left or ''} |")
     return "\n".join(rows)
+
+
+def gains_in_words(gains: list[float]) -> str:
+    """The median of gains that are used, the least and the greatest."""
+    used = [gain for gain in gains if gain >= WORTH_IT]
+    if not used:
+        return "none" if gains else ""
+    return f"{statistics.median(used):.2g} ({min(used):.2g}, {max(used):.3g})"
 
 
 def checkpoints() -> str:
