@@ -75,10 +75,15 @@ _HOLDS_FROM = {
     **{("forward+backward", mask): 1.2 for mask in ("full", "causal", "static", "dynamic", "causal and dynamic")},
 }
 """Smallest gain with which a row holds for other batch sizes and spellings: those tried gained less by this factor."""
-_ELSEWHERE_FROM = {("forward", ""): 1.35, ("forward", "batched"): 1.65, ("forward+backward", ""): 1.25}
-"""The same for other vector extensions, by direction and form: of sites that were measured with AVX2 and with AVX-512,
-forward ones gained up to 1.33 times more with the one than with the other, batched ones up to 1.63 times, those with
-gradients up to 1.23 times, where either gained less than 2."""
+_ELSEWHERE_FROM = {
+    ("forward", False): 1.35,
+    ("forward", True): 1.65,
+    ("forward+backward", False): 1.25,
+    ("forward+backward", True): 1.25,
+}
+"""The same for other vector extensions, by direction and whether the site is batched: of sites that were measured with
+AVX2 and with AVX-512, forward ones gained up to 1.33 times more with the one than with the other, batched ones up to
+1.63 times, those with gradients up to 1.23 times, where either gained less than 2."""
 
 
 def conditions(match: Workload) -> Conditions:
@@ -98,9 +103,8 @@ def conditions(match: Workload) -> Conditions:
     spelling = "" if found == _CASES or spec.batch * heads == 1 else found or "none"
     batched = heads > 1 and (spec.batch > 1 or bool(spelling))
     holds_from = _HOLDS_FROM.get((match.direction, spec.mask_class), math.inf)
-    form = "batched" if batched else ""
-    elsewhere_from = _ELSEWHERE_FROM.get((match.direction, form), _ELSEWHERE_FROM["forward+backward", ""])
-    return Conditions(spec.batch, spelling, holds_from, elsewhere_from=elsewhere_from, form=form)
+    elsewhere_from = _ELSEWHERE_FROM[match.direction, batched]
+    return Conditions(spec.batch, spelling, holds_from, elsewhere_from, "batched" if batched else "")
 
 
 TABLE = Table(OPERATION, BUCKETS, _filed, BlockSizes)

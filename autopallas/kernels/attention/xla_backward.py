@@ -46,8 +46,8 @@ tolerance of values."""
 class _Accumulators(NamedTuple):
     """Gradients of the whole operands.  The rows of ``query`` are written once, so that it has its final dtype.
 
-    Those of keys and values are transposed, since a tile's product rows^T tile has the minor axis of the tile as its own:
-    tile^T rows takes XLA's CPU dots longer.
+    Those of keys and values are transposed: a product rows^T tile keeps the minor axis of the tile, and tile^T rows
+    takes XLA's CPU dots longer.
     """
 
     query: Array
