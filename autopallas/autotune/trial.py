@@ -79,7 +79,7 @@ class Trial:
     def bytes_needed(match: SiteWorkload) -> int:
         """Returns the bytes that the inputs and results of all passes take."""
         types = [t for part in match.passes for t in (*part.original.in_avals, *part.original.out_avals)]
-        return sum(t.size * np.dtype(t.dtype).itemsize for t in types)
+        return sum(t.size * t.dtype.itemsize for t in types)
 
     # ------------------------------------------------------------------ the ways to compute it
 

@@ -23,6 +23,7 @@ from jax.extend.core import Primitive
 
 from autopallas import compat
 from autopallas.compat import ClosedJaxpr, Dtype, Shaped
+from autopallas.random_keys import dtype_named
 from autopallas.sites.calls import SiteDescription
 from autopallas.sites.declared import DeclaredOperation
 from autopallas.sites.operation import operation_named, operation_names, registered
@@ -103,7 +104,7 @@ def _pass(part: SiteWorkload) -> dict[str, object]:
 
 
 def _type(aval: Shaped) -> list[object]:
-    return [list(aval.shape), np.dtype(aval.dtype).name]
+    return [list(aval.shape), aval.dtype.name]
 
 
 def _data(value: object, classes: Mapping[str, type]) -> object:
@@ -131,6 +132,9 @@ def _data(value: object, classes: Mapping[str, type]) -> object:
     if classes.get(type(value).__name__) is type(value) and dataclasses.is_dataclass(value):
         fields = {f.name: _data(getattr(value, f.name), classes) for f in dataclasses.fields(value) if f.init}
         return {"is": type(value).__name__, **fields}
+    keys = dtype_named(str(value))
+    if keys is not None and keys == value:
+        return {"dtype": keys.name}
     raise EncodingError(f"{value!r} has no form as data")
 
 
@@ -195,6 +199,9 @@ def _read_type(data: tuple[Sequence[int], str]) -> jax.ShapeDtypeStruct:
 
 
 def _dtype(name: str) -> Dtype:
+    keys = dtype_named(name)
+    if keys is not None:
+        return keys
     known = isinstance(name, str) and name.isidentifier() and isinstance(getattr(jnp, name, None), type(jnp.float32))
     if not known and name != "bool":
         raise EncodingError(f"{str(name)[:60]!r} is no dtype")

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from autopallas.kernels.respelling.kinds import kind_named
@@ -49,9 +51,11 @@ class RespellingSpec:
 
     @property
     def widest_dtype(self) -> Dtype:
-        """Dtype under which tables file the respelling: that of its first floating operand, else of its first."""
-        dtypes = [dtype for _, dtype in self.operands]
-        return next((d for d in dtypes if not np.issubdtype(d, np.integer) and d != np.bool_), dtypes[0])
+        """Dtype under which tables file the respelling: that of its first floating operand, else of its first; random
+        keys are none, and where nothing else is given, the first result's counts."""
+        given = [dtype for _, dtype in self.operands if not jnp.issubdtype(dtype, jax.dtypes.extended)]
+        dtypes = given or [dtype for _, dtype in self.results]
+        return next((d for d in dtypes if not jnp.issubdtype(d, jnp.integer) and d != np.bool_), dtypes[0])
 
     @property
     def elements(self) -> int:
