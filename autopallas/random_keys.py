@@ -6,10 +6,11 @@ import functools
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from autopallas.compat import Dtype
 
-__all__ = ["dtype_named", "dtype_of", "keys"]
+__all__ = ["data", "dtype_named", "dtype_of", "keys"]
 
 _IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 """JAX's own."""
@@ -34,6 +35,16 @@ def dtype_named(name: str) -> Dtype | None:
       (key<fry>, None)
     """
     return next((dtype for dtype in map(dtype_of, _IMPLEMENTATIONS) if dtype.name == name), None)
+
+
+def data(array: jax.Array) -> jax.Array:
+    """Returns an array that holds no keys: the words of keys, uint32[..., words], or the array itself.
+
+    Example:
+      >>> data(jax.random.key(7, impl="threefry2x32")), data(jnp.float32(0.5))
+      (Array([0, 7], dtype=uint32), Array(0.5, dtype=float32, weak_type=True))
+    """
+    return jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
 
 
 def keys(dtype: Dtype, shape: Sequence[int], seed: int) -> jax.Array:

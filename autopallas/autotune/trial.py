@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas import compat
+from autopallas import compat, random_keys
 from autopallas.compat import ArrayFunction, PyTree, Shaped
 from autopallas.numerics.compare import tolerance_of
 from autopallas.numerics.rounding import gradient_function, rounded
@@ -35,10 +35,13 @@ class Trial:
     Attributes:
       passes: the matches.
       arguments: for each pass, (operands, cotangents of its results if the program holds its backward).
+      repeats: number of times that it is computed in one call, one after the other; where it is more than one, all
+        arguments and results have an axis of that size in front.
     """
 
     passes: tuple[SiteWorkload, ...]
     arguments: tuple[tuple[Sequence[Shaped], Sequence[Shaped]], ...]
+    repeats: int = 1
 
     @staticmethod
     def of(match: SiteWorkload, seed: int = 0) -> Trial:
@@ -48,16 +51,22 @@ class Trial:
           ImportError: the operation has no example inputs.
         """
         examples = match.site.operation.part("example")
+        repeats = examples.repeats(match.site) if hasattr(examples, "repeats") and len(match.passes) == 1 else 1
         arguments = []
         for number, part in enumerate(match.passes):
-            operands = examples.operands(part.site, part.original.in_avals, seed + number)
             random = np.random.default_rng(seed + number)
+            leading = () if repeats == 1 else (repeats,)
+            drawn = [examples.operands(part.site, part.original.in_avals, seed + number + i) for i in range(repeats)]
+            operands = [jnp.asarray(x) for x in drawn[0]]
+            if leading:
+                operands = [jnp.stack([jnp.asarray(x) for x in each]) for each in zip(*drawn, strict=True)]
             cotangents = []
             if part.backwards:
                 for kind in part.original.out_avals:
-                    cotangents.append(random.standard_normal(kind.shape, np.float32).astype(kind.dtype))
-            arguments.append(([jnp.asarray(x) for x in operands], [jnp.asarray(x) for x in cotangents]))
-        trial = Trial(tuple(match.passes), tuple(arguments))
+                    drawn_one = random.standard_normal((*leading, *kind.shape), np.float32)
+                    cotangents.append(jnp.asarray(drawn_one.astype(kind.dtype)))
+            arguments.append((operands, cotangents))
+        trial = Trial(tuple(match.passes), tuple(arguments), repeats)
         for (own, _), places in zip(arguments, trial._shared, strict=True):
             own[:] = [x if place is None else arguments[0][0][place] for x, place in zip(own, places, strict=True)]
         return trial
@@ -122,10 +131,12 @@ class Trial:
                 operands = [
                     x if place is None else arguments[0][0][place] for x, place in zip(own, places, strict=True)
                 ]
-                results += one(part, operands, cotangents)
+                results += map(random_keys.data, one(part, operands, cotangents))
             return results
 
-        return run
+        if self.repeats == 1:
+            return run
+        return lambda *arguments: jax.lax.map(lambda each: run(*each), arguments)
 
     @property
     def _shared(self) -> list[list[int | None]]:

@@ -12,7 +12,10 @@ from autopallas.kernels.example import harmless, is_float, normal
 from autopallas.kernels.respelling.kinds import kind_named
 from autopallas.kernels.respelling.site import RespellingSite
 
-__all__ = ["operands", "program"]
+__all__ = ["operands", "program", "repeats"]
+
+_ELEMENTS, _MOST_REPEATS = 2**19, 256
+"""Of a loop that a search measures: its elements are about so many, and its steps at most so many."""
 
 
 def operands(site: RespellingSite, types: Sequence[Shaped], key: int = 0) -> list[np.ndarray]:
@@ -24,6 +27,13 @@ def operands(site: RespellingSite, types: Sequence[Shaped], key: int = 0) -> lis
             filled[i] = normal(random, array.shape, array.dtype)
     fill = kind_named(site.form.kind).fill
     return filled if fill is None else fill(site.form, random, filled)
+
+
+def repeats(site: RespellingSite) -> int:
+    """Returns how often a call of a search computes the site: small ones that occur in loops, in a loop."""
+    if not kind_named(site.form.kind).in_loops:
+        return 1
+    return min(max(_ELEMENTS // site.spec.elements, 1), _MOST_REPEATS)
 
 
 def program() -> tuple[ArrayFunction, tuple[jax.ShapeDtypeStruct, ...]]:

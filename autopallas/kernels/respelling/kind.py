@@ -64,6 +64,8 @@ class Kind:
       elsewhere_from: the gain from which evidence holds for other vector extensions, and for another minor version of
         JAX, than it was measured with.
       maps_alike: whether many examples are one with larger arrays, for which the same evidence holds.
+      in_loops: whether small ones usually occur in loops, so that a search measures them there: alone, they take less
+        time than the call.
       fill: ``fill(spec, random, arrays)`` may replace the arrays of a search by such that occur.
     """
 
@@ -80,6 +82,7 @@ class Kind:
     may_round_sums: bool = False
     elsewhere_from: float = 0.0
     maps_alike: bool = False
+    in_loops: bool = False
     fill: Callable[[RespellingSpec, np.random.Generator, Sequence[np.ndarray]], list[np.ndarray]] | None = field(
         default=None
     )

@@ -4,8 +4,8 @@ For CPUs JAX writes the rounds as a loop, which keeps four arrays in memory betw
 Without the loop all rounds of a number happen in registers, on vectors, and there is less to compile.  The bits are the
 same.
 
-The hash is Threefry-2x32 with 20 rounds, of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3"
-(2011).  What is hashed is what JAX hashes under ``jax_threefry_partitionable``, its default.
+The hash is Threefry-2x32 with 20 rounds, of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2,
+3" (2011).  What is hashed is what JAX hashes under ``jax_threefry_partitionable``, its default.
 """
 
 from __future__ import annotations
@@ -94,8 +94,10 @@ def _respelt(spec: RespellingSpec, keys: jax.Array, *data: jax.Array) -> list[ja
         first, second = lax.expand_dims(first, inner), lax.expand_dims(second, inner)
     high, low = _hash(first, second, counters)
     if spec["primitive"] != "random_bits":
-        hashed = lax.optimization_barrier(jnp.stack([high, low], -1))
-        return [jax.random.wrap_key_data(hashed, impl=_IMPLEMENTATION)]
+        # A concatenation of the words would be computed one by one.
+        word = lax.broadcasted_iota(jnp.int32, (*high.shape, 2), high.ndim)
+        hashed = jnp.where(word == 0, high[..., None], low[..., None])
+        return [jax.random.wrap_key_data(lax.optimization_barrier(hashed), impl=_IMPLEMENTATION)]
     dtype = spec.results[0][1]
     if spec["bit_width"] == 64:
         bits = lax.shift_left(high.astype(dtype), jnp.asarray(32, dtype)) | low.astype(dtype)
@@ -177,4 +179,5 @@ KIND = Kind(
     respelt=_respelt,
     feature=_feature,
     samples=_samples,
+    in_loops=True,
 )
