@@ -26,6 +26,7 @@ def body(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
     steps = {
         "convolution": _convolution, "cumulative": _cumulative, "window": _window, "one-hot": _one_hot,
         "indexed loop": _indexed_loop, "associative scan": _associative_scan, "reduction": _reduction,
+        "dropout": _dropout,
     }  # fmt: skip
     for n in range(c.pick(f"{at}.count", [1, 2, 3], 0.6)):
         name = c.pick(f"{at}.step {n}", {name: name for name in steps}, 0.8)
@@ -60,6 +61,23 @@ def _reduction(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> st
     axes = w.choices.pick(f"{at}.axes", ["(1, 3)", "(0, 3)", "(0, 1, 3)"], 0.5)
     groups = w.set("groups", f"{x}.reshape(*{x}.shape[:-1], 2, -1)")
     return w.set("x", f"({groups} - {groups}.mean({axes}, keepdims=True)).reshape({x}.shape)")
+
+
+def _dropout(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    c = w.choices
+    key = f"jax.random.{c.pick(f'{at}.key', ['key', 'PRNGKey'], 0.5)}({c.pick(f'{at}.seed', [3, 0, 71], 0.5)})"
+    derived = {
+        "itself": key,
+        "split": f"jax.random.split({key}, 3)[1]",
+        "folded": f"jax.random.fold_in({key}, {ids}.sum().astype(jnp.uint32))",
+    }
+    key = w.set("key", c.pick(f"{at}.derived", derived, 0.4))
+    mask = {
+        "bernoulli": f"jax.random.bernoulli({key}, 0.75, {x}.shape)",
+        "bits": f"(jax.random.bits({key}, {x}.shape, 'uint8') < 200)",
+        "examples": f"jax.vmap(lambda k, x: jax.random.bernoulli(k, 0.75, x.shape))(jax.random.split({key}, 2), {x})",
+    }
+    return w.set("x", f"jnp.where({c.pick(f'{at}.mask', mask, 0.5)}, {x} / 0.75, 0)")
 
 
 def _convolution(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:

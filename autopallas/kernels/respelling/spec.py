@@ -51,10 +51,11 @@ class RespellingSpec:
 
     @property
     def widest_dtype(self) -> Dtype:
-        """Dtype under which tables file the respelling: that of its first floating operand, else of its first; random
-        keys are none, and where nothing else is given, the first result's counts."""
-        given = [dtype for _, dtype in self.operands if not jnp.issubdtype(dtype, jax.dtypes.extended)]
-        dtypes = given or [dtype for _, dtype in self.results]
+        """Dtype under which tables file the respelling: that of its first floating operand, else of its first; of what
+        is drawn from random keys, that of the result."""
+        dtypes = [dtype for _, dtype in self.operands]
+        if jnp.issubdtype(dtypes[0], jax.dtypes.extended):
+            return self.results[0][1]
         return next((d for d in dtypes if not jnp.issubdtype(d, jnp.integer) and d != np.bool_), dtypes[0])
 
     @property

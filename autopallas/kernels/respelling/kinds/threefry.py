@@ -159,14 +159,19 @@ def _samples() -> Iterator[tuple[str, Sample]]:
 
                 name = f"{width}-{'x'.join(map(str, shape))}{'-keys' if keys else ''}"
                 yield name, Sample(bits, (jax.ShapeDtypeStruct(keys, key),))
-    for count in (2, 2**15):
-        yield f"split-{count}", Sample(lambda k, n=count: jax.random.split(k, n), (jax.ShapeDtypeStruct((), key),))
-    for shape in ((), several, (2**15,)):
-        data = jax.ShapeDtypeStruct(shape, jnp.uint32)
-        yield (
-            f"fold_in-{math.prod(shape)}",
-            Sample(jnp.vectorize(jax.random.fold_in), (jax.ShapeDtypeStruct(shape, key), data)),
-        )
+    for shape in ((), several, (2**14,)):
+        given = jax.ShapeDtypeStruct(shape, key)
+        yield f"split-{math.prod(shape)}", Sample(_split, (given,))
+        yield f"fold_in-{math.prod(shape)}", Sample(_fold, (given, jax.ShapeDtypeStruct(shape, jnp.uint32)))
+    yield "split-1x32768", Sample(lambda key: jax.random.split(key, 2**15), (jax.ShapeDtypeStruct((), key),))
+
+
+def _split(keys: jax.Array) -> jax.Array:
+    return jax.vmap(jax.random.split)(keys) if keys.ndim else jax.random.split(keys)
+
+
+def _fold(keys: jax.Array, data: jax.Array) -> jax.Array:
+    return jax.vmap(jax.random.fold_in)(keys, data) if keys.ndim else jax.random.fold_in(keys, data)
 
 
 KIND = Kind(
