@@ -54,18 +54,17 @@ class Trial:
         repeats = examples.repeats(match.site) if hasattr(examples, "repeats") and len(match.passes) == 1 else 1
         arguments = []
         for number, part in enumerate(match.passes):
+            given, made = (
+                [jax.ShapeDtypeStruct((*[repeats] * (repeats > 1), *t.shape), t.dtype) for t in avals]
+                for avals in (part.original.in_avals, part.original.out_avals)
+            )
+            operands = examples.operands(part.site, given, seed + number)
             random = np.random.default_rng(seed + number)
-            leading = () if repeats == 1 else (repeats,)
-            drawn = [examples.operands(part.site, part.original.in_avals, seed + number + i) for i in range(repeats)]
-            operands = [jnp.asarray(x) for x in drawn[0]]
-            if leading:
-                operands = [jnp.stack([jnp.asarray(x) for x in each]) for each in zip(*drawn, strict=True)]
             cotangents = []
             if part.backwards:
-                for kind in part.original.out_avals:
-                    drawn_one = random.standard_normal((*leading, *kind.shape), np.float32)
-                    cotangents.append(jnp.asarray(drawn_one.astype(kind.dtype)))
-            arguments.append((operands, cotangents))
+                for kind in made:
+                    cotangents.append(random.standard_normal(kind.shape, np.float32).astype(kind.dtype))
+            arguments.append(([jnp.asarray(x) for x in operands], [jnp.asarray(x) for x in cotangents]))
         trial = Trial(tuple(match.passes), tuple(arguments), repeats)
         for (own, _), places in zip(arguments, trial._shared, strict=True):
             own[:] = [x if place is None else arguments[0][0][place] for x, place in zip(own, places, strict=True)]

@@ -14,7 +14,7 @@ from autopallas.kernels.respelling.site import RespellingSite
 
 __all__ = ["operands", "program", "repeats"]
 
-_ELEMENTS, _MOST_REPEATS = 2**19, 256
+_ELEMENTS, _MOST_REPEATS = 2**19, 2**12
 """Of a loop that a search measures: its elements are about so many, and its steps at most so many."""
 
 
