@@ -24,7 +24,8 @@ def dtype_of(implementation: str) -> Dtype:
       >>> dtype_of("threefry2x32")
       key<fry>
     """
-    return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
+    found: Dtype = jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
+    return found
 
 
 def dtype_named(name: str) -> Dtype | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from autopallas import random_keys
 from autopallas.compat import Dtype, Shaped
@@ -27,7 +28,7 @@ def normal(random: np.random.Generator, shape: Sequence[int], dtype: DTypeLike, 
     return np.asarray(random.standard_normal(tuple(shape), np.float32) * np.float32(scale), dtype)
 
 
-def harmless(random: np.random.Generator, types: Sequence[Shaped]) -> list[ArrayLike]:
+def harmless(random: np.random.Generator, types: Sequence[Shaped]) -> list[Array]:
     """Returns one array for each operand of a site, before the operation fills in those with a meaning.
 
     Args:
@@ -38,9 +39,9 @@ def harmless(random: np.random.Generator, types: Sequence[Shaped]) -> list[Array
       Positive numbers around 1, for a logarithm may be taken of them; True; zeros; random keys, as JAX's arrays.
     """
 
-    def one(kind: Shaped) -> ArrayLike:
+    def one(kind: Shaped) -> Array:
         if jnp.issubdtype(kind.dtype, jax.dtypes.prng_key):
-            return random_keys.keys(kind.dtype, kind.shape, int(random.integers(2**31)))
+            return cast(Array, random_keys.keys(kind.dtype, kind.shape, int(random.integers(2**31))))
         dtype = np.dtype(kind.dtype)
         if is_float(dtype):
             return np.asarray(random.uniform(0.5, 1.5, kind.shape), dtype)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopallas.compat import ArrayFunction, Shaped
+from autopallas.compat import Shaped
 from autopallas.graph import Graph, Node
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.spec import Parameters, RespellingSpec
@@ -31,6 +31,7 @@ __all__ = ["KIND"]
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = np.uint32(0x1BD11BDA)
 _IMPLEMENTATION = "threefry2x32"
+_FLAG = "jax_threefry_partitionable"
 _MOST = 2**32
 """Numbers from one key that are counted in 32 bits."""
 
@@ -46,7 +47,7 @@ def _match(graph: Graph, node: Node) -> Found | None:
     if node.name == "random_fold_in":
         return None if params else _fold_in(graph, node, others[0].aval)
     shape, width = params.pop("shape"), params.pop("bit_width", 32)
-    if params or not jax.config.jax_threefry_partitionable:
+    if params or not getattr(jax.config, _FLAG):
         return None
     if not all(isinstance(size, int) for size in shape) or not 0 < math.prod(shape) <= _MOST:
         return None
@@ -154,24 +155,15 @@ def _samples() -> Iterator[tuple[str, Sample]]:
                 each = (math.prod(shape) // 64,) if keys else shape
                 draw = functools.partial(jax.random.bits, shape=each, dtype=dtype)
 
-                def bits(keys: jax.Array, draw: ArrayFunction = draw) -> jax.Array:
-                    return jax.vmap(draw)(keys) if keys.ndim else draw(keys)
-
                 name = f"{width}-{'x'.join(map(str, shape))}{'-keys' if keys else ''}"
-                yield name, Sample(bits, (jax.ShapeDtypeStruct(keys, key),))
-    for shape in ((), several, (2**14,)):
-        given = jax.ShapeDtypeStruct(shape, key)
-        yield f"split-{math.prod(shape)}", Sample(_split, (given,))
-        yield f"fold_in-{math.prod(shape)}", Sample(_fold, (given, jax.ShapeDtypeStruct(shape, jnp.uint32)))
+                yield name, Sample(jax.vmap(draw) if keys else draw, (jax.ShapeDtypeStruct(keys, key),))
+    for count in (1, 64, 2**14):
+        given = jax.ShapeDtypeStruct((count,) * (count > 1), key)
+        split, fold_in = jax.random.split, jax.random.fold_in
+        yield f"split-{count}", Sample(jax.vmap(split) if count > 1 else split, (given,))
+        data = jax.ShapeDtypeStruct(given.shape, jnp.uint32)
+        yield f"fold_in-{count}", Sample(jax.vmap(fold_in) if count > 1 else fold_in, (given, data))
     yield "split-1x32768", Sample(lambda key: jax.random.split(key, 2**15), (jax.ShapeDtypeStruct((), key),))
-
-
-def _split(keys: jax.Array) -> jax.Array:
-    return jax.vmap(jax.random.split)(keys) if keys.ndim else jax.random.split(keys)
-
-
-def _fold(keys: jax.Array, data: jax.Array) -> jax.Array:
-    return jax.vmap(jax.random.fold_in)(keys, data) if keys.ndim else jax.random.fold_in(keys, data)
 
 
 KIND = Kind(
