@@ -30,6 +30,8 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     places: set[Node] = set()
     for node in graph.nodes:
         for kind in kinds.get(node.name, ()):
+            if kind.on_request and kind.name not in graph.named:
+                continue
             with contained(jaxprs.location(node.equation), OPERATION.name, "recognition"):
                 place = kind.match(graph, node)
                 match = None if place is None else _match(graph, node, kind, place)

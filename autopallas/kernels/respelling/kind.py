@@ -63,6 +63,7 @@ class Kind:
         compares with the original in float32; all its operands are floating.
       elsewhere_from: the gain from which evidence holds for other vector extensions, and for another minor version of
         JAX, than it was measured with.
+      on_request: whether it is looked for only where the option ``ops`` names it.
       maps_alike: whether many examples are one with larger arrays, for which the same evidence holds.
       in_loops: whether small ones usually occur in loops, so that a search measures them there: alone, they take less
         time than the call.
@@ -81,6 +82,7 @@ class Kind:
     assumptions: tuple[str, ...] | Callable[[RespellingSpec], tuple[str, ...]] = ()
     may_round_sums: bool = False
     elsewhere_from: float = 0.0
+    on_request: bool = False
     maps_alike: bool = False
     in_loops: bool = False
     fill: Callable[[RespellingSpec, np.random.Generator, Sequence[np.ndarray]], list[np.ndarray]] | None = field(
