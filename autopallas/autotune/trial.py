@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas import compat, random_keys
+from autopallas import compat
 from autopallas.compat import ArrayFunction, PyTree, Shaped
 from autopallas.numerics.compare import tolerance_of
 from autopallas.numerics.rounding import gradient_function, rounded
+from autopallas.sites import random_keys
 from autopallas.sites.calls import kernel_backward, kernel_forward, replaced_at
 from autopallas.sites.spec import BlockSizes
 from autopallas.sites.workload import SiteWorkload

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from autopallas import random_keys
 from autopallas.compat import Dtype, Shaped
+from autopallas.sites import random_keys
 
 __all__ = ["harmless", "is_float", "normal"]
 

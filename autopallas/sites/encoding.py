@@ -23,10 +23,10 @@ from jax.extend.core import Primitive
 
 from autopallas import compat
 from autopallas.compat import ClosedJaxpr, Dtype, Shaped
-from autopallas.random_keys import dtype_named
 from autopallas.sites.calls import SiteDescription
 from autopallas.sites.declared import DeclaredOperation
 from autopallas.sites.operation import operation_named, operation_names, registered
+from autopallas.sites.random_keys import dtype_named
 from autopallas.sites.spec import SiteSpec
 from autopallas.sites.workload import Gradients, SiteWorkload
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from support.respellings import found
 
 import autopallas
-from autopallas import random_keys
+from autopallas.sites import random_keys
 
 KEY = jax.random.key(5, impl="threefry2x32")
 KEYS = jax.random.split(KEY, (2, 3))

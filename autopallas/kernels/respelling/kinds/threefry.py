@@ -24,7 +24,7 @@ from autopallas.compat import Shaped
 from autopallas.graph import Graph, Node
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.spec import Parameters, RespellingSpec
-from autopallas.random_keys import dtype_of
+from autopallas.sites.random_keys import dtype_of
 
 __all__ = ["KIND"]
 

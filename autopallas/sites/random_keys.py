@@ -42,8 +42,8 @@ def data(array: jax.Array) -> jax.Array:
     """Returns an array that holds no keys: the words of keys, uint32[..., words], or the array itself.
 
     Example:
-      >>> data(jax.random.key(7, impl="threefry2x32")), data(jnp.float32(0.5))
-      (Array([0, 7], dtype=uint32), Array(0.5, dtype=float32, weak_type=True))
+      >>> data(jax.random.key(7, impl="threefry2x32"))
+      Array([0, 7], dtype=uint32)
     """
     return jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
 
