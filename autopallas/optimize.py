@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeAlias, TypeVar, Unpack, cast, overload
 
@@ -64,7 +64,8 @@ class Optimized(Generic[P, R]):
         self._fixed = cast(Jitted, jax.jit(self._traced_fixed, static_argnums=0))
         self._run: Callable[..., R] = self._jit
         self._as_it_is: Exception | None = None
-        self._looks: set[tuple[object, ...]] = set()
+        self._looks: dict[Hashable, Exception | None] = {}
+        """Kinds of calls that jit cannot trace; while one of them is tried in another way, with jit's error."""
         self._held: set[Static] = set()
         self._overfull = False
         self._replaced = False
@@ -79,6 +80,7 @@ class Optimized(Generic[P, R]):
 
             return compared(self, self._canary, args, kwargs)
         run = self._run  # which another thread may change meanwhile
+        failed: Exception | None = None
         try:  # the common call pays only for this frame
             if self._spread and not call_shardings.is_recording():
                 with call_shardings.recording_shardings(args, kwargs):
@@ -92,13 +94,14 @@ class Optimized(Generic[P, R]):
             self._spread = True
             return self(*args, **kwargs)
         except Exception as error:
-            if run is self._jit and isinstance(error, _RETRIED) and self._may_be_ours(error, args, kwargs):
-                self._run = functools.partial(self._plain_call, _call)
-                return self(*args, **kwargs)
-            recovered = self._recovered(error, args, kwargs)
-            if recovered is None:
-                raise
-            return recovered[0]
+            failed = error if run is self._jit and self._may_be_ours(error, args, kwargs) else None
+            if failed is None:
+                recovered = self._recovered(error, args, kwargs)
+                if recovered is None:
+                    raise
+                return recovered[0]
+        if failed is not None:  # outside of the handler, so that what is raised now does not name it
+            return self._called_again(failed, args, kwargs)
         first_call.checked(self, args, kwargs, resolve(self._explicit).strict)
         with first_call.unchecked():
             return self(*args, **kwargs)
@@ -169,12 +172,8 @@ class Optimized(Generic[P, R]):
         def program_of(*arrays: ArrayLike) -> PyTree:
             return self._as_written(*join(static, arrays))
 
-        try:
-            with pipeline.inside(True):
-                program, shapes = compat.make_jaxpr_and_shapes(program_of, *arrays)
-        except Exception as error:
-            mark_users_error(error)
-            raise
+        with pipeline.inside(True):
+            program, shapes = compat.make_jaxpr_and_shapes(program_of, *arrays)
         if call_shardings.needs_shardings(program, self._settings):
             raise call_shardings.ShardingsNeeded
         shardings, rewritten = None, program
@@ -209,14 +208,16 @@ class Optimized(Generic[P, R]):
         Raises:
           Untraceable: it is a plain one, and does what would be lost.
         """
-        if not self._plain:
-            return self._inner(*args, **kwargs)
-        watched = Watched(args, kwargs)
+        watched = Watched(args, kwargs) if self._plain else None
         try:
             result = self._inner(*args, **kwargs)
-        except Exception:
-            watched.restore()
+        except Exception as error:
+            mark_users_error(error)
+            if watched is not None:
+                watched.restore()
             raise
+        if watched is None:
+            return result
         if not all(map(traceable, jax.tree.leaves(result))):
             raise Untraceable("it returns something that is neither an array nor a number")
         if watched.changed():
@@ -286,11 +287,35 @@ class Optimized(Generic[P, R]):
     # ------------------------------------------------------------------ plain functions
 
     def _may_be_ours(self, error: Exception, args: Args, kwargs: Kwargs) -> bool:
-        """Returns whether a plain function failed only because jit compiled it, and may work when called as it is."""
+        """Returns whether a plain function failed only because jit compiled it, and may work when called as it is.
+
+        A function that is traced may raise anything: ``x[:n]`` an IndexError where n is traced, a check of its own
+        arguments a ValueError, what JAX's arrays have and traced ones have not an AttributeError.
+        """
+        if not self._plain or isinstance(error, MEANT) or is_users_error(error, self):
+            return False
         if isinstance(error, (*_CONCRETE, Untraceable)):
-            return self._plain
-        leaves = jax.tree.leaves((args, kwargs)) if self._plain else ()
-        return any(is_number(leaf) or not traceable(leaf) for leaf in leaves)
+            return True
+        fixed = any(is_number(leaf) or not traceable(leaf) for leaf in jax.tree.leaves((args, kwargs)))
+        if is_users_error(error):
+            return fixed or compat.is_outermost()
+        return fixed and isinstance(error, _OF_ARGUMENTS)
+
+    def _called_again(self, error: Exception, args: Args, kwargs: Kwargs) -> R:
+        """Calls a plain function that jit failed to trace, as :meth:`_plain_call` does from now on."""
+        kind = _kind(split(args, kwargs)[1])
+        if kind is not None:
+            self._looks.setdefault(kind, error)
+        self._run = functools.partial(self._plain_call, _call)
+        try:
+            return self(*args, **kwargs)
+        except Exception:
+            if not any(tried is None for tried in list(self._looks.values())):  # nothing was learned of it
+                self._run = self._jit
+            raise
+        finally:
+            if self._looks.get(kind) is not None:
+                self._looks.pop(kind, None)
 
     def _plain_call(self, use: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Calls a plain function, which may take and return what jit does not, or look at the values of numbers.
@@ -298,46 +323,62 @@ class Optimized(Generic[P, R]):
         Compiles it with jit if possible; otherwise with everything that is not an array held fixed; otherwise runs it
         as it is.
         """
+        error: Exception | None = None
         if self._as_it_is is None:
             arrays, static = split(args, kwargs)
-            if not self._has_looked(static):  # each trace that fails takes as long as one that does not
+            kind = _kind(static)
+            if kind in self._looks:  # each trace that fails takes as long as one that does not
+                error = self._looks[kind]
+            else:
                 try:
                     return use(self._jit, *args, **kwargs)
-                except _RETRIED as error:
-                    if not self._may_be_ours(error, args, kwargs):
+                except Exception as failed:
+                    if not self._may_be_ours(failed, args, kwargs):
                         raise
-            try:
-                static = told_apart(static)
-                if self._holds(static):
-                    result = use(self._fixed, static, *arrays)
-                    self._looks.add((static.structure, static.kinds))
-                    return result
-            except _RETRIED as error:
-                perhaps_own = not isinstance(error, (*_CONCRETE, Untraceable))
-                if perhaps_own and use is _call:
-                    try:
-                        result = self._function(*args, **kwargs)
-                    except Exception as own:
-                        mark_users_error(own)
+                    error = failed
+            if any(one is not None for one in static.kinds):
+                try:
+                    static = told_apart(static)
+                    if self._holds(static):
+                        result = use(self._fixed, static, *arrays)
+                        if kind is not None:
+                            self._looks[kind] = None
+                        return result
+                    error = None
+                except Exception as failed:
+                    if not isinstance(failed, TypeError) and not self._may_be_ours(failed, args, kwargs):
                         raise
-                elif perhaps_own and all(map(traceable, jax.tree.leaves((args, kwargs)))):
-                    raise
-                self._as_it_is = error
-                reason = f"{type(error).__name__}: {error}".split("\n")[0]
-                self._publish(LiveReport(Report(failures=(Failure("trace", reason),))))
-                if resolve(self._explicit).strict:
-                    raise
-                pipeline.warn(f"autopallas runs {self!r} as it is, since jax.jit cannot trace it: {reason}")
-                if perhaps_own and use is _call:
-                    return result
+                    error = failed
+        if error is not None:
+            return self._run_as_it_is(use, error, args, kwargs)
         return self._function(*args, **kwargs) if use is _call else None
 
-    def _has_looked(self, static: Static) -> bool:
-        """Returns whether the function looked at numbers, or took what is no array, in such a call before."""
-        try:
-            return (static.structure, static.kinds) in self._looks
-        except TypeError:  # the structure of the arguments has no hash
-            return False
+    def _run_as_it_is(self, use: ArrayFunction, error: Exception, args: Args, kwargs: Kwargs) -> PyTree:
+        """Calls a plain function that cannot be traced, and runs it as it is from now on.
+
+        Raises:
+          Exception: the function's own error; what was learned of it is nothing then.
+        """
+        perhaps_own, result = not isinstance(error, (*_CONCRETE, Untraceable)), None
+        if perhaps_own and use is _call:
+            try:
+                result = self._function(*args, **kwargs)
+            except Exception as own:
+                mark_users_error(own, self)
+                raise
+        elif perhaps_own and (
+            not isinstance(error, _OF_ARGUMENTS) or all(map(traceable, jax.tree.leaves((args, kwargs))))
+        ):
+            raise error
+        self._as_it_is = error
+        reason = f"{type(error).__name__}: {error}".split("\n")[0]
+        self._publish(LiveReport(Report(failures=(Failure("trace", reason),))))
+        if resolve(self._explicit).strict:
+            raise error
+        pipeline.warn(f"autopallas runs {self!r} as it is, since jax.jit cannot trace it: {reason}")
+        if perhaps_own or use is not _call:
+            return result
+        return self._function(*args, **kwargs)
 
     def _holds(self, static: Static) -> bool:
         """Returns whether a call is to be compiled with its ``static`` part held fixed.
@@ -369,8 +410,8 @@ _CONCRETE = (
 )
 """Errors that jit raises where a function looks at the value of an argument."""
 
-_RETRIED = (*_CONCRETE, TypeError, OverflowError)
-"""Errors after which a call is tried with its numbers held fixed, as sizes and integers of over 32 bits have to be."""
+_OF_ARGUMENTS = (TypeError, OverflowError)
+"""Errors that jit raises itself for arguments that it does not take, such as integers of more than 32 bits."""
 
 _MOST_HELD = 32
 """For how many values of arguments that are held fixed a function is compiled."""
@@ -421,6 +462,16 @@ def _left(program: ClosedJaxpr, report: LiveReport, reason: str, *failures: Fail
     report.leave(reason)
     report.add(*failures)
     return program
+
+
+def _kind(static: Static) -> Hashable:
+    """Returns what calls have in common that jit can trace, or cannot; None where their structure has no hash."""
+    kind = static.structure, static.kinds
+    try:
+        hash(kind)
+    except TypeError:
+        return None
+    return kind
 
 
 def _call(jitted: Callable[..., T], *args: PyTree, **kwargs: PyTree) -> T:

@@ -32,14 +32,20 @@ class Blamed:
     suspect: Suspect | None = None
 
 
-def mark_users_error(error: Exception) -> None:
-    """Marks an error as raised by the user's own function."""
-    error.__dict__["_autopallas_theirs"] = True
+def mark_users_error(error: Exception, as_it_is: object = None) -> None:
+    """Marks an error as raised by the user's own function.
+
+    Args:
+      error: the error.
+      as_it_is: the optimized function that raised it when the user's function was called as it is, and not traced.
+    """
+    error.__dict__["_autopallas_theirs"] = as_it_is
 
 
-def is_users_error(error: Exception) -> bool:
-    """Returns whether the user's own function raised the error."""
-    return "_autopallas_theirs" in error.__dict__
+def is_users_error(error: Exception, as_it_is: object = None) -> bool:
+    """Returns whether the user's own function raised the error; with ``as_it_is``, when it was not traced."""
+    theirs = "_autopallas_theirs" in error.__dict__
+    return theirs and (as_it_is is None or error.__dict__["_autopallas_theirs"] is as_it_is)
 
 
 class Recoverable(Protocol):

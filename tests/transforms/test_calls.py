@@ -101,6 +101,80 @@ def test_a_number_that_jit_does_not_take_or_that_is_a_size(use, number, qkv):
     assert not wrapped.report().failures
 
 
+def checked_number(q, n):
+    if not isinstance(n, int):
+        raise ValueError("n must be an integer")
+    return q * n
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda q, n: q[..., :n],
+        lambda q, n: q * n.bit_length(),
+        lambda q, n: jax.grad(lambda q: jax.lax.fori_loop(0, n, lambda _, y: jnp.sin(y), q).sum())(q),
+        lambda q, n: q * {"layer_2": 3.0}[f"layer_{n}"],
+        checked_number,
+    ],
+    ids=["end of a slice", "method", "bound of a loop", "name", "checked"],
+)
+def test_a_number_at_which_a_traced_function_raises_an_error_of_any_kind(use, qkv):
+    wrapped = optimized(use)
+    for _ in range(2):
+        same(wrapped(qkv[0], 2), use(qkv[0], 2))
+    assert not wrapped.report().failures
+    same(jax.grad(lambda q: wrapped(q, 2).sum())(qkv[0]), jax.grad(lambda q: use(q, 2).sum())(qkv[0]))
+    assert not autopallas.explain(wrapped, qkv[0], 2).failures
+
+
+def filled_in_place(x):
+    x[:] = 2
+    return jnp.asarray(x) + 1
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: (jnp.asarray(x) * 2).block_until_ready(),
+        lambda x: jax.device_put(2, jnp.asarray(x).sharding) + x,
+        lambda x: jnp.asarray(x) * x.flags.c_contiguous,
+        lambda x: (f"{x.sum():.1f}", jnp.asarray(x))[1],
+        filled_in_place,
+    ],
+    ids=["waits", "sharding", "attribute of NumPy", "format", "in place"],
+)
+def test_what_only_an_array_that_is_not_traced_has_runs_as_it_is(use):
+    wrapped = optimized(use, strict=False)
+    x, y = np.ones((2, 3), np.float32), np.ones((2, 3), np.float32)
+    with pytest.warns(AutopallasWarning, match="as it is"):
+        same(wrapped(x), use(y))
+    same(wrapped(x), use(y))
+    np.testing.assert_array_equal(x, y)
+
+
+def test_an_own_error_of_any_kind_is_raised_and_nothing_is_learned_of_it(qkv):
+    calls = []
+
+    def function(q, n):
+        calls.append(n)
+        if n is None or q.ndim != 4:
+            raise KeyError("mine") from ValueError("the cause")
+        return q * 2
+
+    wrapped = optimized(function, strict=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for q, n in ((qkv[0], None), (qkv[0][0], 2)):
+            with pytest.raises(KeyError, match="mine") as raised:
+                wrapped(q, n)
+            assert isinstance(raised.value.__cause__, ValueError)
+            assert raised.value.__context__ is None
+        assert len(calls) <= 5  # traced, once more with the number held fixed, and called as it is
+        same(wrapped(qkv[0], 2), qkv[0] * 2)
+    assert not wrapped.report().failures
+    assert wrapped._run is wrapped._jit
+
+
 def test_an_own_error_beside_a_number_is_raised_and_costs_nothing(qkv):
     wrapped = optimized(lambda q, k, v, scale: attend(q * scale, k, v), strict=False)
     with warnings.catch_warnings():
