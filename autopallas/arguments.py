@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TypeAlias, cast
 
 import jax
@@ -185,6 +185,11 @@ def _is_code(value: object) -> bool:
     return isinstance(value, types.ModuleType) or (callable(value) and hasattr(value, "__name__"))
 
 
+def _held(value: object) -> Mapping[str, object]:
+    """Returns the attributes that an object has by itself, and not by its class."""
+    return vars(value) if hasattr(value, "__dict__") else {}
+
+
 class _Plain:
     """A class whose instances have attributes in a dictionary, and nothing else."""
 
@@ -229,7 +234,27 @@ class _Parts:
             if kind.__basicsize__ > _Plain.__basicsize__ or not hasattr(value, "__dict__"):
                 raise Untraceable(f"a {kind.__name__} among its arguments may change without notice")
             return kind, _Same(value), self.state(vars(value), depth + 1)
-        return kind, value
+        return kind, value, () if _is_code(value) else self._hidden(value, depth + 1)
+
+    def _hidden(self, value: object, depth: int) -> tuple[Hashable, ...]:
+        """Returns the attributes of an object that is equal to others by a rule of its own.
+
+        To a frozen dataclass 1, 1.0 and True are equal, and so are 0.0 and -0.0; other attributes it may not compare.
+        What cannot be told apart is left to the object's own rule.
+        """
+        held = {f.name: getattr(value, f.name, None) for f in fields(value)} if is_dataclass(value) else _held(value)
+        found: list[Hashable] = []
+        for name, part in held.items():
+            if part is None or isinstance(part, (int, float, complex, str, bytes, tuple, frozenset)) or (
+                type(part).__hash__ not in (None, object.__hash__)
+            ):  # fmt: skip
+                try:
+                    state = self.state(part, depth)
+                    hash(state)
+                except TypeError:
+                    continue
+                found.append((name, state))
+        return tuple(found)
 
     @staticmethod
     def _inside(value: object) -> Sequence[object] | None:

@@ -69,6 +69,51 @@ def test_zeros_of_both_signs_are_different_numbers_to_look_at(qkv):
         np.testing.assert_array_equal(given, wanted)
 
 
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    scale: object
+    further: object = dataclasses.field(default=1, compare=False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Model:
+    settings: Settings
+    sizes: tuple[object, ...] = ()
+
+
+class Named:
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __eq__(self, other):
+        return isinstance(other, Named)
+
+    def __hash__(self):
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("use", "things"),
+    [
+        (lambda x, s: x * s.scale, [Settings(n) for n in (1, 1.0, True, 0, 0.0, -0.0, False)]),
+        (lambda x, s: x * s.further, [Settings(1, n) for n in (2, 3, 2.0)]),
+        (lambda x, m: x * m.settings.scale, [Model(Settings(n)) for n in (1, 1.0, True)]),
+        (lambda x, m: x * m.sizes[0], [Model(Settings(1), (n,)) for n in (1, 1.0, True)]),
+        (lambda x, s: x * s.scale, [Named(n) for n in (2, 3, 2.0)]),
+    ],
+    ids=["field", "not compared", "inner", "tuple", "own rule"],
+)
+def test_objects_that_are_equal_by_a_rule_of_their_own_are_told_apart_by_what_they_hold(use, things):
+    x = jnp.arange(1, 4)
+    wrapped = optimized(use)
+    for thing in [*things, *things]:
+        given, wanted = wrapped(x, thing), use(x, thing)
+        assert given.dtype == wanted.dtype
+        np.testing.assert_array_equal(given, wanted)
+        np.testing.assert_array_equal(np.signbit(given), np.signbit(wanted))
+    assert wrapped._fixed._cache_size() == len(things)
+
+
 class Layer:
     """Holds what a method reads: its instances are equal to themselves alone, whatever their attributes are."""
 
