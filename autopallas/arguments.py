@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from autopallas.compat import Array, PyTree
 
-__all__ = ["Static", "Untraceable", "Watched", "is_number", "join", "split", "told_apart", "traceable"]
+__all__ = ["Static", "Untraceable", "Watched", "is_flag", "is_number", "join", "split", "told_apart", "traceable"]
 
 _MOST_PARTS = 1000
 """How many parts of the objects in one call are looked at."""
@@ -64,12 +64,24 @@ def is_number(leaf: object) -> bool:
     return traceable(leaf) and not _is_array(leaf)
 
 
-def split(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> tuple[list[Array], Static]:
-    """Returns (the arrays among the leaves, the rest)."""
+def is_flag(kind: type | None) -> bool:
+    """Returns whether leaves of a type are truth values, or integers with names, such as those of an ``IntEnum``.
+
+    ``flag is True`` and ``mode is Mode.CAUSAL`` raise no error where the flag is traced, and are false there.
+    """
+    return kind is not None and kind is not int and issubclass(kind, int)
+
+
+def split(args: Sequence[PyTree], kwargs: Mapping[str, PyTree], numbers: bool = False) -> tuple[list[Array], Static]:
+    """Returns (the arrays among the leaves, the rest); with ``numbers`` these are arrays too, but for flags."""
+
+    def goes(leaf: object) -> bool:
+        return _is_array(leaf) or (numbers and is_number(leaf) and not is_flag(type(leaf)))
+
     leaves, structure = jax.tree.flatten((tuple(args), kwargs))
-    arrays = [leaf for leaf in leaves if _is_array(leaf)]
-    rest = tuple(None if _is_array(leaf) else leaf for leaf in leaves)
-    kinds = tuple(None if _is_array(leaf) else type(leaf) for leaf in leaves)
+    arrays = cast("list[Array]", [leaf for leaf in leaves if goes(leaf)])
+    rest = tuple(None if goes(leaf) else leaf for leaf in leaves)
+    kinds = tuple(None if goes(leaf) else type(leaf) for leaf in leaves)
     return arrays, Static(structure, kinds, rest)
 
 

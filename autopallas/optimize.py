@@ -14,7 +14,7 @@ import jax
 from jax.typing import ArrayLike
 
 from autopallas import compat, pipeline
-from autopallas.arguments import Static, Untraceable, Watched, is_number, join, split, told_apart, traceable
+from autopallas.arguments import Static, Untraceable, Watched, is_flag, is_number, join, split, told_apart, traceable
 from autopallas.compat import ArrayFunction, ClosedJaxpr, Jitted, PyTree
 from autopallas.errors import OptionError
 from autopallas.fallback.bisect import is_bisecting, no_site_is_allowed
@@ -64,8 +64,8 @@ class Optimized(Generic[P, R]):
         self._fixed = cast(Jitted, jax.jit(self._traced_fixed, static_argnums=0))
         self._run: Callable[..., R] = self._jit
         self._as_it_is: Exception | None = None
-        self._looks: dict[Hashable, Exception | None] = {}
-        """Kinds of calls that jit cannot trace; while one of them is tried in another way, with jit's error."""
+        self._ways: dict[Hashable, tuple[int, Exception | None]] = {}
+        """Kinds of calls that jit cannot trace: the way in which they are made, and jit's error until one works."""
         self._held: set[Static] = set()
         self._overfull = False
         self._replaced = False
@@ -80,6 +80,8 @@ class Optimized(Generic[P, R]):
 
             return compared(self, self._canary, args, kwargs)
         run = self._run  # which another thread may change meanwhile
+        if self._plain and run is self._jit and _has_flags(args, kwargs):
+            run = functools.partial(self._plain_call, _call)
         failed: Exception | None = None
         try:  # the common call pays only for this frame
             if self._spread and not call_shardings.is_recording():
@@ -305,52 +307,56 @@ class Optimized(Generic[P, R]):
         """Calls a plain function that jit failed to trace, as :meth:`_plain_call` does from now on."""
         kind = _kind(split(args, kwargs)[1])
         if kind is not None:
-            self._looks.setdefault(kind, error)
+            self._ways.setdefault(kind, (1, error))
         self._run = functools.partial(self._plain_call, _call)
         try:
             return self(*args, **kwargs)
         except Exception:
-            if not any(tried is None for tried in list(self._looks.values())):  # nothing was learned of it
+            if not any(tried is None for _, tried in list(self._ways.values())):  # nothing was learned of it
                 self._run = self._jit
             raise
         finally:
-            if self._looks.get(kind) is not None:
-                self._looks.pop(kind, None)
+            if self._ways.get(kind, (0, None))[1] is not None:
+                self._ways.pop(kind, None)
 
     def _plain_call(self, use: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Calls a plain function, which may take and return what jit does not, or look at the values of numbers.
 
-        Compiles it with jit if possible; otherwise with everything that is not an array held fixed; otherwise runs it
-        as it is.
+        Compiles it with jit if possible; otherwise with what jit does not take held fixed, and flags; otherwise with
+        everything that is not an array held fixed; otherwise runs it as it is.
         """
-        error: Exception | None = None
         if self._as_it_is is None:
-            arrays, static = split(args, kwargs)
-            kind = _kind(static)
-            if kind in self._looks:  # each trace that fails takes as long as one that does not
-                error = self._looks[kind]
-            else:
+            arrays, all_fixed = split(args, kwargs)
+            kind = _kind(all_fixed)
+            first, failed = self._ways.get(kind, (0, None))  # each trace that fails takes as long as another
+            for way in range(first, 3):
+                static = all_fixed
+                if way == 1:
+                    arrays, static = split(args, kwargs, numbers=True)
+                elif way == 2:
+                    arrays, _ = split(args, kwargs)
+                nothing_held = all(one is None for one in static.kinds)
+                if any(map(is_flag, static.kinds)) if way == 0 else nothing_held:
+                    continue
+                if way == 1 and static.kinds == all_fixed.kinds:
+                    continue
                 try:
-                    return use(self._jit, *args, **kwargs)
-                except Exception as failed:
-                    if not self._may_be_ours(failed, args, kwargs):
-                        raise
-                    error = failed
-            if any(one is not None for one in static.kinds):
-                try:
+                    if way == 0:
+                        return use(self._jit, *args, **kwargs)
                     static = told_apart(static)
-                    if self._holds(static):
-                        result = use(self._fixed, static, *arrays)
-                        if kind is not None:
-                            self._looks[kind] = None
-                        return result
-                    error = None
-                except Exception as failed:
-                    if not isinstance(failed, TypeError) and not self._may_be_ours(failed, args, kwargs):
+                    if not self._holds(static):
+                        return self._function(*args, **kwargs) if use is _call else None
+                    result = use(self._fixed, static, *arrays)
+                except Exception as error:
+                    if not (way and isinstance(error, TypeError)) and not self._may_be_ours(error, args, kwargs):
                         raise
-                    error = failed
-        if error is not None:
-            return self._run_as_it_is(use, error, args, kwargs)
+                    failed = error
+                    continue
+                if kind is not None:
+                    self._ways[kind] = way, None
+                return result
+            if failed is not None:
+                return self._run_as_it_is(use, failed, args, kwargs)
         return self._function(*args, **kwargs) if use is _call else None
 
     def _run_as_it_is(self, use: ArrayFunction, error: Exception, args: Args, kwargs: Kwargs) -> PyTree:
@@ -427,7 +433,7 @@ class _Repeated:
 
     def _use(self, use: ArrayFunction) -> PyTree:
         function = self.function
-        if function._run is function._jit:
+        if function._run is function._jit and not (function._plain and _has_flags(self.args, self.kwargs)):
             return use(function._jit, *self.args, **self.kwargs)
         return function._plain_call(use, *self.args, **self.kwargs)
 
@@ -462,6 +468,14 @@ def _left(program: ClosedJaxpr, report: LiveReport, reason: str, *failures: Fail
     report.leave(reason)
     report.add(*failures)
     return program
+
+
+def _has_flags(args: Args, kwargs: Kwargs) -> bool:
+    """Returns whether a call is given flags, which a function may compare by identity."""
+    for one in args:
+        if isinstance(one, int) and type(one) is not int:
+            return True
+    return any(isinstance(one, int) and type(one) is not int for one in kwargs.values()) if kwargs else False
 
 
 def _kind(static: Static) -> Hashable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 import functools
 import gc
 import importlib
@@ -218,6 +219,44 @@ def test_an_own_error_of_any_kind_is_raised_and_nothing_is_learned_of_it(qkv):
         same(wrapped(qkv[0], 2), qkv[0] * 2)
     assert not wrapped.report().failures
     assert wrapped._run is wrapped._jit
+
+
+class Mode(enum.IntEnum):
+    PLAIN = 0
+    TWICE = 1
+
+
+@pytest.mark.parametrize(
+    ("use", "flags"),
+    [
+        (lambda x, flag: x * 2 if flag is True else x, [True, False, 1, 0, np.True_]),
+        (lambda x, flag: x * 2 if isinstance(flag, bool) else x, [True, False, 1, jnp.array(True)]),
+        (lambda x, flag: x * 2 if flag is Mode.TWICE else x, [Mode.TWICE, Mode.PLAIN, 1, 0]),
+    ],
+    ids=["true", "type", "name"],
+)
+@pytest.mark.parametrize("by_name", [False, True])
+def test_flags_are_held_fixed_as_a_function_may_compare_them_by_identity(use, flags, by_name, qkv):
+    wrapped = optimized(use)
+    for flag in [*flags, *flags]:
+        given = wrapped(qkv[0], flag=flag) if by_name else wrapped(qkv[0], flag)
+        np.testing.assert_array_equal(given, use(qkv[0], flag))
+        explained = autopallas.explain(wrapped, qkv[0], flag)
+        assert not explained.failures
+    same(jax.grad(lambda x: wrapped(x, flags[0]).sum())(qkv[0]), jax.grad(lambda x: use(x, flags[0]).sum())(qkv[0]))
+    assert wrapped._run is wrapped._jit
+
+
+@pytest.mark.parametrize("fixed", ["twice", True], ids=["text", "flag"])
+def test_a_number_that_changes_beside_what_is_held_fixed_is_compiled_once(fixed, qkv):
+    def function(q, step, fixed):
+        return q * step * (2 if fixed == "twice" or fixed is True else 1)
+
+    wrapped = optimized(function)
+    for step in (1, 2, 3):
+        same(wrapped(qkv[0], step, fixed), function(qkv[0], step, fixed))
+        same(wrapped(qkv[0], step, fixed=fixed), function(qkv[0], step, fixed))
+    assert wrapped._fixed._cache_size() == 2
 
 
 def test_an_own_error_beside_a_number_is_raised_and_costs_nothing(qkv):
