@@ -216,6 +216,7 @@ __all__ = [
     "numeric_setting",
     "on_mesh_of",
     "propagated",
+    "register_checks",
     "register_taylor_rule",
     "scan_parts",
     "scope_names",
@@ -381,7 +382,7 @@ def lowered_call(equation: JaxprEqn) -> ClosedJaxpr | None:
     """Returns what JAX lowers a call of a "high" primitive to; None for other calls, and if a result is a float."""
     if equation.primitive.name != "call_hi_primitive" or equation.effects:
         return None
-    if any(np.dtype(v.aval.dtype).kind not in "iub" for v in equation.outvars):
+    if any(getattr(v.aval.dtype, "kind", "-") not in "iub" for v in equation.outvars):
         return None
     primitive: Any = equation.primitive
     given = [typed_like(a.aval) for a in equation.invars]
@@ -798,6 +799,25 @@ def register_taylor_rule(primitive: Primitive, compute: Callable[..., Sequence[j
         return jet.jet(lambda *x: list(function(*x)), tuple(primals_in), tuple(series_in), factorial_scaled=False)
 
     jet.jet_rules[primitive] = rule
+
+
+def register_checks(primitive: Primitive, compute: Callable[..., Sequence[jax.Array]]) -> None:
+    """Has ``checkify`` take an equation of a primitive for what ``compute`` computes with its operands and parameters,
+    where it checks for more than the program's own errors."""
+    from jax._src import checkify
+
+    def rule(*given: PyTree, **params: PyTree) -> PyTree:
+        at = 1 + next(i for i, x in enumerate(given) if isinstance(x, frozenset))
+        *_, error, enabled = given[:at]
+        if enabled <= checkify.user_checks:
+            return error, primitive.bind(*given[at:], **params)
+        closed = jax.make_jaxpr(jax.jit(lambda *x: list(compute(*x, **params))))(*given[at:])
+        (equation,) = closed.jaxpr.eqns
+        known = dict(zip((*closed.jaxpr.constvars, *closed.jaxpr.invars), (*closed.consts, *given[at:]), strict=True))
+        operands = [known[v] if isinstance(v, Var) else v.val for v in equation.invars]
+        return checkify.error_checks[equation.primitive](*given[:at], *operands, **equation.params)
+
+    checkify.error_checks[primitive] = rule
 
 
 def is_outermost() -> bool:

@@ -558,5 +558,20 @@ def allow_taylor_mode() -> None:
         compat.register_taylor_rule(primitive, functools.partial(compute, False))
 
 
+@functools.cache
+def allow_checks() -> None:
+    """Lets ``checkify`` look for the errors of the originals of sites, such as NaNs and indices out of range."""
+    for primitive, compute in _COMPUTED.items():
+        compat.register_checks(primitive, functools.partial(_checked, compute))
+
+
+def _checked(
+    compute: Callable[..., list[jax.Array]], *operands: jax.Array, decision: Decision, **params: Unpack[_Further]
+) -> list[jax.Array]:
+    """Computes with the original, and reports it."""
+    entry_of(decision).keeps(decision.platform, "checkify checks each of its equations")
+    return compute(False, *operands, decision=decision, **params)
+
+
 for _p in _COMPUTED:
     batching.primitive_batchers[_p] = lambda arguments, axes, _p=_p, **params: _batch(_p, arguments, axes, params)

@@ -17,7 +17,7 @@ from autopallas.patterns.match import BackwardMatch, Match
 from autopallas.places import scope
 from autopallas.plan.decision import Decision
 from autopallas.rewrite.manual_axes import casts_to, with_casts
-from autopallas.rewrite.primitive import allow_taylor_mode, backward_p, site_p
+from autopallas.rewrite.primitive import allow_checks, allow_taylor_mode, backward_p, site_p
 
 __all__ = ["splice"]
 
@@ -97,6 +97,7 @@ class _Splicer:
             variables += [Var(compat.array_type(t.shape, t.dtype, avals, t)) for t in match.site.residual_types()]
         full = params | {"residuals": residuals}
         allow_taylor_mode()
+        allow_checks()
         source = compat.scoped(like.source_info, scope(match.op, match.location))
         return compat.new_jaxpr_eqn(operands, variables, site_p, full, set(), source, like.ctx), variables
 

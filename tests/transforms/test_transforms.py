@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental import jet
+from jax.experimental import checkify, jet
 from support.catalogue import array
 
 import autopallas
@@ -234,6 +234,26 @@ def test_taylor_mode_computes_with_the_original(around, qkv):
     assert run.report().counts()["attention"] == 1
     for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize(
+    "around", [lambda f: f, lambda f: jax.grad(lambda *qkv: loss(f)(*qkv)), jax.vmap], ids=["value", "grad", "map"]
+)
+@pytest.mark.parametrize("errors", [checkify.float_checks, checkify.user_checks], ids=["floats", "own"])
+@pytest.mark.parametrize("bad", [False, True])
+def test_checkify_looks_for_the_errors_of_the_original(around, errors, bad, qkv):
+    """A site is one equation, in which nothing was checked: NaNs went unnoticed."""
+    q, *rest = qkv
+    given = q.at[0, 0, 0, 0].set(jnp.nan) if bad else q
+    run = optimized(attend)
+    wanted, expected = checkify.checkify(around(attend), errors=errors)(given, *rest)
+    found, results = checkify.checkify(around(run), errors=errors)(given, *rest)
+    checked = errors == checkify.float_checks
+    assert (found.get() is None) == (wanted.get() is None) == (not (checked and bad))
+    same(results, expected)
+    (site,) = run.report().sites
+    assert site.verdict == ("kept" if checked else "applied")
+    assert ("checkify" in site.reason) == checked
 
 
 def test_debug_nans_does_not_see_nans_that_the_original_lacks(qkv):
