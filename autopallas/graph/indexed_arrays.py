@@ -23,6 +23,7 @@ from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph.array_slices import Place
 from autopallas.graph.known_integers import Array, of_steps
 from autopallas.graph.tables import Access, Table, table_of
+from autopallas.numerics.casts import kind_of
 
 __all__ = ["READS", "WRITES", "Action", "IndexedArrays", "Plan", "Steps"]
 
@@ -248,7 +249,7 @@ class IndexedArrays:
     def _steps(self, atom: JaxprAtom) -> Array | None:
         if isinstance(atom, Var):
             return self.known.get(atom)
-        if atom.aval.dtype.kind not in "iu":
+        if kind_of(atom.aval.dtype) not in "iu":
             return None
         value = np.asarray(atom.val)
         return np.broadcast_to(value, (self.steps.length, *value.shape))

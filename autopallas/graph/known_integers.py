@@ -13,6 +13,7 @@ import numpy as np
 from autopallas import compat, jaxprs
 from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph.flatten import flatten
+from autopallas.numerics.casts import kind_of
 
 if TYPE_CHECKING:
     from autopallas.graph.numbering import Graph, Node
@@ -35,7 +36,7 @@ _SAME_ELEMENTS = frozenset({"squeeze", "expand_dims", "copy", "copy_p", "stop_gr
 def _is_small_integer(aval: object, steps: int = 1) -> bool:
     """Returns whether a value is of integers or booleans, and small enough to be known."""
     dtype, size = getattr(aval, "dtype", None), getattr(aval, "size", None)
-    return size is not None and getattr(dtype, "kind", "") in "iub" and steps * int(size) <= _MOST_ELEMENTS
+    return size is not None and kind_of(dtype) in "iub" and steps * int(size) <= _MOST_ELEMENTS
 
 
 def _known_result(equation: JaxprEqn, given: Sequence[Array]) -> Array | None:

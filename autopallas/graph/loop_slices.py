@@ -18,7 +18,7 @@ from jax.lax import GatherScatterMode
 from autopallas import compat, jaxprs
 from autopallas.compat import Dtype, JaxprEqn, Literal, Var
 from autopallas.graph.flatten import Body
-from autopallas.numerics.casts import counts_exactly
+from autopallas.numerics.casts import counts_exactly, kind_of
 
 if TYPE_CHECKING:
     from autopallas.graph.numbering import Graph, Node
@@ -51,7 +51,7 @@ def counters(graph: Graph, equation: JaxprEqn, body: Body, starts: Sequence[int 
     for i in range(carried):
         carry, after, start = body.invars[constants + i], body.outvars[i], starts[i]
         dtype = getattr(carry.aval, "dtype", None)
-        if start not in graph.literals or carry.aval.shape or dtype is None or dtype.kind not in "iu":
+        if start not in graph.literals or carry.aval.shape or dtype is None or kind_of(dtype) not in "iu":
             continue
         position = body.defined.get(after) if isinstance(after, Var) else None
         if position is None or graph.literals[start] != 0 or body.equations[position].primitive.name != "add":

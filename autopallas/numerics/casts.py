@@ -28,7 +28,16 @@ import numpy as np
 
 from autopallas.compat import Dtype
 
-__all__ = ["blurs", "counts_exactly", "exponential_underflows_below", "is_quantised", "keeps_range", "rounds", "widens"]
+__all__ = [
+    "blurs",
+    "counts_exactly",
+    "exponential_underflows_below",
+    "is_quantised",
+    "keeps_range",
+    "kind_of",
+    "rounds",
+    "widens",
+]
 
 
 def is_quantised(dtype: Dtype) -> bool:
@@ -70,6 +79,17 @@ def widens(source: Dtype, target: Dtype) -> bool:
     return bool(before.nmant <= after.nmant and before.maxexp <= after.maxexp and before.minexp >= after.minexp)
 
 
+def kind_of(dtype: object) -> str:
+    """Returns the letter by which NumPy tells kinds of types, and "-" for types that NumPy lacks, such as random keys.
+
+    Example:
+      >>> import jax
+      >>> kind_of(np.dtype("uint8")), kind_of(jax.random.key(0).dtype)
+      ('u', '-')
+    """
+    return str(getattr(dtype, "kind", "-"))
+
+
 @cache
 def counts_exactly(dtype: Dtype, largest: int) -> bool:
     """Returns whether a type holds every whole number from 0 to ``largest``.
@@ -80,9 +100,9 @@ def counts_exactly(dtype: Dtype, largest: int) -> bool:
     """
     if largest <= 0:
         return True
-    if dtype.kind == "b":
+    if kind_of(dtype) == "b":
         return largest <= 1
-    if dtype.kind in "iu":
+    if kind_of(dtype) in "iu":
         return largest <= int(jnp.iinfo(dtype).max)
     if jnp.issubdtype(dtype, jnp.floating):
         information = jnp.finfo(dtype)

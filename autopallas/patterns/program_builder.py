@@ -12,6 +12,7 @@ from jax import lax
 from autopallas import compat
 from autopallas.compat import Dtype, Primitive
 from autopallas.graph import Ref
+from autopallas.numerics.casts import kind_of
 from autopallas.patterns.advice import BETWEEN_PRODUCTS, SIDE_DTYPES
 from autopallas.patterns.carry import DEEPEST, Carrier
 from autopallas.patterns.expressions import Apply, Expression, operation
@@ -149,9 +150,9 @@ class ProgramBuilder:
         number = scope.number(ref)
         if number is not None:
             value: bool | int | float = number
-            if dtype.kind in "iu":
+            if kind_of(dtype) in "iu":
                 value = int(number)
-            elif dtype.kind == "b":
+            elif kind_of(dtype) == "b":
                 value = bool(number)
             return self._input(Constant(value, dtype))
         index = self._index(ref, dtype)
@@ -159,7 +160,7 @@ class ProgramBuilder:
             return self._input(index)
         if not self.carrier.cut_here(expression):
             return self._elementwise(ref, dtype)
-        if not (dtype.kind in "iub" or np.issubdtype(dtype, np.floating) or dtype.name == "bfloat16"):
+        if not (kind_of(dtype) in "iubf" or dtype.name == "bfloat16"):
             raise Mismatch(f"a side input has the dtype {dtype}", advice=SIDE_DTYPES)
         if dtype == np.float64 and scope.score is not None and scope.graph.dtype(scope.score) != dtype:
             raise Mismatch(
@@ -204,7 +205,7 @@ class ProgramBuilder:
                 a if self.scope.graph.dtype(o.value) == dtype else self._convert(a, dtype)
                 for a, o in zip(arguments, operands, strict=True)
             )
-            if dtype.kind == "b":
+            if kind_of(dtype) == "b":
                 register = self._emit(lax.and_p, (), arguments, dtype)
             else:
                 register = self._emit(lax.mul_p, parameters(compat.multiplication_params()), arguments, dtype)

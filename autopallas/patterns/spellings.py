@@ -24,6 +24,7 @@ from autopallas.graph import Graph, Node, flatten
 from autopallas.graph.edit import surviving
 from autopallas.graph.extract import closed, jaxpr_of, nodes_between
 from autopallas.graph.program_digests import digest
+from autopallas.numerics.casts import kind_of
 from autopallas.patterns.escapes import CALLS, complete
 from autopallas.patterns.match import Match, NearMiss
 
@@ -211,7 +212,7 @@ class _Finder:
         """Returns the program's values of the scalars, from the literals that lie under theirs."""
         scalars: dict[str, float] = {}
         for number, value in self.shape.graph.literals.items():
-            if number in bound and np.ndim(value) == 0 and np.issubdtype(self.shape.graph.dtype(number), np.inexact):
+            if number in bound and np.ndim(value) == 0 and kind_of(self.shape.graph.dtype(number)) in "fc":
                 for name, mark in self.marks.items():
                     if _close(mark, float(value)):
                         scalars.setdefault(name, float(self.graph.literals[bound[number]]))

@@ -77,3 +77,49 @@ def test_a_site_that_would_read_its_own_results_is_left_alone():
         return jnp.sin(jax.vmap(mixture, (0, None))(p, x)).sum()
 
     same(jax.grad(loss, (0, 1)), stacked, X)
+
+
+def _by_carried_keys(a, x, key):
+    def step(carried, own):
+        state, key = carried
+        key, other = jax.random.split(key)
+        return (own[0] * state + own[1] * jax.random.uniform(other), key), state
+
+    return lax.scan(step, (jnp.zeros(4), key), (a, x))[1]
+
+
+def _by_indices(a, x, key):
+    def step(i, carried):
+        y, key = carried
+        return y.at[i].set(a[i] * y[i - 1] + x[i] * jax.random.uniform(key)), jax.random.split(key)[1]
+
+    return lax.fori_loop(0, len(x), step, (jnp.zeros_like(x), key))[0]
+
+
+def _by_counting(a, x, key):
+    def step(carried):
+        i, state, key = carried
+        return i + 1, state * a[i] + x[i] * jax.random.uniform(key), jax.random.split(key)[0]
+
+    return lax.while_loop(lambda carried: carried[0] < len(x), step, (0, jnp.zeros(4), key))[1]
+
+
+def _of_keys(a, x, key):
+    keys = jax.random.split(key, len(x))
+
+    def step(i, carried):
+        y, keys = carried
+        return y.at[i].set(a[i] * y[i - 1] + x[i]), keys.at[i].set(jax.random.fold_in(keys[i], i))
+
+    y, keys = lax.fori_loop(0, len(x), step, (jnp.zeros_like(x), keys))
+    return y * jax.random.normal(keys[3])
+
+
+@pytest.mark.parametrize("derivative", [False, True])
+@pytest.mark.parametrize("program", [_by_carried_keys, _by_indices, _by_counting, _of_keys])
+def test_loops_that_carry_random_keys(program, derivative):
+    """Keys have a type of their own, of which NumPy knows nothing."""
+    if derivative and program is _by_counting:
+        pytest.skip("a while loop has no gradient")
+    function = jax.grad(lambda *x: jnp.sin(program(*x)).sum(), (0, 1)) if derivative else program
+    same(function, array(20, 4, seed=1), array(20, 4, seed=2), jax.random.key(0))

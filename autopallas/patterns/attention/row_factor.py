@@ -20,7 +20,7 @@ from autopallas.compat import Dtype
 from autopallas.graph import Ref
 from autopallas.kernels.attention.site_parts import RowProgram, RowStatistic
 from autopallas.kernels.attention.spec import Weight
-from autopallas.numerics.casts import rounds
+from autopallas.numerics.casts import kind_of, rounds
 from autopallas.patterns.advice import NORMALISE, OWN_DTYPE, SAME_SUM, SIDE_DTYPES
 from autopallas.patterns.carry import Carrier
 from autopallas.patterns.expressions import Apply, Computed, Expression, operation
@@ -309,7 +309,7 @@ class _RowBuilder(ProgramBuilder):
                 source = RowStatistic("further", int(expression.kind.removeprefix("sum ")) - 1)
             case Ref() if self.scope.number(expression) is None:
                 dtype = self.scope.dtype(expression)
-                if not (dtype.kind in "iub" or jnp.issubdtype(dtype, jnp.floating)):
+                if not (kind_of(dtype) in "iub" or jnp.issubdtype(dtype, jnp.floating)):
                     raise Mismatch(f"a side input has the dtype {dtype}", advice=SIDE_DTYPES)
                 source = self.carrier.source(expression)
             case _:

@@ -19,7 +19,7 @@ from autopallas.graph.labels import Atom
 from autopallas.kernels.attention.site import AttentionSite
 from autopallas.kernels.attention.site_parts import RowProgram, RowStatistic, RowTerm, ScoreTerm
 from autopallas.kernels.attention.spec import Weight
-from autopallas.numerics.casts import rounds
+from autopallas.numerics.casts import kind_of, rounds
 from autopallas.patterns.advice import (
     ASSUME_FINITE,
     EINSUM,
@@ -368,7 +368,7 @@ class ProvedAttention:
 
     def _weight(self, carrier: Carrier, factor: Factor) -> Weight:
         builder = ProgramBuilder(carrier)
-        if factor.kind in ("where", "unless") and self.graph.dtype(factor.source.value).kind != "b":
+        if factor.kind in ("where", "unless") and kind_of(self.graph.dtype(factor.source.value)) != "b":
             raise Mismatch("a mask on the probabilities is not boolean", advice=MASK_SCORES)
         if factor.kind == "where":
             return Weight("where", builder.build(factor.source))
@@ -415,7 +415,7 @@ class ProvedAttention:
             return self._live(arguments[0], depth + 1)
         if name == "select_n" and len(arguments) == 3 and isinstance(mask := arguments[0], Ref):
             _, if_false, if_true = arguments
-            if self._dtype(mask).kind == "b" and not self.scope.depends(mask.value):
+            if kind_of(self._dtype(mask)) == "b" and not self.scope.depends(mask.value):
                 if self._dead(if_false, dtype):
                     return [(mask, True), *self._live(if_true, depth + 1)]
                 if self._dead(if_true, dtype):
@@ -465,7 +465,7 @@ class ProvedAttention:
             seen.add(number)
             if node.name in _RANDOM:
                 return True
-            if not (node.name == "dot_general" or self.graph.dtype(number).kind == "V"):
+            if not (node.name == "dot_general" or kind_of(self.graph.dtype(number)) == "-"):
                 todo += node.inputs
         return False
 

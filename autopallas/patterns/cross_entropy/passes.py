@@ -18,6 +18,7 @@ from autopallas.graph.labels import Atom, View
 from autopallas.kernels.cross_entropy.site import CrossEntropySite
 from autopallas.kernels.cross_entropy.site_parts import HeadSource, Result
 from autopallas.kernels.cross_entropy.spec import Product, Statistic
+from autopallas.numerics.casts import kind_of
 from autopallas.patterns.advice import (
     LOGITS_APART,
     LOGITS_ONCE,
@@ -351,7 +352,7 @@ class _TileBuilder(ProgramBuilder):
         whole = self.owner is not None and self.owner.one
         if self.owner is not None and whole and self.region.level_of(self._value(ref), whole=True) > 0:
             return self._input(Side(_FROM_HERE + self.owner.finished(ref), dtype))
-        if not (dtype.kind in "iub" or jnp.issubdtype(dtype, jnp.floating)):
+        if not (kind_of(dtype) in "iub" or jnp.issubdtype(dtype, jnp.floating)):
             raise Mismatch(f"a side input has the dtype {dtype}", advice=SIDE_DTYPES)
         return self._input(Side(self.carrier.side(self.carrier.source(ref)), dtype))
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.labels import Atom, Dimension
-from autopallas.numerics.casts import counts_exactly
+from autopallas.numerics.casts import counts_exactly, kind_of
 from autopallas.patterns.expressions import Scope
 
 __all__ = ["EVERYTHING", "choice_axes", "narrow_positions", "passed_on", "position_of", "positions_along"]
@@ -75,7 +75,7 @@ def choice_axes(graph: Graph) -> Sequence[int]:
                     bits |= passed_on(graph, node, output, counted)
                 elif name in ("scatter", "scatter-add"):
                     bits = _scattered(graph, node, fixed)
-                elif name in _ORDERED and any(counted) and not all(counted) and graph.dtype(inputs[0]).kind in "iu":
+                elif name in _ORDERED and any(counted) and not all(counted) and kind_of(graph.dtype(inputs[0])) in "iu":
                     # Perhaps rows in an interval of each expert: along the axes on which bounds differ.
                     bound = inputs[counted.index(0)]
                     differs = 0 if fixed[bound] else (1 << len(graph.shape(bound))) - 1

@@ -17,6 +17,7 @@ from itertools import islice, product
 
 from autopallas.graph import Ref
 from autopallas.graph.labels import Atom
+from autopallas.numerics.casts import kind_of
 from autopallas.patterns.mixture_of_experts.counts import Linear, Reader, Running, first_ones, running_counts
 from autopallas.patterns.mixture_of_experts.values import Key, Values
 
@@ -90,7 +91,7 @@ def _decides(values: Values, proof: _Proof, dispatch: Ref, combine: Ref, choices
     if values.zero(combine, {values.key(dispatch): 0.0, values.key(values.core(dispatch)): 0.0}):
         return True
     summed = _summed(values, combine)
-    if summed is None or values.graph.dtype(combine.value).kind == "b":
+    if summed is None or kind_of(values.graph.dtype(combine.value)) == "b":
         return False
     factors, theirs = summed
     if [space.sizes[a] for a in theirs] != [space.sizes[a] for a in choices]:
@@ -308,7 +309,7 @@ class _Proof:
         if not operands:
             return None
         if self.scope.name(ref) == "convert_element_type":
-            return operands[0] if self.values.graph.dtype(ref.value).kind == "b" else None
+            return operands[0] if kind_of(self.values.graph.dtype(ref.value)) == "b" else None
         if self.scope.name(ref) == "ne":
             return next((a for a, b in (operands, operands[::-1]) if self.scope.number(b) == 0), None)
         return None

@@ -13,6 +13,7 @@ from autopallas.compat import Dtype
 from autopallas.graph import Node, Ref
 from autopallas.graph.custom_rules import called_program, is_elementwise_call
 from autopallas.graph.labels import Atom, Dimension, View, is_product
+from autopallas.numerics.casts import kind_of
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.mixture_of_experts.axes import choice_axes, narrow_positions, position_of, positions_along
 from autopallas.patterns.mixture_of_experts.intervals import Interval, interval
@@ -145,7 +146,7 @@ class Choices:
             counted = positions_along(self.scope, positions)
             if counted is None and self.narrow is None:
                 self.narrow = narrow_positions(self.scope, positions)
-            if counted is None or self.graph.dtype(index.value).kind not in "iu":
+            if counted is None or kind_of(self.graph.dtype(index.value)) not in "iu":
                 continue
             first, atoms, size = counted
             if first == 0 and self._is_expert(atoms, size, index):
@@ -334,7 +335,7 @@ def folded(name: str, given: Sequence[float | None], dtype: Dtype) -> float | No
     A number that the result's dtype cannot hold is not known: rounding is left to the program.
     """
     found = _folded(name, given)
-    if found is None or dtype.kind == "b":
+    if found is None or kind_of(dtype) == "b":
         return None if found is None else float(bool(found))
     with np.errstate(all="ignore"):
         return found if float(np.asarray(found).astype(dtype)) == found else None

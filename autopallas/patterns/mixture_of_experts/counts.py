@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from autopallas.graph import Ref
 from autopallas.graph.labels import Atom
+from autopallas.numerics.casts import kind_of
 from autopallas.patterns.mixture_of_experts.choice import folded
 from autopallas.patterns.mixture_of_experts.values import MOST, Values
 
@@ -159,7 +160,7 @@ class Reader:
     def _rounds(self, ref: Ref, linear: Linear) -> bool:
         """Returns whether a product of matrices may round the numbers that it adds up."""
         node = self.graph.definitions[ref.value]
-        if node.name != "dot_general" or self.graph.dtype(ref.value).kind in "iu":
+        if node.name != "dot_general" or kind_of(self.graph.dtype(ref.value)) in "iu":
             return False
         return (len(linear.bases) + 1) * self.space.extent(self.running.along) + abs(linear.offset) > _ROUNDED
 

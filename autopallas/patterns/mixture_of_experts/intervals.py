@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.labels import Atom, Dimension
+from autopallas.numerics.casts import kind_of
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.mixture_of_experts.axes import positions_along
 from autopallas.patterns.mixture_of_experts.signs import Signs
@@ -156,7 +157,7 @@ class _Proof:
             node is None
             or node.name != "cumsum"
             or node.params["reverse"]
-            or self.graph.dtype(ref.value).kind not in "iu"
+            or kind_of(self.graph.dtype(ref.value)) not in "iu"
         ):
             return None
         offset, atoms = ref.view[node.params["axis"]]

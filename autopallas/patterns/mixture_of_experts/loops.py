@@ -23,7 +23,7 @@ from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import rule_of
 from autopallas.graph.extract import closed, jaxpr_of, nodes_between
 from autopallas.graph.labels import is_product
-from autopallas.numerics.casts import counts_exactly
+from autopallas.numerics.casts import counts_exactly, kind_of
 from autopallas.patterns.advice import CAPTURED, CHOOSE_FEW
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Mismatch
@@ -171,7 +171,7 @@ class _Cases:
 def _cases(graph: Graph, node: Node) -> _Cases | None:
     """Reads a selection among several cases; some of the first and some of the last cases may be zero."""
     number, *cases = node.inputs
-    if graph.dtype(number).kind != "i" or not Signs(graph).counts_below(number, len(cases)):
+    if kind_of(graph.dtype(number)) != "i" or not Signs(graph).counts_below(number, len(cases)):
         return None
     wanted = [i for i, case in enumerate(cases) if not _is_zero(graph, case)]
     if len(wanted) < 2 or wanted != list(range(wanted[0], wanted[-1] + 1)):
@@ -198,7 +198,7 @@ def _selected(graph: Graph, root: int) -> _Cases | None:
             return None
         numbers = [(n, _literal(graph, other)) for n, other in (test.inputs, test.inputs[::-1])]
         number, own = next(((n, e) for n, e in numbers if e is not None), (-1, None))
-        if own is None or own in found or graph.dtype(number).kind not in "iu":
+        if own is None or own in found or kind_of(graph.dtype(number)) not in "iu":
             return None
         compared.add(number)
         way, between = [], which
@@ -412,7 +412,7 @@ def _positions(count: int, dtype: Dtype, _: Sequence[jax.Array]) -> jax.Array:
 def _counts(graph: Graph, node: Node, body: Jaxpr, consts: int, place: int) -> bool:
     """Returns whether a scan counts its steps, from zero on, in what it carries at a place."""
     carry, after = body.invars[consts + place], body.outvars[place]
-    if _literal(graph, node.inputs[consts + place]) != 0 or carry.aval.shape or carry.aval.dtype.kind not in "iu":
+    if _literal(graph, node.inputs[consts + place]) != 0 or carry.aval.shape or kind_of(carry.aval.dtype) not in "iu":
         return False
     equation = next((e for e in body.eqns if after in e.outvars), None)
     if equation is None or equation.primitive.name != "add":
@@ -427,7 +427,7 @@ def _slices(graph: Graph, node: Node, first: int) -> list[int]:
     position = node.body.defined[node.equation.outvars[0]]
     (child,) = node.body.children[position]
     numbers = graph.numbers[child.body]
-    return [numbers[v] for v in child.body.invars[first:] if v.aval.size == 1 and v.aval.dtype.kind in "iu"]
+    return [numbers[v] for v in child.body.invars[first:] if v.aval.size == 1 and kind_of(v.aval.dtype) in "iu"]
 
 
 def _accumulates(body: Jaxpr, consts: int, place: int) -> bool:
@@ -588,7 +588,7 @@ class _Walk:
         if all(v in graph.literals for v in values):
             numbers = [graph.literals[v] for v in values]
             dtype = np.dtype(aval.dtype)
-            if dtype.kind in "iu" and [int(n) for n in numbers] == list(range(count)):
+            if kind_of(dtype) in "iu" and [int(n) for n in numbers] == list(range(count)):
                 counting = self._input(_Leaf((), lambda _: jnp.arange(count, dtype=dtype)), aval)
                 self._counting.add(counting)
                 return counting

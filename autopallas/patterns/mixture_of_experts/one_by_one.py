@@ -9,6 +9,7 @@ from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.equal_loops import loops
 from autopallas.graph.flatten import Body
+from autopallas.numerics.casts import kind_of
 from autopallas.patterns.advice import ALL_TOKENS_AT_ONCE, BOTH_ENDS
 from autopallas.patterns.match import NearMiss
 
@@ -88,7 +89,7 @@ def _numbers_in_loops(graph: Graph) -> set[int]:
 
 
 def _counts(graph: Graph, number: int) -> bool:
-    return graph.dtype(number).kind in "iu"
+    return kind_of(graph.dtype(number)) in "iu"
 
 
 def _picked(graph: Graph, number: int, elements: Set[int]) -> int | None:

@@ -14,6 +14,7 @@ from jax.lax import GatherScatterMode
 
 from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.labels import Atom, Dimension, View, is_product
+from autopallas.numerics.casts import kind_of
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.mixture_of_experts.axes import position_of
 
@@ -178,7 +179,7 @@ def pick_at(space: Picking, top: Ref) -> Pick | None:
             continue
         ((index, _, d),) = found[1]
         size = space.graph.shape(node.inputs[0])[d]
-        if size > 1 and space.atoms(index) and space.graph.dtype(index.value).kind in "iu":
+        if size > 1 and space.atoms(index) and kind_of(space.graph.dtype(index.value)) in "iu":
             return Pick(index, space.fresh(size), size)
     return None
 

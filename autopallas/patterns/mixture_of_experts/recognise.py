@@ -27,6 +27,7 @@ from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
 from autopallas.graph.labels import is_product
 from autopallas.graph.proof_cache import ProofCache
 from autopallas.kernels.mixture_of_experts.operation import OPERATION
+from autopallas.numerics.casts import kind_of
 from autopallas.patterns.advice import AT_HAND, EXPERTS_APART, SIDE_EFFECTS, WHOLE_GRADIENT
 from autopallas.patterns.backward import Backward, Lookup, Search, settle
 from autopallas.patterns.carry import is_available
@@ -435,7 +436,7 @@ class Draft:
             return False
         if self._constant(number):
             return True
-        if graph.dtype(number).kind in "iub" and node.name in _PLAIN:
+        if kind_of(graph.dtype(number)) in "iub" and node.name in _PLAIN:
             return any(self._constant(i) for i in node.inputs)  # positions and choices on their way to indices
         size = math.prod(graph.shape(number))
         return node.name == "broadcast_in_dim" and size > math.prod(graph.shape(node.inputs[0]))

@@ -16,7 +16,7 @@ from autopallas import compat
 from autopallas.compat import Dtype, Params
 from autopallas.graph import Graph
 from autopallas.graph.custom_rules import called_program, is_elementwise_call
-from autopallas.numerics.casts import counts_exactly
+from autopallas.numerics.casts import counts_exactly, kind_of
 from autopallas.sites.elementwise import Constant, Input, Instruction, Side
 
 __all__ = ["Outside", "Signs"]
@@ -83,7 +83,7 @@ class Signs:
             return _Sign(bool(np.all(array >= 0)), bool(np.all(array > 0)))
         node = graph.definitions.get(number)
         dtype = graph.dtype(number)
-        least = _NONNEGATIVE if dtype.kind in "bu" else _UNKNOWN
+        least = _NONNEGATIVE if kind_of(dtype) in "bu" else _UNKNOWN
         if node is None:
             return least
         if number in graph.inner:
@@ -180,7 +180,7 @@ class Signs:
         if name == "sort":
             return below(inputs[node.outputs.index(number)])
         if name == "convert_element_type":
-            return graph.dtype(inputs[0]).kind in "iub" and below(*inputs)
+            return kind_of(graph.dtype(inputs[0])) in "iub" and below(*inputs)
         if name == "dynamic_slice":
             return below(inputs[0])
         if name == "clamp":
@@ -257,7 +257,7 @@ def _sign_of(
         return own[0] if own[0].positive else _UNKNOWN
     if name in ("convert_element_type", "reduce_precision"):
         flag = len(sources) == 1 and sources[0].kind == "b"
-        kept = own[0].nonnegative and (dtype.kind != "i" or flag)
+        kept = own[0].nonnegative and (kind_of(dtype) != "i" or flag)
         return _Sign(kept, own[0].positive and _keeps_small(sources, dtype))
     rule = _RULES.get(name)
     if rule is None or not own:
@@ -270,7 +270,7 @@ def _keeps_small(sources: Sequence[Dtype], dtype: Dtype) -> bool:
     if len(sources) != 1:
         return False
     (source,) = sources
-    if source.kind in "iub":
+    if kind_of(source) in "iub":
         return bool(jnp.issubdtype(dtype, jnp.floating)) or source == dtype
     if not (jnp.issubdtype(source, jnp.floating) and jnp.issubdtype(dtype, jnp.floating)):
         return False

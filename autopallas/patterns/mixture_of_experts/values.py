@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator, Mapping
 
 from autopallas.graph import Ref
 from autopallas.graph.labels import Atom, View
+from autopallas.numerics.casts import kind_of
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.mixture_of_experts.axes import positions_along
 from autopallas.patterns.mixture_of_experts.choice import folded
@@ -41,7 +42,7 @@ class Values:
     def core(self, ref: Ref) -> Ref:
         """Returns a value without its casts, except a cast to booleans."""
         ref = self.space.canonical(ref)
-        while self.scope.name(ref) == "convert_element_type" and self.graph.dtype(ref.value).kind != "b":
+        while self.scope.name(ref) == "convert_element_type" and kind_of(self.graph.dtype(ref.value)) != "b":
             (ref,) = self.space.operands(ref) or (ref,)
         return ref
 
@@ -114,7 +115,7 @@ class Values:
         return self._binary[key]
 
     def _computes_binary(self, ref: Ref, depth: int) -> bool:
-        if self.graph.dtype(ref.value).kind == "b":
+        if kind_of(self.graph.dtype(ref.value)) == "b":
             return True
         node = self.scope.node(ref)
         if node is None:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from autopallas.graph import Body, Graph
 from autopallas.graph.indexed_arrays import READS, WRITES, IndexedArrays
 from autopallas.graph.known_integers import KnownIntegers
+from autopallas.numerics.casts import kind_of
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.recurrence.indexing_loop import IndexingLoop, variables
 from autopallas.patterns.recurrence.sliced_form import Refused, SlicedForm
@@ -73,7 +74,9 @@ def _form(loop: IndexingLoop) -> Scan:
 def without_counters(scan: Scan, step: Step, wanted: Sequence[int]) -> tuple[Scan, Step, list[int]]:
     """Returns a loop, its step, and the places of the results that are wanted, without the carried integers from which
     nothing else is computed that is carried or wanted."""
-    idle = {i for i, v in enumerate(step.carries) if not v.aval.shape and v.aval.dtype.kind in "iu"}.difference(wanted)
+    idle = {i for i, v in enumerate(step.carries) if not v.aval.shape and kind_of(v.aval.dtype) in "iu"}.difference(
+        wanted
+    )
     if not idle:
         return scan, step, list(wanted)
     carried = scan.carried

@@ -7,6 +7,7 @@ import numpy as np
 from autopallas.compat import Dtype, JaxprAtom, Literal, Var
 from autopallas.graph import Body, Graph
 from autopallas.graph.known_integers import KnownIntegers
+from autopallas.numerics.casts import kind_of
 from autopallas.patterns.recurrence.step import Scan
 
 __all__ = ["while_loops"]
@@ -43,7 +44,7 @@ def _steps(
 
     def known(atom: JaxprAtom) -> int | None:
         """Returns a scalar integer of the body around the loop."""
-        if atom.aval.shape or atom.aval.dtype.kind not in "iu":
+        if atom.aval.shape or kind_of(atom.aval.dtype) not in "iu":
             return None
         if isinstance(atom, Literal):
             return int(atom.val)

@@ -16,6 +16,7 @@ from autopallas import compat, jaxprs
 from autopallas.compat import Dtype, JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph import Graph
 from autopallas.graph.custom_rules import is_elementwise_call
+from autopallas.numerics.casts import kind_of
 
 __all__ = ["restored"]
 
@@ -84,7 +85,7 @@ def _traced(
     function: object, shape: tuple[int, ...], dtype: Dtype
 ) -> tuple[JaxprEqn, list[JaxprEqn], JaxprAtom] | None:
     """Returns the call that a function makes, what it computes from the call's operands, and its result."""
-    if not np.issubdtype(dtype, np.floating) and dtype.kind != "V":
+    if kind_of(dtype) not in "fV":
         return None
     assert callable(function)
     program, _ = jaxprs.open_jaxpr(compat.make_jaxpr(function, jax.ShapeDtypeStruct(shape, dtype)))
