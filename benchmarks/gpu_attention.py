@@ -20,7 +20,7 @@ from autopallas.kernels.attention.api import attention
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.operands import Cotangents, Operands, Residuals
 from autopallas.kernels.attention.programs import causal, traced
-from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
+from autopallas.kernels.attention.spec import AttentionSpec, Layouts, SideSpec
 from autopallas.kernels.attention.tuned_block_sizes import table_key
 from autopallas.kernels.gpu import array_bytes
 from autopallas.sites.device import Device
@@ -216,7 +216,10 @@ def _spec(b: int, t: int, n: int, d: int, mask: str) -> AttentionSpec:
         varies = ((True, False, False, True, False), (True, False, False, False, True))
         sides = tuple(SideSpec(int32, v) for v in varies)
     sizes = b, n, 1, t, t, d, d
-    return AttentionSpec(*sizes, bf16, bf16, bf16, f32, bf16, program, sides=sides, live=live, weights_dtype=bf16)
+    dtypes = bf16, bf16, bf16, f32, bf16
+    return AttentionSpec(
+        *sizes, *dtypes, program, sides=sides, live=live, weights_dtype=bf16, layouts=Layouts.with_heads_after_lengths()
+    )
 
 
 def _timed(b: int, t: int, n: int, d: int, mask: str, count: int, backward: bool) -> Timed:

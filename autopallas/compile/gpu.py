@@ -92,6 +92,7 @@ class Compilation:
     Attributes:
       failure: None, or the compiler's error.
       temporary_bytes, argument_bytes, output_bytes: bytes of the device's memory.
+      copied_bytes: bytes that transposes and copies write.
       calls: the number of calls of Mosaic kernels.
       kernels: the kernels among them that differ.
       seconds: the time that compiling took.
@@ -101,6 +102,7 @@ class Compilation:
     temporary_bytes: int = 0
     argument_bytes: int = 0
     output_bytes: int = 0
+    copied_bytes: int = 0
     calls: int = 0
     kernels: tuple[Kernel, ...] = ()
     seconds: float = 0.0

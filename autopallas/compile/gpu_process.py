@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import json
+import math
 import os
 import re
 import shutil
@@ -27,6 +28,8 @@ _LAUNCH = re.compile(r"dynamic_shared_memory_size (%\w+)")
 _FIRST_PASSES = 4 * 2**20
 """Size of the beginning of Mosaic's log of passes that contains the launch; the whole log is ten times as long."""
 _KERNEL = re.compile(r'custom_call_target="mosaic_gpu')
+_COPY = re.compile(r" = [a-z]+(\d*)\w*\[([\d,]*)\]\S* (?:transpose|copy)\(")
+"""An instruction that only moves an array: bits of a number, none for a boolean, and the array's shape."""
 
 
 def kernels(folder: Path) -> list[dict[str, object]]:
@@ -64,6 +67,14 @@ def _shared(passes: Path) -> int:
     return int(size[1]) if size else 0
 
 
+def copied_bytes(program: str) -> int:
+    """Returns the bytes that transposes and copies of an optimized program write."""
+    total = 0
+    for bits, shape in _COPY.findall(program):
+        total += max(1, int(bits or 8) // 8) * math.prod(int(n) for n in shape.split(",") if n)
+    return total
+
+
 def main(target: str, dump: str) -> None:
     # Keeps what libraries print out of the answers.
     answers = os.fdopen(os.dup(1), "w")
@@ -84,12 +95,13 @@ def main(target: str, dump: str) -> None:
         module = export.deserialize(bytearray(Path(path).read_bytes()))
         types = [jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=sharding) for t in module.in_avals]
         done: Any = jax.jit(module.call).lower(*types).compile()
-        memory = done.memory_analysis()
+        memory, text = done.memory_analysis(), done.as_text()
         return {
             "temporary_bytes": int(memory.temp_size_in_bytes),
             "argument_bytes": int(memory.argument_size_in_bytes),
             "output_bytes": int(memory.output_size_in_bytes),
-            "calls": len(_KERNEL.findall(done.as_text())),
+            "copied_bytes": copied_bytes(text),
+            "calls": len(_KERNEL.findall(text)),
             "kernels": kernels(Path(dump)),
         }
 

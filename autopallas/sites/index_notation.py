@@ -147,6 +147,32 @@ def write(array: jax.Array, view: View, sizes: Sequence[int], groups: Sequence[S
     return array.reshape([math.prod(sizes[a] for a in labels) for _, labels in view])
 
 
+def layout(labels: Sequence[Label], sizes: Sequence[int], groups: Sequence[Sequence[Label]]) -> tuple[int, ...]:
+    """Returns the order in which an array has the groups of labels in memory, from major to minor.
+
+    A group that the array lacks, or whose extent is 1, follows the one before it.  The order is that of the groups if
+    the array has labels of one group between those of another.
+
+    Args:
+      labels: those of the array, from major to minor.
+      sizes, groups: as in :func:`read`.
+
+    Example:
+      >>> batch, length, heads, size = range(4)
+      >>> layout((batch, length, heads, size), (2, 256, 8, 64), ((batch,), (heads,), (length,), (size,)))
+      (0, 2, 1, 3)
+    """
+    present = [a for a in labels if sizes[a] > 1]
+    full = [[a for a in group if a in present] for group in groups]
+    starts = [present.index(group[0]) if group else -1 for group in full]
+    if any(present[start : start + len(group)] != group for start, group in zip(starts, full, strict=True) if group):
+        return tuple(range(len(groups)))
+    for i, group in enumerate(full):
+        if not group and i:
+            starts[i] = starts[i - 1]
+    return tuple(sorted(range(len(groups)), key=starts.__getitem__))
+
+
 def fill(
     source: Operand,
     array: np.ndarray,

@@ -30,7 +30,7 @@ def attention(
     warpgroups: int = 2,
     backward: bool = False,
     two_stages: bool = False,
-    copies: int = 0,
+    copies: float = 0,
 ) -> Case:
     """Attention of shape (B, T, N, D).
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from autopallas.compile.gpu import Compiler, Kernel
+from autopallas.compile.gpu import Compilation, Compiler, Kernel
 from benchmarks import gpu_attention, gpu_cross_entropy, gpu_grouped_matmul
 from benchmarks.gpu_benchmark import Timed
 from benchmarks.gpu_model import cases
@@ -17,10 +18,13 @@ __all__ = ["CASES", "Compiled", "compiled", "estimated"]
 
 Compiled = dict[str, Code]
 """Codes of a case's kernels by name."""
-Row = tuple[Timed, Callable[[str, Compiled], Case]]
+Row = tuple[Timed, Callable[[str, Compiled, int], Case]]
+"""What is timed, and the model's case of its name, its codes, and the bytes that transposes and copies write."""
 
 _CROSS_ENTROPY = (32768, 2560, 128256)
 _LARGE, _MANY = (8192, 4096, 4096, 8), (32768, 2048, 1408, 64)
+_SIZE = 2
+"""Bytes of bfloat16."""
 _ROW_TILES = {_LARGE: 68, _MANY: 320}
 """Tiles of 128 rows of uneven groups, as the review counted them."""
 
@@ -32,7 +36,7 @@ def _grouped(shape: tuple[int, int, int, int], use: str) -> Row:
     else:
         timed = gpu_grouped_matmul._product(*shape, use, 0)  # type: ignore[arg-type]
 
-    def case(name: str, found: Compiled) -> Case:
+    def case(name: str, found: Compiled, copied: int) -> Case:
         (code,) = found.values()
         return cases.grouped_matmul(name, code, shape, row_tiles=None if use == "drhs" else _ROW_TILES[shape])
 
@@ -43,7 +47,7 @@ def _cross_entropy(train: bool) -> Row:
     direction: Any = "forward+backward" if train else "forward"
     timed = gpu_cross_entropy._timed(gpu_cross_entropy.case_of(*_CROSS_ENTROPY, "bfloat16", direction), 1)
 
-    def case(name: str, found: Compiled) -> Case:
+    def case(name: str, found: Compiled, copied: int) -> Case:
         statistics = found["autopallas_cross_entropy_statistics"]
         if not train:
             return cases.cross_entropy(name, statistics, _CROSS_ENTROPY)
@@ -56,13 +60,13 @@ def _attention(shape: tuple[int, int, int, int], mask: str, backward: bool) -> R
     timed = gpu_attention._timed(*shape, mask, 1, backward)
     sizes = next(iter(timed.block_sizes.values()))
 
-    def case(name: str, found: Compiled) -> Case:
+    def case(name: str, found: Compiled, copied: int) -> Case:
         chosen = [code for kernel, code in found.items() if ("backward" in kernel) == backward]
         groups = 1 if backward and shape[3] > 128 else 2
         keys = (32 if shape[3] > 128 else 64) if backward else sizes.key_block
         return cases.attention(
             name, chosen, shape, mask == "causal", rows=64 * groups, keys=keys, warpgroups=groups, backward=backward,
-            two_stages=False, copies=7 if backward else 4,
+            two_stages=False, copies=copied / (_SIZE * math.prod(shape)),
         )  # fmt: skip
 
     return timed, case
@@ -84,11 +88,11 @@ CASES: dict[str, Callable[[], Row]] = {
     "attention backward T16384 D128 full": lambda: _attention((1, 16384, 16, 128), "full", True),
 }
 """What is estimated, by name: a timed case, and the model's case of its kernels. Attention is as a caller with
-[B, T, N, D] has it, with the copies."""
+[B, T, N, D] has it, with the copies that the compiler makes."""
 
 
-def compiled(compiler: Compiler, timed: Timed) -> tuple[Kernel, ...]:
-    """Compiles the first choice of block sizes of a timed case, and returns its kernels.
+def compiled(compiler: Compiler, timed: Timed) -> Compilation:
+    """Compiles the first choice of block sizes of a timed case.
 
     Raises:
       RuntimeError: the compiler failed, or a kernel has a fault.
@@ -98,7 +102,7 @@ def compiled(compiler: Compiler, timed: Timed) -> tuple[Kernel, ...]:
     found = compiler.compile(timed.candidates[next(iter(timed.block_sizes))], types)
     if faults := found.faults():
         raise RuntimeError("; ".join(faults))
-    return found.kernels
+    return found
 
 
 def estimated(compiler: Compiler, names: Sequence[str] = ()) -> Iterator[tuple[str, Case, dict[Code, Kernel]]]:
@@ -107,7 +111,8 @@ def estimated(compiler: Compiler, names: Sequence[str] = ()) -> Iterator[tuple[s
         if names and not any(all(word in name for word in wanted.split()) for wanted in names):
             continue
         timed, case = make()
-        kernels = compiled(compiler, timed)
+        found = compiled(compiler, timed)
+        kernels = found.kernels
         codes = [Code.of(k.listing, k.registers, k.shared_bytes) for k in kernels]
         by_name = dict(zip((k.name for k in kernels), codes, strict=True))
-        yield name, case(name, by_name), dict(zip(codes, kernels, strict=True))
+        yield name, case(name, by_name, found.copied_bytes), dict(zip(codes, kernels, strict=True))

@@ -16,7 +16,7 @@ from autopallas.kernels.mixture_of_experts.site import ExpertsSite
 from autopallas.sites.calls import replaced_at, under_vmaps, vjp_at
 from autopallas.sites.declared import DeclaredSite
 from autopallas.sites.division import Division, PositionOperand, ShardableAxes
-from autopallas.sites.index_notation import Operand, Positions, Reader, sources_in
+from autopallas.sites.index_notation import Operand, Positions, Reader, layout, sources_in
 from autopallas.sites.indexed_site import IndexedSite
 
 FLOAT, INT = np.dtype(np.float32), np.dtype(np.int32)
@@ -53,6 +53,24 @@ class Site(IndexedSite):
 
     def fields_under_vmap(self, axes, label):
         return {"batch_labels": (*label, *self.batch_labels)}
+
+
+@pytest.mark.parametrize(
+    "labels, order",
+    [
+        ((0, 1, 2, 3, 4), (0, 1, 2, 3)),
+        ((0, 3, 1, 2, 4), (0, 2, 1, 3)),
+        ((4, 3, 1, 2, 0), (3, 2, 1, 0)),
+        ((3, 1, 2, 4), (0, 2, 1, 3)),  # the first group is absent
+        ((3, 0, 4), (2, 0, 1, 3)),  # an absent group follows the one before it
+        ((3, 1, 5, 2, 0, 4), (2, 1, 0, 3)),  # a label of extent 1 does not count
+        ((1, 3, 2, 0, 4), (0, 1, 2, 3)),  # a group with another between its labels
+        ((3, 2, 1, 0, 4), (0, 1, 2, 3)),  # a group whose labels have another order
+    ],
+)
+def test_the_order_in_memory_is_that_of_whole_groups(labels, order):
+    sizes = (2, 8, 4, 16, 64, 1)
+    assert layout(labels, sizes, ((0,), (1, 2), (3,), (4,))) == order
 
 
 def view(*labels):

@@ -44,6 +44,16 @@ def test_what_ptxas_and_the_disassembler_write_is_read(tmp_path):
     assert found["warnings"] == ["C7511"]
 
 
+def test_what_transposes_and_copies_write_is_added_up():
+    program = """
+      ROOT %transpose.2 = bf16[4,16,4096]{2,1,0} transpose(%param.1), dimensions={0,2,1}
+      %copy.3 = pred[8,2]{1,0} copy(%a)
+      %copy.4 = s32[] copy(%constant)
+      %bitcast.5 = f32[1024]{0} bitcast(%transpose.2), metadata={op_name="transpose(jvp())"}
+    """
+    assert gpu_process.copied_bytes(program) == 2 * 4 * 16 * 4096 + 8 * 2 + 4
+
+
 def test_faults_are_named():
     assert GOOD.faults() == ()
     assert Compilation(kernels=(GOOD,)).faults() == ()

@@ -17,7 +17,7 @@ from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.operands import Cotangents, Operands, Residuals, Results
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.programs import causal, traced
-from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
+from autopallas.kernels.attention.spec import AttentionSpec, Layouts, SideSpec
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram, Index, Input, Score, Side
 from autopallas.tuning.direct import block_sizes_for
@@ -167,6 +167,7 @@ def _spec(
         live=_live_program(mask_side, is_causal),
         weights_dtype=rounded,
         score_gradient_dtype=rounded,
+        layouts=Layouts.with_heads_after_lengths(),
     )
 
 

@@ -9,7 +9,7 @@ first pass, keys and values in the second, where the tile is transposed, so that
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
@@ -35,11 +35,11 @@ from autopallas.kernels.attention.gpu_grid import (
     Visits,
     exists,
     head_size_of,
-    padded,
     side_operand,
     side_values,
     vector,
 )
+from autopallas.kernels.attention.gpu_layout import Layout, Turned, padded
 from autopallas.kernels.attention.gpu_side_gradient import tile_gradient
 from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Residuals, ScaledRows
 from autopallas.kernels.attention.spec import AttentionSpec
@@ -69,11 +69,13 @@ def backward(
     shift, factor = _normalizers(spec, block_sizes, operands, residuals)
     if split and head_size_of(2 * size) is None:
         return xla.backward(spec, block_sizes, operands, residuals._replace(shift=shift, factor=factor), cotangents)
-    # Everything after the probabilities is linear in the cotangent, which is multiplied by their factor instead.
-    scaled = dout.astype(F32) * factor[..., None]
+    # Everything after the probabilities is linear in the cotangent, which is multiplied by their factor instead.  It is
+    # read and written as it lies in memory.
+    layout = Layout.of(spec.layouts.query)
+    scaled = layout.from_canonical(dout).astype(F32) * layout.from_canonical(factor[..., None])
     unit = _unit(scaled, value) if query.dtype == np.float16 else None
     scaled = scaled if unit is None else scaled * unit
-    delta = jnp.sum(scaled * residuals.out.astype(F32), axis=-1)
+    delta = jnp.sum(scaled * layout.from_canonical(residuals.out).astype(F32), axis=-1, keepdims=True)
     rounded_dout = scaled.astype(query.dtype)
     read = operands
     if split:
@@ -81,7 +83,7 @@ def backward(
         rounded_dout = jnp.concatenate([rounded_dout, rest], axis=-1)
         read = operands._replace(value=jnp.concatenate([value, value], axis=-1))
         spec = replace(spec, value_head_size=2 * size)
-    rows = ScaledRows(rounded_dout, shift, delta)
+    rows = ScaledRows(layout.to_canonical(rounded_dout), shift, layout.to_canonical(delta)[..., 0])
     if spec.rounding_adds_up:
         tiles = backward_tiles(spec, "query", block_sizes)
         rows = rows._replace(delta=_call(_Plan.of(spec, "query", tiles, (), read), read, rows)["delta"] * factor)
@@ -244,6 +246,11 @@ class _Plan(NamedTuple):
         return {"query": self.head_size, "key": self.head_size, "value": self.value_head_size}
 
     @property
+    def layouts(self) -> dict[str, Layout]:
+        """Layout of each gradient."""
+        return {name: Layout.of(order) for name, order in self.spec.layouts._asdict().items()}
+
+    @property
     def inner(self) -> bool:
         """Whether anything but the probabilities is needed."""
         return self.outputs != ("value",)
@@ -263,8 +270,9 @@ class _Plan(NamedTuple):
         """Returns the arrays in main memory, padded to whole blocks."""
         spec, (rows, columns) = self.spec, self.lengths
         query, key, value, sides, _ = operands
-        of_rows = padded(query, rows, self.head_size), padded(scaled.dout, rows, self.value_head_size)
-        of_columns = padded(key, columns, self.head_size), padded(value, columns, self.value_head_size)
+        layouts, d, dv = self.layouts, self.head_size, self.value_head_size
+        of_rows = layouts["query"].padded(query, rows, d), layouts["query"].padded(scaled.dout, rows, dv)
+        of_columns = layouts["key"].padded(key, columns, d), layouts["value"].padded(value, columns, dv)
         found = [*(of_columns if self.flipped else of_rows), *(of_rows if self.flipped else of_columns)]
         shape = *query.shape[:3], spec.query_length
         found += [padded(jnp.broadcast_to(x, shape), rows) for x in (scaled.shift, scaled.delta)]
@@ -280,7 +288,8 @@ class _Plan(NamedTuple):
         length = self.lengths[1 if self.flipped else 0]
         # Gradients of float16 are in other units, and may be out of its range.
         kept = F32 if self.dtype == np.float16 else self.dtype
-        outputs = (jax.ShapeDtypeStruct((*self.heads, length, self.sizes[o]), kept) for o in self.outputs)
+        shapes = (self.layouts[o].shape((*self.heads, length, self.sizes[o])) for o in self.outputs)
+        outputs = (jax.ShapeDtypeStruct(shape, kept) for shape in shapes)
         return *outputs, *(jax.ShapeDtypeStruct((*self.heads, length), F32) for _ in self.numbers)
 
     def scratch(self) -> list[Ref]:
@@ -312,6 +321,11 @@ class _Pair(NamedTuple):
     first: Ref
     second: Ref
 
+    @staticmethod
+    def of(refs: Iterator[Ref], first: Layout, second: Layout) -> _Pair:
+        """Returns a pair in main memory."""
+        return _Pair(Turned(next(refs), first), Turned(next(refs), second))
+
 
 class _Memory(NamedTuple):
     """References of a kernel; None for what it lacks.
@@ -341,15 +355,19 @@ class _Memory(NamedTuple):
 
     @staticmethod
     def of(plan: _Plan, refs: Sequence[Ref]) -> _Memory:
-        left = iter(refs)
+        left, layouts = iter(refs), plan.layouts
+        rows, columns = (layouts["query"], layouts["query"]), (layouts["key"], layouts["value"])
         return _Memory(
-            home=_Pair(next(left), next(left)),
-            streamed=_Pair(next(left), next(left)),
+            home=_Pair.of(left, *(columns if plan.flipped else rows)),
+            streamed=_Pair.of(left, *(rows if plan.flipped else columns)),
             shift=next(left),
             delta=next(left),
             table=next(left) if plan.visits.operands else None,
             sides=tuple(next(left) for _ in plan.spec.sides),
-            results=tuple(next(left) for _ in plan.results),
+            results=(
+                *(Turned(next(left), layouts[o]) for o in plan.outputs),
+                *(next(left) for _ in plan.numbers),
+            ),
             home_shared=_Pair(next(left), next(left)),
             streamed_shared=_Pair(next(left), next(left)),
             staged=next(left) if plan.through_memory else None,
@@ -427,7 +445,9 @@ def _call(plan: _Plan, operands: Operands, rows: ScaledRows) -> dict[str | int, 
     )(*inputs)
     cut = spec.key_length if plan.flipped else spec.query_length
     head_sizes = {"query": spec.head_size, "key": spec.head_size, "value": spec.value_head_size}
-    named: dict[str | int, Array] = {o: x[..., :cut, : head_sizes[o]] for o, x in zip(outputs, found, strict=False)}
+    named: dict[str | int, Array] = {
+        o: plan.layouts[o].cut(x, cut, head_sizes[o]) for o, x in zip(outputs, found, strict=False)
+    }
     return named | {n: x[..., :cut] for n, x in zip(plan.numbers, found[len(outputs) :], strict=True)}
 
 

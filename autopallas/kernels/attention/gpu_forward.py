@@ -33,11 +33,11 @@ from autopallas.kernels.attention.gpu_grid import (
     Visits,
     exists,
     head_size_of,
-    padded,
     side_operand,
     side_values,
     vector,
 )
+from autopallas.kernels.attention.gpu_layout import Layout, Turned, padded
 from autopallas.kernels.attention.operands import Operands, Results
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tile_values import halves
@@ -135,9 +135,10 @@ class _Plan(NamedTuple):
         """Returns the arrays in main memory, padded to whole blocks."""
         spec, rows, columns = self.spec, self.rows, rounded(self.spec.key_length, self.key_block)
         query, key, value, sides, sink = operands
-        found = [padded(query, rows, self.head_size), padded(key, columns, self.head_size)]
+        of_query, of_key, of_value = map(Layout.of, spec.layouts)
+        found = [of_query.padded(query, rows, self.head_size), of_key.padded(key, columns, self.head_size)]
         if self.values:
-            found.append(padded(value, columns, self.value_head_size))
+            found.append(of_value.padded(value, columns, self.value_head_size))
         found += self.visits.operands
         found += [side_operand(s, x, rows, columns, False) for s, x in zip(spec.sides, sides, strict=True)]
         if sink is not None:
@@ -151,8 +152,8 @@ class _Plan(NamedTuple):
         numbers = jax.ShapeDtypeStruct((*self.heads, self.rows), F32)
         if not self.values:
             return numbers, numbers
-        result = jax.ShapeDtypeStruct((*self.heads, self.rows, self.value_head_size), self.spec.result_dtype)
-        return result, numbers, numbers
+        shape = Layout.of(self.spec.layouts.query).shape((*self.heads, self.rows, self.value_head_size))
+        return jax.ShapeDtypeStruct(shape, self.spec.result_dtype), numbers, numbers
 
     def scratch(self, operands: Operands) -> list[Ref]:
         """Returns shared memory and barriers, in the order of :class:`_Memory`."""
@@ -184,8 +185,8 @@ class _Memory(NamedTuple):
       turn: the barrier at which two warpgroups take turns.
     """
 
-    query: Ref
-    key: Ref
+    query: Turned
+    key: Turned
     value: Ref
     table: Ref
     sides: tuple[Ref, ...]
@@ -205,14 +206,18 @@ class _Memory(NamedTuple):
     @staticmethod
     def of(plan: _Plan, refs: Sequence[Ref]) -> _Memory:
         left = iter(refs)
+        of_query, of_key, of_value = map(Layout.of, plan.spec.layouts)
         return _Memory(
-            query=next(left),
-            key=next(left),
-            value=next(left) if plan.values else None,
+            query=Turned(next(left), of_query),
+            key=Turned(next(left), of_key),
+            value=Turned(next(left), of_value) if plan.values else None,
             table=next(left) if plan.visits.operands else None,
             sides=tuple(next(left) for _ in plan.spec.sides),
             sink=next(left) if plan.spec.sink is not None else None,
-            results=tuple(next(left) for _ in plan.results),
+            results=(
+                *(Turned(next(left), of_query) for _ in range(plan.values)),
+                *(next(left) for _ in plan.results[plan.values :]),
+            ),
             query_shared=next(left),
             key_shared=next(left),
             value_shared=next(left) if plan.values else None,
@@ -279,8 +284,8 @@ def _call(plan: _Plan, operands: Operands) -> tuple[Array, ...]:
         by_lanes=True,
     )(*inputs)
     cut = spec.query_length
-    first = found[0][..., :cut, : spec.value_head_size] if plan.values else found[0][..., :cut]
-    return first, *(numbers[..., :cut] for numbers in found[1:])
+    out = (Layout.of(spec.layouts.query).cut(x, cut, spec.value_head_size) for x in found[: plan.values])
+    return *out, *(numbers[..., :cut] for numbers in found[plan.values :])
 
 
 def _kernel(plan: _Plan, *refs: Ref) -> None:

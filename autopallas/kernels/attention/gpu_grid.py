@@ -21,6 +21,7 @@ from jax import lax
 from autopallas.compat import Dtype
 from autopallas.kernels.attention.dynamic_tiles import run_time_states
 from autopallas.kernels.attention.gpu_elements import Value
+from autopallas.kernels.attention.gpu_layout import padded
 from autopallas.kernels.attention.schedule import TilePrograms, edges, tile_programs
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
 from autopallas.kernels.attention.tiles import DEAD, FULL, PARTIAL, tile_map
@@ -35,7 +36,6 @@ __all__ = [
     "Visits",
     "exists",
     "head_size_of",
-    "padded",
     "side_operand",
     "side_values",
     "vector",
@@ -53,13 +53,6 @@ _HEAD_SIZES = (64, 96, 128, 192, 256)
 def head_size_of(size: int) -> int | None:
     """Returns the head size with which the kernels compute, padding with zeros; None if the size is too large."""
     return next((n for n in _HEAD_SIZES if size <= n), None)
-
-
-def padded(array: Array, *lengths: int) -> Array:
-    """Pads the last axes of an array with zeros to these lengths."""
-    leading = array.ndim - len(lengths)
-    missing = [length - n for n, length in zip(array.shape[leading:], lengths, strict=True)]
-    return jnp.pad(array, [(0, 0)] * leading + [(0, n) for n in missing]) if any(missing) else array
 
 
 States = TypeVar("States", jax.Array, np.ndarray)

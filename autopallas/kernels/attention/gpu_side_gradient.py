@@ -19,11 +19,11 @@ from autopallas.kernels.attention.gpu_grid import (
     WARPGROUP_ROWS,
     Place,
     head_size_of,
-    padded,
     side_operand,
     side_values,
     vector,
 )
+from autopallas.kernels.attention.gpu_layout import Layout, Turned, padded
 from autopallas.kernels.attention.operands import Operands, ScaledRows
 from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec
@@ -77,6 +77,12 @@ class _Plan(NamedTuple):
         return rows // BLOCK, columns // BLOCK
 
     @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Layouts of queries, cotangents, keys and values."""
+        query, key, value = map(Layout.of, self.spec.layouts)
+        return query, query, key, value
+
+    @property
     def elements(self) -> Elements:
         spec = self.spec
         programs = TilePrograms(spec.score, spec.inner_weights, spec.weights, increasing(spec.score))
@@ -86,12 +92,8 @@ class _Plan(NamedTuple):
         """Returns the arrays in main memory, padded to whole tiles."""
         spec, (rows, columns), d, dv = self.spec, self.lengths, self.head_size, self.value_head_size
         query, key, value, sides, _ = operands
-        found = [
-            padded(query, rows, d),
-            padded(scaled.dout, rows, dv),
-            padded(key, columns, d),
-            padded(value, columns, dv),
-        ]
+        arrays = (query, rows, d), (scaled.dout, rows, dv), (key, columns, d), (value, columns, dv)
+        found = [layout.padded(*array) for layout, array in zip(self.layouts, arrays, strict=True)]
         shape = spec.batch, spec.key_heads, spec.groups, spec.query_length
         found += [padded(jnp.broadcast_to(x, shape), rows) for x in (scaled.shift, scaled.delta)]
         return [*found, *(side_operand(s, x, rows, columns, False) for s, x in zip(spec.sides, sides, strict=True))]
@@ -119,7 +121,8 @@ class _Memory(NamedTuple):
     @staticmethod
     def of(plan: _Plan, refs: Sequence[Ref]) -> _Memory:
         end = 6 + len(plan.spec.sides)
-        return _Memory(refs[:4], refs[4], refs[5], refs[6:end], refs[end], refs[end + 1 : end + 5], refs[end + 5])
+        tiles = [Turned(ref, layout) for ref, layout in zip(refs[:4], plan.layouts, strict=True)]
+        return _Memory(tiles, refs[4], refs[5], refs[6:end], refs[end], refs[end + 1 : end + 5], refs[end + 5])
 
 
 def tile_gradient(spec: AttentionSpec, number: int, operands: Operands, rows: ScaledRows) -> Array:

@@ -27,11 +27,11 @@ from autopallas.kernels.attention.site_parts import (
     ScoreTerm,
     SideSource,
 )
-from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight
+from autopallas.kernels.attention.spec import AttentionSpec, Layouts, SideSpec, Weight
 from autopallas.sites.calls import replaced_at, vjp_at
 from autopallas.sites.division import Division, PositionOperand, PositionOperands
 from autopallas.sites.elementwise import ElementwiseProgram, Index, Input, Side
-from autopallas.sites.index_notation import Label, Labels, Operand, Positions, View, read, write
+from autopallas.sites.index_notation import Label, Labels, Operand, Positions, View, layout, read, write
 from autopallas.sites.indexed_site import IndexedSite
 from autopallas.sites.operation import Kernel, Operation
 from autopallas.sites.spec import BlockSizes
@@ -194,6 +194,20 @@ class AttentionSite(IndexedSite):
             value_precision=self.value_precision,
             weights_dtype=self.weights_dtype,
             assume_finite=self.assume_finite,
+            layouts=self._layouts,
+        )
+
+    @property
+    def _layouts(self) -> Layouts:
+        batch, heads, groups, query, key = self.axes
+
+        def of(labels: Labels, *axes: Labels) -> tuple[int, ...]:
+            return layout(labels, self.sizes, (batch, heads, *axes))
+
+        return Layouts(
+            of(self.query.labels, groups, query, self.head_labels),
+            of(self.key.labels, key, self.head_labels),
+            of(self.value.labels, key, self.value_labels),
         )
 
     def _row_factor(self, statistics: Sequence[jax.Array], operands: Sequence[jax.Array]) -> jax.Array:

@@ -6,9 +6,9 @@ S key length, D head size of queries and keys, Dv head size of values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autopallas.kernels.attention.block_sizes import BlockSizes
     from autopallas.kernels.attention.fills import Fill
 
-__all__ = ["AttentionSpec", "SideSpec", "Weight"]
+__all__ = ["AttentionSpec", "Layouts", "SideSpec", "Weight"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,27 @@ class Weight:
 
     kind: Literal["where", "multiply"]
     program: ElementwiseProgram
+
+
+class Layouts(NamedTuple):
+    """In which order the program's arrays have the canonical axes in memory, from major to minor.
+
+    The result's is supposed to be that of the queries.  What the program multiplies last gives it in any order, and a
+    transpose that follows shows which one is wanted, as a rule that of the queries.
+
+    Attributes:
+      query: a permutation of (B, K, G, T, D); (0, 3, 1, 2, 4) for [B, T, N, D].
+      key, value: a permutation of (B, K, S, D); (0, 2, 1, 3) for [B, S, K, D].
+    """
+
+    query: tuple[int, ...] = (0, 1, 2, 3, 4)
+    key: tuple[int, ...] = (0, 1, 2, 3)
+    value: tuple[int, ...] = (0, 1, 2, 3)
+
+    @staticmethod
+    def with_heads_after_lengths() -> Layouts:
+        """Returns those of [B, T, N, D] and [B, S, K, D]."""
+        return Layouts((0, 3, 1, 2, 4), (0, 2, 1, 3), (0, 2, 1, 3))
 
 
 @dataclass(frozen=True)
@@ -106,6 +127,10 @@ class AttentionSpec:
     """Dtype in which the gradient of s enters the products that give those of q and k; None for that of s."""
     assume_finite: bool = True
     """Whether dead tiles may be skipped, although infinities and NaNs in a dead key's value would reach the result."""
+    layouts: Layouts = field(default=Layouts(), compare=False)
+    """How the operands lie in the program's memory.  They are passed in canonical shapes all the same, and so are
+    results: a kernel that reads an array as it lies transposes it first, and the compiler removes that together with
+    the transpose that made it canonical.  Nothing else depends on it: specs that differ in it alone are equal."""
 
     @property
     def accumulation_dtype(self) -> Dtype:
@@ -222,7 +247,8 @@ class AttentionSpec:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """Returns the fields as plain data: numbers, strings and lists."""
+        """Returns the fields as plain data: numbers, strings and lists; without the layouts, by which nothing is chosen
+        or filed."""
 
         def plain(x: object) -> object:
             if isinstance(x, (bool, int, float, str, type(None))):
@@ -233,4 +259,5 @@ class AttentionSpec:
                 return {f.name: plain(getattr(x, f.name)) for f in fields(x)}
             return str(x)
 
-        return {f.name: plain(getattr(self, f.name)) for f in fields(self)} | {"mask_class": self.mask_class}
+        names = [f.name for f in fields(self) if f.name != "layouts"]
+        return {name: plain(getattr(self, name)) for name in names} | {"mask_class": self.mask_class}

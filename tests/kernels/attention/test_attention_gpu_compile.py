@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 from attention_cases import Case
 from test_attention_implementations import BY_NAME
 
+import autopallas
 from autopallas.compile.gpu import H100, Compiler, missing
 from autopallas.kernels.attention import gpu_block_sizes, gpu_forward, pallas_gpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
@@ -27,6 +29,7 @@ BF16 = np.dtype(jnp.bfloat16)
 ROWS = TABLE.get("NVIDIA H100", {})
 ENTRIES = sorted({row.block_sizes for key, row in ROWS.items() if key[0] == "pallas_gpu"}, key=str)
 WHOLE, RAGGED = (2048, 2048), (2041, 1999)
+ALWAYS = dict(implementation="pallas_gpu", objective="always", strict=True)
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +127,50 @@ def test_the_compiler_takes_every_candidate(compiler, position):
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_the_compiler_takes_every_entry_of_the_table(compiler, sizes, backward):
     check(compiler, sized("causal", 64), BF16, sizes, backward)
+
+
+def attend(order, q, k, v):
+    """Causal attention of arrays whose axes are in this order."""
+    keys, i = order.replace("t", "s"), jnp.arange(q.shape[order.index("t")])
+    scores = jnp.einsum(f"{order},{keys}->bnts", q, k).astype(jnp.float32) * np.float32(1 / np.sqrt(q.shape[-1]))
+    weights = jax.nn.softmax(jnp.where(i[:, None] >= i, scores, -jnp.inf)).astype(v.dtype)
+    return jnp.einsum(f"bnts,{keys}->{order}", weights, v)
+
+
+@pytest.mark.parametrize("length", [1024, 1000])
+@pytest.mark.parametrize("order", ["btnd", "bntd"])
+def test_no_array_of_a_program_is_transposed(compiler, order, length):
+    """Neither those that are read nor those that are written, in either direction; one number for each row may be."""
+    sizes = dict(b=2, t=length, n=8, d=128)
+
+    def step(q, k, v, dout):
+        out, pull = jax.vjp(partial(attend, order), q, k, v)
+        return out, pull(dout)
+
+    given = (jax.ShapeDtypeStruct(tuple(sizes[letter] for letter in order), BF16),) * 4
+    found = compiler.compile(autopallas.optimize(step, **ALWAYS), given)
+    assert found.faults() == ()
+    assert found.calls == 4
+    assert found.copied_bytes <= 2 * length * 8 * 4
+
+
+def test_a_layer_in_a_loop_runs_each_kernel_once(compiler):
+    """XLA computes a result that is stacked, and used besides, by two calls of its kernel."""
+
+    def layer(x, weights):
+        inside, outside = weights
+        q, k, v = (part.reshape(2, 1024, 4, 128) for part in jnp.split(x @ inside, 3, -1))
+        return x + attend("btnd", q, k, v).reshape(x.shape) @ outside, None
+
+    def step(x, weights, dout):
+        out, pull = jax.vjp(lambda x, weights: jax.lax.scan(layer, x, weights)[0], x, weights)
+        return out, pull(dout)
+
+    x = jax.ShapeDtypeStruct((2, 1024, 512), BF16)
+    weights = tuple(jax.ShapeDtypeStruct((3, 512, n), BF16) for n in (3 * 512, 512))
+    found = compiler.compile(autopallas.optimize(step, **ALWAYS), (x, weights, x))
+    assert found.faults() == ()
+    assert found.calls == 4
 
 
 def test_statistics_are_a_kernel_without_values(compiler):

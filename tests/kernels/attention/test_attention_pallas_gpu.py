@@ -16,6 +16,7 @@ import pytest
 from attention_cases import SCORE, Case, errors, named, oracle, traced
 from test_attention_implementations import BY_NAME, TOLERANCES, AttentionImplementation, both, computed
 
+import autopallas
 from autopallas import compat
 from autopallas.compile import gpu as compile_gpu
 from autopallas.kernels import gpu
@@ -26,7 +27,7 @@ from autopallas.kernels.attention.gpu_grid import Visits
 from autopallas.kernels.attention.operands import Cotangents, Operands, Residuals
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.schedule import edges
-from autopallas.kernels.attention.spec import Weight
+from autopallas.kernels.attention.spec import Layouts, Weight
 from autopallas.kernels.attention.tiles import DEAD, FULL, tile_map
 from autopallas.kernels.attention.tuned_block_sizes import infer_block_sizes
 from autopallas.kernels.gpu import PROGRAM_PRIMITIVES, SHARED_MEMORY, too_few_threads
@@ -38,6 +39,11 @@ FULL_GRID = os.environ.get("FULL_GRID") == "1"
 H100 = Device("gpu", "NVIDIA H100 80GB HBM3")
 BF16, F32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
 SIZES = BlockSizes(64, 64)
+LAYOUTS = (
+    Layouts.with_heads_after_lengths(),
+    Layouts((3, 2, 0, 1, 4), (2, 0, 1, 3), (1, 2, 0, 3)),
+    Layouts((0, 1, 2, 4, 3), (0, 1, 3, 2), (0, 2, 3, 1)),  # the last axis is another, which kernels do not read
+)
 
 MISSING = compat.missing_mosaic_gpu()
 needs_mosaic = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -73,6 +79,42 @@ def test_kernels_are_lowered_for_a_gpu(name):
         program = jax.jit(step).trace(Operands(*types), residuals, Cotangents(out))
         text = program.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu") >= 3
+
+
+@needs_mosaic
+@pytest.mark.parametrize("order", ["btnd", "bntd", "tbnd"])
+def test_kernels_read_and_write_what_the_program_has_as_it_lies(order, monkeypatch):
+    """Also the result, although what the program multiplies last gives it in another order, and a transpose follows."""
+    sizes = dict(b=2, t=320, n=3, d=64)
+    types: list[tuple[int, ...]] = []
+    call = gpu.call
+
+    def kept(*given: Any, out_type: Any, **settings: Any) -> Any:
+        run = call(*given, out_type=out_type, **settings)
+
+        def noted(*arrays: Any) -> Any:
+            types.extend(x.shape for x in (*arrays, *out_type) if x.dtype == BF16)
+            return run(*arrays)
+
+        return noted
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        keys = order.replace("t", "s")
+        weights = jax.nn.softmax(jnp.einsum(f"{order},{keys}->bnts", q, k).astype(jnp.float32)).astype(BF16)
+        return jnp.einsum(f"bnts,{keys}->{order}", weights, v)
+
+    def step(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, pull(dout)
+
+    monkeypatch.setattr(gpu, "call", kept)
+    shape = tuple(sizes[letter] for letter in order)
+    step = autopallas.optimize(step, implementation="pallas_gpu", objective="always", strict=True)
+    compile_gpu.lowered_for(step, (jax.ShapeDtypeStruct(shape, BF16),) * 4)
+    padded = tuple(384 if n == 320 else n for n in shape)
+    found = {tuple(n for n in x if n > 1) for x in types}
+    assert len(types) >= 12
+    assert found <= {shape, padded}
 
 
 def larger(case: Case) -> Case:
@@ -128,6 +170,19 @@ class TestPallasGpu(AttentionImplementation):
 
     def test_float64_stays_float64(self, module):
         pytest.skip("pallas_gpu: wgmma multiplies 16 bits")
+
+
+@needs_interpreter
+@pytest.mark.parametrize("layouts", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", ["grouped queries", "causal", "biases of every shape", "sink"])
+def test_arrays_are_read_and_written_in_any_order(name, layouts):
+    if not FULL_GRID and (name, layouts) != ("grouped queries", LAYOUTS[1]):
+        pytest.skip("one of the cases that make check-gpu runs")
+    case = replace(larger(BY_NAME[name]), batch=2, key_heads=2)
+    with racing():
+        found = computed(pallas_gpu, case, BF16, SIZES, layouts=layouts)
+    for part, value in oracle(case, BF16).items():
+        assert errors(found[part], value)[0] <= TOLERANCES["bfloat16"][part.startswith("d")], part
 
 
 @needs_interpreter
