@@ -320,6 +320,9 @@ def call(
     def run(*operands: jax.Array) -> PyTree:
         # Indices have 32 bits, even where the surrounding program has 64.
         with jax.named_scope(name), jax.enable_x64(False):
-            return kernel(*operands)
+            found = kernel(*operands)
+        # A result that a loop stacks, and that is used besides, would be computed twice: XLA makes a second call that
+        # writes into the stack.
+        return jax.tree.map(lax.optimization_barrier, found)
 
     return run
