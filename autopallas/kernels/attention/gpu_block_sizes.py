@@ -21,7 +21,7 @@ __all__ = ["Tiles", "backward_tiles", "candidates", "default", "fitting", "forwa
 
 Kernel: TypeAlias = Literal["forward", "query", "key_value"]
 
-_PREFERRED = ((128, 128), (192, 128), (128, 64), (192, 64), (64, 128), (64, 64))
+_PREFERRED = ((128, 128), (128, 256), (192, 128), (128, 64), (192, 64), (64, 128), (64, 64))
 _MOST_STAGES = 4
 
 
@@ -70,9 +70,9 @@ def forward_tiles(spec: AttentionSpec, block_sizes: BlockSizes) -> Tiles:
     """Returns the forward's tiles for these block sizes, reduced to what registers and shared memory allow."""
     _, _, widest = _sizes(spec)
     # A thread holds its share of result, scores and 16-bit weights in 232 registers, or 160 with three warpgroups.
-    most_away = 64 if widest > 192 else 128
     most = 3 if widest <= 64 else 2
     warpgroups = max(1, min(block_sizes.query_block // WARPGROUP_ROWS, most))
+    most_away = 64 if widest > 192 else 256 if widest <= 64 and warpgroups < 3 and _lean(spec) else 128
     away = min(rounded(block_sizes.key_block, 64), most_away)
     for w, a in ((warpgroups, away), (warpgroups, 64), (1, 64)):
         for found in _staged(spec, "forward", Tiles(w, a, 0)):
@@ -115,6 +115,12 @@ def _registers(spec: AttentionSpec, kernel: Kernel, outputs: tuple[tuple[str, ..
     vectors += bool((spec.query_length if kernel == "key_value" else spec.key_length) % 64)  # which positions exist
     gradients = max(sum(dv if name == "value" else d for name in names) for names in outputs)
     return gradients / 2 + away / 4 * (2 * tiles + vectors)
+
+
+def _lean(spec: AttentionSpec) -> bool:
+    """Returns whether the forward holds no more for each key than its score and its weight: no side inputs."""
+    lean = not (spec.sides or spec.weights or spec.inner_weights) and spec.score_dtype == np.float32
+    return lean and spec.reads_weights == spec.value_dtype
 
 
 def _plain(spec: AttentionSpec) -> bool:

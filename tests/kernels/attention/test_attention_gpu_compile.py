@@ -116,7 +116,16 @@ def test_large_heads(compiler, name, size, backward):
     check(compiler, case, BF16, pallas_gpu.candidates(case.spec(BF16), H100)[0], backward)
 
 
-@pytest.mark.parametrize("position", range(4))
+@pytest.mark.parametrize("lengths", [WHOLE, RAGGED], ids=str)
+@pytest.mark.parametrize("name", ["full", "causal", "sliding window", "dilated", "sink"])
+def test_small_heads_with_many_keys_at_once(compiler, name, lengths):
+    case = sized(name, 64, lengths)
+    sizes = gpu_block_sizes.fitting(case.spec(BF16), BlockSizes(128, 256))
+    assert sizes.key_block == 256
+    check(compiler, case, BF16, sizes, backward=False)
+
+
+@pytest.mark.parametrize("position", range(5))
 def test_the_compiler_takes_every_candidate(compiler, position):
     case = sized("causal", 64)
     candidates = pallas_gpu.candidates(case.spec(np.dtype(np.float16)), H100)

@@ -186,11 +186,12 @@ def test_arrays_are_read_and_written_in_any_order(name, layouts):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("query_block, key_block", [(128, 64), (64, 128), (192, 128)])
+@pytest.mark.parametrize("query_block, key_block", [(128, 64), (64, 128), (192, 128), (128, 256)])
 def test_any_number_of_warpgroups_computes_the_same(query_block, key_block):
     if not FULL_GRID and query_block != 128:
         pytest.skip("one of the cases that make check-gpu runs")
-    case = replace(larger(BY_NAME["causal"]), query_length=150, key_length=150, key_heads=1)
+    length = 150 if key_block < 256 else 300
+    case = replace(larger(BY_NAME["causal"]), query_length=length, key_length=length, key_heads=1)
     with racing():
         found = computed(pallas_gpu, case, BF16, BlockSizes(query_block, key_block))
     for name, value in oracle(case, BF16).items():
@@ -308,6 +309,16 @@ def test_candidates_fit_into_shared_memory(size):
         for kernel in ("query", "key_value"):
             backward = gpu_block_sizes.backward_tiles(spec, kernel, sizes)
             assert gpu_block_sizes.shared_memory(spec, kernel, backward) <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize(
+    "name, size, rows, keys",
+    [("causal", 64, 128, 256), ("causal", 64, 192, 128), ("causal", 96, 128, 128), ("bias", 64, 128, 128)],
+)
+def test_tiles_have_as_many_keys_as_registers_hold(name, size, rows, keys):
+    spec = replace(BY_NAME[name], query_length=4096, key_length=4096, head_size=size, value_head_size=size).spec(BF16)
+    assert gpu_block_sizes.fitting(spec, BlockSizes(rows, 256)) == BlockSizes(rows, keys)
+    assert (BlockSizes(128, 256) in gpu_block_sizes.candidates(spec)) == (name == "causal" and size == 64)
 
 
 @needs_interpreter
