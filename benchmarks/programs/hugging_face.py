@@ -22,21 +22,22 @@ def _next_token(model: Any) -> Any:
     import optax
     from flax.training.common_utils import onehot
 
-    def loss(parameters: Any, ids: jax.Array, mask: jax.Array) -> jax.Array:
-        logits = model(ids, attention_mask=mask, params=parameters, train=True).logits
+    def loss(parameters: Any, ids: jax.Array, mask: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        logits = model(ids, attention_mask=mask, params=parameters, dropout_rng=key, train=True).logits
         shifted, following = logits[..., :-1, :], ids[..., 1:]
         return optax.softmax_cross_entropy(shifted, onehot(following, shifted.shape[-1])).mean()
 
     return loss
 
 
-def _gpt2(batch: int, length: int) -> Built:
+def _gpt2(batch: int, length: int, **rates: float) -> Built:
     from transformers import FlaxGPT2LMHeadModel, GPT2Config
 
-    config = GPT2Config(n_layer=2, n_head=8, n_embd=512, n_positions=length, vocab_size=_VOCABULARY, **_NO_DROPOUT)
+    config = GPT2Config(n_layer=2, n_head=8, n_embd=512, n_positions=length, vocab_size=_VOCABULARY, **rates)
     model = FlaxGPT2LMHeadModel(config, input_shape=(1, 8))
     ids = tokens(batch, length, _VOCABULARY)
-    return train_step(_next_token(model)), (model.params, ids, jnp.ones_like(ids))
+    key = () if rates else (jax.random.PRNGKey(7),)  # by default all rates are 0.1, that of attention's weights too
+    return train_step(_next_token(model)), (model.params, ids, jnp.ones_like(ids), *key)
 
 
 def _bert(batch: int, length: int) -> Any:
@@ -167,13 +168,14 @@ def _whisper(batch: int, frames: int) -> Built:
     return forward, (model.params, images(batch, 80, frames))
 
 
-def _program(name: str, build: Any, *arguments: Any) -> Program:
-    return Program(name, _PACKAGES, functools.partial(build, *arguments))
+def _program(name: str, build: Any, *arguments: Any, **rates: float) -> Program:
+    return Program(name, _PACKAGES, functools.partial(build, *arguments, **rates))
 
 
 PROGRAMS = (
-    _program("transformers GPT-2 train B1 T1024 f32", _gpt2, 1, 1024),
-    _program("transformers GPT-2 train B4 T512 f32", _gpt2, 4, 512),
+    _program("transformers GPT-2 train B1 T1024 f32", _gpt2, 1, 1024, **_NO_DROPOUT),
+    _program("transformers GPT-2 train B4 T512 f32", _gpt2, 4, 512, **_NO_DROPOUT),
+    _program("transformers GPT-2 train with dropout B4 T512 f32", _gpt2, 4, 512),
     _program("transformers BERT forward B4 T512 f32", _bert_forward, 4, 512, jnp.float32),
     _program("transformers BERT forward B1 T512 bf16", _bert_forward, 1, 512, jnp.bfloat16),
     _program("transformers BERT train B4 T256 f32", _bert_train, 4, 256),

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
-from autopallas.compat import Shaped
+from autopallas.compat import Dtype, Shaped
 from autopallas.graph import Graph, Node
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.spec import Parameters, RespellingSpec
@@ -85,26 +86,48 @@ def _original(spec: RespellingSpec, keys: jax.Array, *data: jax.Array) -> list[j
 
 def _respelt(spec: RespellingSpec, keys: jax.Array, *data: jax.Array) -> list[jax.Array]:
     words = jax.random.key_data(keys)
-    first, second = words[..., 0], words[..., 1]
+    if spec["primitive"] == "random_bits":
+        ((shape, dtype),) = spec.results
+        return [_once(words, lambda: _bits(spec, words, dtype), shape, dtype)]
+    hashed = _once(words, lambda: _keys(spec, words, *data), (*spec.results[0][0], 2), jnp.uint32)
+    return [jax.random.wrap_key_data(hashed, impl=_IMPLEMENTATION)]
+
+
+def _once(words: jax.Array, function: Callable[[], jax.Array], shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
+    """Computes a function in a loop of one step, whose number the compiler does not know.
+
+    It would compute all rounds anew in whatever reads the numbers, such as the forward and the backward of a dropout,
+    and for every element of what a mask is broadcast to.
+    """
+    steps = jnp.minimum(lax.population_count(words.reshape(-1)[0]).astype(jnp.int32) + 1, 1)
+    first = jnp.int32(0), jnp.zeros(shape, dtype)
+    return lax.while_loop(lambda c: c[0] < steps, lambda c: (c[0] + 1, function()), first)[1]
+
+
+def _bits(spec: RespellingSpec, words: jax.Array, dtype: Dtype) -> jax.Array:
+    shape = cast(tuple[int, ...], spec["shape"])
+    high, low = _hash(*_spread(words, shape), _counters(shape))
+    if spec["bit_width"] == 64:
+        return lax.shift_left(high.astype(dtype), jnp.asarray(32, dtype)) | low.astype(dtype)
+    return (high ^ low).astype(dtype)
+
+
+def _keys(spec: RespellingSpec, words: jax.Array, *data: jax.Array) -> jax.Array:
+    """Returns the words of keys, uint32[..., 2]."""
     if spec["primitive"] == "random_fold_in":
-        counters = data[0] if data else jnp.uint32(cast(int, spec["data"]))
+        folded = data[0] if data else jnp.uint32(cast(int, spec["data"]))
+        high, low = _hash(words[..., 0], words[..., 1], folded)
     else:
         shape = cast(tuple[int, ...], spec["shape"])
-        counters = _counters(shape)
-        inner = range(keys.ndim, keys.ndim + len(shape))
-        first, second = lax.expand_dims(first, inner), lax.expand_dims(second, inner)
-    high, low = _hash(first, second, counters)
-    if spec["primitive"] != "random_bits":
-        # A concatenation of the words would be computed one by one.
-        word = lax.broadcasted_iota(jnp.int32, (*high.shape, 2), high.ndim)
-        hashed = jnp.where(word == 0, high[..., None], low[..., None])
-        return [jax.random.wrap_key_data(lax.optimization_barrier(hashed), impl=_IMPLEMENTATION)]
-    dtype = spec.results[0][1]
-    if spec["bit_width"] == 64:
-        bits = lax.shift_left(high.astype(dtype), jnp.asarray(32, dtype)) | low.astype(dtype)
-    else:
-        bits = (high ^ low).astype(dtype)
-    return [lax.optimization_barrier(bits)]
+        high, low = _hash(*_spread(words, shape), _counters(shape))
+    word = lax.broadcasted_iota(jnp.int32, (*high.shape, 2), high.ndim)
+    return jnp.where(word == 0, high[..., None], low[..., None])  # a concatenation would be computed one by one
+
+
+def _spread(words: jax.Array, shape: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+    """Returns the two words of each key with as many axes of size 1 as ``shape`` has behind."""
+    inner = range(words.ndim - 1, words.ndim - 1 + len(shape))
+    return lax.expand_dims(words[..., 0], inner), lax.expand_dims(words[..., 1], inner)
 
 
 def _counters(shape: Sequence[int]) -> jax.Array:
