@@ -1,0 +1,306 @@
+"""Gradients of the weights of ordinary convolutions, as products of matrices.
+
+JAX writes such a gradient as a convolution too, whose window is the cotangent and whose result is as large as the
+kernel.  XLA's CPU compiler is slow at it, at that of a transposed convolution most of all, whose zeros it multiplies.
+Each position of the kernel is one product: of the rows of x that the position reads, and of the cotangent's.  Where
+x has few channels, or the kernel many positions, the rows of all positions stand beside each other in one product.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopallas.compat import Dtype, JaxprEqn
+from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
+from autopallas.kernels.respelling.spec import Plain, RespellingSpec
+
+__all__ = ["KIND"]
+
+_MOST_TAPS = 64
+"""Positions of the kernel up to which there is a slice for each."""
+_FEW = 16
+"""Channels up to which the rows of all positions stand in one product."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradient:
+    """A gradient of weights, with the axes of its arrays in the order in which the program has them.
+
+    Attributes:
+      lhs, rhs, out: axes of x as (own channels, examples, *space), of the cotangent alike, and of the result as
+        (channels of x, channels of the cotangent, *space).
+      spread: the distance of x's elements, between which are zeros, along each axis of space.
+      reach: the distance of the elements of x that the cotangent's neighbours meet.
+      padding: before and after x, along each axis of space.
+      window, taps: sizes of the cotangent and of the result, along each axis of space.
+      dtype: that of the result.
+      accumulation: that of the sums.
+    """
+
+    lhs: tuple[int, ...]
+    rhs: tuple[int, ...]
+    out: tuple[int, ...]
+    spread: tuple[int, ...]
+    reach: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    window: tuple[int, ...]
+    taps: tuple[int, ...]
+    dtype: Dtype
+    accumulation: Dtype
+
+    @property
+    def transposed(self) -> bool:
+        """Whether there are zeros between the elements of x, as for a transposed convolution."""
+        return max(self.spread) > 1
+
+    @property
+    def apart(self) -> bool:
+        """Whether no element of x is read for two positions of the kernel."""
+        return not self.transposed and _apart(self.taps, self.reach)
+
+
+def _apart(taps: Sequence[int], reach: Sequence[int]) -> bool:
+    return all(size <= step for size, step in zip(taps, reach, strict=True))
+
+
+def _of(spec: RespellingSpec) -> _Gradient:
+    _, (window, dtype) = spec.operands
+    ((given, result), *_) = spec.results
+
+    def numbers(name: str) -> tuple[int, ...]:
+        return cast("tuple[int, ...]", spec[name])
+
+    return _Gradient(
+        lhs=numbers("lhs"),
+        rhs=numbers("rhs"),
+        out=numbers("out"),
+        spread=numbers("lhs_dilation"),
+        reach=numbers("rhs_dilation"),
+        padding=cast("tuple[tuple[int, int], ...]", spec["padding"]),
+        window=tuple(window[axis] for axis in numbers("rhs")[2:]),
+        taps=tuple(given[axis] for axis in numbers("out")[2:]),
+        dtype=result,
+        accumulation=jnp.promote_types(dtype, jnp.float32),
+    )
+
+
+def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
+    """Returns the parameters of an ordinary convolution with a large window and a small result."""
+    params, (x, w), (y,) = equation.params, equation.invars, equation.outvars
+    if max(params["feature_group_count"], params["batch_group_count"]) > 1 or params.get("out_sharding") is not None:
+        return None
+    if params["precision"] not in (None, (lax.Precision.DEFAULT,) * 2) or max(params["window_strides"], default=2) > 1:
+        return None
+    dtypes = {v.aval.dtype for v in (x, w, y)}
+    known = len(dtypes) == 1 and jnp.issubdtype(x.aval.dtype, jnp.floating) and x.aval.dtype.itemsize > 1
+    if not known or any(0 in v.aval.shape for v in (x, w, y)):
+        return None
+    numbers = params["dimension_numbers"]
+    window = [w.aval.shape[axis] for axis in numbers.rhs_spec[2:]]
+    taps = [y.aval.shape[axis] for axis in numbers.out_spec[2:]]
+    spread, reach = tuple(params["lhs_dilation"]), tuple(params["rhs_dilation"])
+    if max(spread) > 1 and max(reach) > 1:
+        return None
+    apart = max(spread) == 1 and _apart(taps, reach)
+    few = math.prod(taps) <= min(_MOST_TAPS, math.prod(window))
+    if math.prod(window) == 1 or not (few or apart):
+        return None
+    return {
+        "lhs": tuple(numbers.lhs_spec),
+        "rhs": tuple(numbers.rhs_spec),
+        "out": tuple(numbers.out_spec),
+        "padding": tuple(map(tuple, params["padding"])),
+        "lhs_dilation": spread,
+        "rhs_dilation": reach,
+    }
+
+
+def _original(spec: RespellingSpec, x: jax.Array, cotangent: jax.Array) -> list[jax.Array]:
+    own = _of(spec)
+    found = lax.conv_general_dilated(
+        x,
+        cotangent,
+        (1,) * len(own.taps),
+        own.padding,
+        own.spread,
+        own.reach,
+        lax.ConvDimensionNumbers(own.lhs, own.rhs, own.out),
+        preferred_element_type=own.dtype,
+    )
+    return [found]
+
+
+def _respelt(spec: RespellingSpec, x: jax.Array, cotangent: jax.Array) -> list[jax.Array]:
+    own = _of(spec)
+    x, cotangent = (
+        lax.transpose(array, (axes[1], *axes[2:], axes[0]))  # the channels last
+        for array, axes in ((x, own.lhs), (cotangent, own.rhs))
+    )
+    read, whole = (cotangent, x) if own.transposed else (x, cotangent)
+    if own.apart:
+        tiles = _tiles(own, read)  # [examples, *space, *taps, channels]
+    else:
+        slices = list(_slices(own, read, whole.shape[1:-1]))
+        if read.shape[-1] > _FEW:
+            return [_arranged(own, jnp.stack([_product(own, part, whole) for part in slices]))]
+        tiles = jnp.concatenate(slices, -1)
+    found = _product(own, tiles.reshape(*whole.shape[:-1], -1), whole)
+    taps = math.prod(own.taps)
+    if own.transposed:
+        found = jnp.moveaxis(found.reshape(found.shape[0], taps, -1), 1, 0)
+    return [_arranged(own, found.reshape(taps, x.shape[-1], cotangent.shape[-1]))]
+
+
+def _slices(own: _Gradient, read: jax.Array, count: Sequence[int]) -> Iterator[jax.Array]:
+    """Yields for each position of the kernel what it reads of x; or of the cotangent, if x has zeros between."""
+    if own.transposed:
+        low = [max(0, taps - 1 - low) for taps, (low, _) in zip(own.taps, own.padding, strict=True)]
+        last = [(n - 1) * step + low for n, step, (low, _) in zip(count, own.spread, own.padding, strict=True)]
+        around = [(a, max(0, b + 1 - size)) for a, b, size in zip(low, last, own.window, strict=True)]
+        starts, steps = [a + b for a, (b, _) in zip(low, own.padding, strict=True)], own.spread
+        sign = -1
+    else:
+        around, starts, steps, sign = list(own.padding), [0] * len(own.taps), own.reach, 1
+    read = _padded(read, around)
+    for place in itertools.product(*map(range, own.taps)):
+        begin = [start + sign * i for start, i in zip(starts, place, strict=True)]
+        end = [a + (n - 1) * step + 1 for a, n, step in zip(begin, count, steps, strict=True)]
+        yield lax.slice(read, (0, *begin, 0), (read.shape[0], *end, read.shape[-1]), (1, *steps, 1))
+
+
+def _padded(array: jax.Array, around: Sequence[tuple[int, int]]) -> jax.Array:
+    if not any(map(any, around)):
+        return array
+    return lax.pad(array, jnp.zeros((), array.dtype), ((0, 0, 0), *((low, high, 0) for low, high in around), (0, 0, 0)))
+
+
+def _tiles(own: _Gradient, x: jax.Array) -> jax.Array:
+    """Returns what all positions of the kernel read of x, without a slice for each: a tile for each of the cotangent's
+    elements, of which what lies between tiles is left out."""
+    lengths = [n * step for n, step in zip(own.window, own.reach, strict=True)]
+    around = [
+        (low, length - size - low) for (low, _), length, size in zip(own.padding, lengths, x.shape[1:-1], strict=True)
+    ]
+    x = _padded(x, around)
+    split = [n for pair in zip(own.window, own.reach, strict=True) for n in pair]
+    x = x.reshape(x.shape[0], *split, x.shape[-1])
+    for axis, size in enumerate(own.taps):
+        x = lax.slice_in_dim(x, 0, size, axis=2 * axis + 2)
+    rank = len(own.taps)
+    return lax.transpose(x, (0, *range(1, 2 * rank, 2), *range(2, 2 * rank + 1, 2), 2 * rank + 1))
+
+
+def _product(own: _Gradient, read: jax.Array, whole: jax.Array) -> jax.Array:
+    """Returns the product of both along their rows: [channels of x, of the cotangent], as the result has them."""
+    x, cotangent = (whole, read) if own.transposed else (read, whole)
+    rows = (tuple(range(x.ndim - 1)),) * 2
+    if own.out[0] < own.out[1]:
+        return lax.dot_general(x, cotangent, (rows, ((), ())), preferred_element_type=own.accumulation)
+    return lax.dot_general(cotangent, x, (rows, ((), ())), preferred_element_type=own.accumulation).T
+
+
+def _arranged(own: _Gradient, found: jax.Array) -> jax.Array:
+    """Returns the result of [positions, channels of x, channels of the cotangent]."""
+    rank = len(own.taps)
+    order = dict(zip(own.out, (rank, rank + 1, *range(rank)), strict=True))
+    found = found.reshape(*own.taps, *found.shape[1:])
+    return lax.transpose(found, [order[axis] for axis in range(rank + 2)]).astype(own.dtype)
+
+
+def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:
+    """Returns that the operands are finite where they meet other zeros than in the original."""
+    return ("both operands are finite",) if _of(spec).transposed else ()
+
+
+# ---------------------------------------------------------------------- evidence
+
+
+def _feature(spec: RespellingSpec) -> str:
+    """Returns the number of positions, how they lie, and where the channels stand."""
+    own = _of(spec)
+    (left, _), (right, _) = spec.operands
+    taps = math.prod(own.taps)
+    size = "one tap" if taps == 1 else next((f"{n} taps" for n in (4, 9, _MOST_TAPS) if taps <= n), "many taps")
+    how = "transposed" if own.transposed else "apart" if own.apart else "strided" if max(own.reach) > 1 else "plain"
+    channels = left[own.lhs[0]], right[own.rhs[0]]
+    few = ", few channels" if min(channels) <= _FEW else ""
+    orders = {len(own.lhs) - 1: "channels last", 1: "channels first"}
+    order = orders.get(own.lhs[0], "examples last")  # as in a convolution whose window is as large as its operand
+    return f"{size}, {how}{few}, {order}"
+
+
+_SAMPLES: tuple[tuple[str, int, int, bool, tuple[tuple[int, int, int, int], ...]], ...] = (
+    ("1x1", 1, 1, False, ((2, 14, 64, 64), (4, 28, 64, 128), (8, 56, 64, 256))),
+    ("1x1-stride", 1, 2, False, ((2, 14, 64, 64), (4, 28, 128, 256), (4, 56, 256, 512))),
+    ("3x3", 3, 1, False, ((2, 14, 64, 64), (4, 28, 128, 128), (4, 112, 64, 64))),
+    ("3x3-stride", 3, 2, False, ((2, 14, 64, 64), (4, 28, 128, 256), (4, 112, 64, 128))),
+    ("3x3-few", 3, 1, False, ((1, 32, 3, 32), (8, 32, 3, 64), (8, 112, 3, 64))),
+    ("7x7-stride-few", 7, 2, False, ((1, 32, 3, 64), (2, 112, 3, 64), (8, 224, 3, 64))),
+    ("2x2-patches", 2, 2, False, ((2, 14, 96, 192), (4, 28, 96, 192), (4, 112, 96, 192))),
+    ("4x4-patches", 4, 4, False, ((8, 32, 3, 96), (4, 112, 3, 96), (16, 224, 3, 96))),
+    ("16x16-patches", 16, 16, False, ((1, 112, 3, 192), (4, 224, 3, 384), (16, 224, 3, 768))),
+    ("2x2-up", 2, 2, True, ((1, 14, 64, 32), (2, 28, 128, 64), (4, 64, 64, 64))),
+    ("3x3-up", 3, 2, True, ((1, 14, 64, 32), (2, 28, 64, 64), (4, 64, 32, 64))),
+    ("4x4-up", 4, 2, True, ((1, 14, 64, 32), (2, 16, 256, 128), (4, 64, 32, 64))),
+    ("4x4-up-few", 4, 2, True, ((1, 32, 32, 3), (4, 32, 64, 3), (8, 64, 128, 3))),
+)
+"""Name, kernel, stride, whether transposed, and (examples, length, channels before, channels after) for each bucket."""
+_CHANNELS_FIRST = ("1x1", "3x3", "2x2-up", "4x4-up")
+"""The samples that are measured with channels first too."""
+
+
+def _samples() -> Iterator[tuple[str, Sample]]:
+    for (name, kernel, stride, up, sizes), order in itertools.product(_SAMPLES, ("last", "first")):
+        if order == "first" and name not in _CHANNELS_FIRST:
+            continue
+        numbers = ("NHWC", "HWIO", "NHWC") if order == "last" else ("NCHW", "OIHW", "NCHW")
+        for examples, length, before, after in sizes:
+            place = (examples, length, length, before) if order == "last" else (examples, before, length, length)
+            x = jax.ShapeDtypeStruct(place, jnp.float32)
+            shape = (kernel, kernel, before, after) if order == "last" else (after, before, kernel, kernel)
+            w = jax.ShapeDtypeStruct(shape, jnp.float32)
+
+            def convolve(
+                x: jax.Array,
+                w: jax.Array,
+                strides: tuple[int, int] = (stride, stride),
+                numbers: tuple[str, str, str] = numbers,
+                run: Callable[..., jax.Array] = lax.conv_transpose if up else lax.conv_general_dilated,
+            ) -> jax.Array:
+                return run(x, w, strides, "SAME", dimension_numbers=numbers)
+
+            y = jax.eval_shape(convolve, x, w)
+            yield f"{name}-{order}-{math.prod(place)}", Sample(_gradient(convolve, w), (x, y))
+
+
+def _gradient(convolve: Callable[..., jax.Array], kind: jax.ShapeDtypeStruct) -> Callable[..., jax.Array]:
+    """Returns the gradient of a convolution for its weights, of (x, the cotangent)."""
+
+    def gradient(x: jax.Array, cotangent: jax.Array) -> jax.Array:
+        found: jax.Array = jax.linear_transpose(lambda w: convolve(x, w), kind)(cotangent)[0]
+        return found
+
+    return gradient
+
+
+KIND = Kind(
+    name="weight_gradient",
+    primitives=("conv_general_dilated",),
+    numerics="reordered",
+    assumptions=_assumptions,
+    instead="products of matrices, along the rows that each position of the kernel reads",
+    match=of_equation(_parameters),
+    original=_original,
+    respelt=_respelt,
+    feature=_feature,
+    samples=_samples,
+    may_round_sums=True,
+)

@@ -1,0 +1,161 @@
+"""Respelling of the gradients of the weights of ordinary convolutions: what is found, and what it computes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from support.compare import compare
+from support.respellings import found, random
+from support.tiers import examples
+
+import autopallas
+
+LAYOUTS = {
+    1: (("NWC", "WIO", "NWC"), ("NCW", "OIW", "NCW"), ("WNC", "IOW", "CWN")),
+    2: (("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"), ("HWNC", "IHWO", "CHNW")),
+    3: (("NDHWC", "DHWIO", "NDHWC"), ("NCDHW", "OIDHW", "NCDHW")),
+}
+
+
+def operands(numbers, before, after, size, kernel, dtype=jnp.float32, seed=0):
+    rank = len(numbers[0]) - 2
+    sizes = dict(zip("DHW"[-rank:], (size + 1, size, size - 1)[:rank], strict=True)) | {"N": 2, "C": before}
+    weights = dict.fromkeys("DHW", kernel) | {"I": before, "O": after}
+    x = random(*(sizes[letter] for letter in numbers[0]), dtype=dtype, seed=seed)
+    return x, random(*(weights[letter] for letter in numbers[1]), seed=seed + 1, dtype=dtype)
+
+
+def step_of(convolve):
+    return jax.value_and_grad(lambda x, w: jnp.sin(convolve(x, w).astype("float32")).sum(), (0, 1))
+
+
+def check(convolve, x, w, count=1):
+    step = step_of(convolve)
+    compared = compare(step, (x, w), gradients=False, ops="weight_gradient")
+    assert compared.complaints == []
+    assert compared.counts("respelling") == count
+    assert found(step, x, w).count("weight_gradient") == count
+
+
+EVERY = [(numbers, rank) for rank, layouts in LAYOUTS.items() for numbers in layouts]
+FEW_AND_MANY = [(numbers, channels) for numbers, rank in EVERY for channels in ([3, 20] if rank == 2 else [20])]
+
+
+@pytest.mark.parametrize(("numbers", "before"), FEW_AND_MANY)
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding"), [(1, 2, "VALID"), (2, 1, "SAME"), (2, 3, "VALID"), (2, 2, [(1, 2)])]
+)
+def test_gradients_of_weights(numbers, before, kernel, stride, padding):
+    rank = len(numbers[0]) - 2
+    padding = padding * rank if isinstance(padding, list) else padding
+    run = lambda x, w: lax.conv_general_dilated(x, w, (stride,) * rank, padding, dimension_numbers=numbers)  # noqa: E731
+    check(run, *operands(numbers, before, 18, 6, kernel))
+
+
+@pytest.mark.parametrize(("numbers", "after"), FEW_AND_MANY)
+@pytest.mark.parametrize(("kernel", "stride", "padding"), [(2, 2, "SAME"), (3, 2, "VALID"), (2, 3, "SAME")])
+def test_gradients_of_the_weights_of_transposed_convolutions(numbers, after, kernel, stride, padding):
+    rank = len(numbers[0]) - 2
+    run = lambda x, w: lax.conv_transpose(x, w, (stride,) * rank, padding, dimension_numbers=numbers)  # noqa: E731
+    check(run, *operands(numbers, 18, after, 4, kernel))
+
+
+@pytest.mark.parametrize("numbers", LAYOUTS[2])
+@pytest.mark.parametrize("before", [3, 20])
+def test_many_positions_that_lie_apart(numbers, before):
+    run = lambda x, w: lax.conv_general_dilated(x, w, (9, 9), "VALID", dimension_numbers=numbers)  # noqa: E731
+    check(run, *operands(numbers, before, 18, 28, 9))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("kernel", "stride"), [(1, 1), (3, 1), (2, 2)])
+def test_narrow_gradients_are_summed_in_float32(dtype, kernel, stride):
+    numbers = LAYOUTS[2][0]
+    run = lambda x, w: lax.conv_general_dilated(x, w, (stride,) * 2, "SAME", dimension_numbers=numbers)  # noqa: E731
+    check(run, *operands(numbers, 20, 18, 9, kernel, dtype))
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(st.data())
+def test_convolutions_at_random(data):
+    draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
+    rank = draw(1, 2)
+    numbers = data.draw(st.sampled_from(LAYOUTS[rank]))
+    spread = [draw(1, 2) for _ in range(rank)]
+    strides = [1 if max(spread) > 1 else draw(1, 3) for _ in range(rank)]
+    padding = [(draw(-1, 3), draw(-1, 3)) for _ in range(rank)]
+    x, w = operands(numbers, data.draw(st.sampled_from([2, 17])), 5, draw(4, 7), draw(1, 3))
+
+    def run(x, w):
+        return lax.conv_general_dilated(x, w, strides, padding, spread, dimension_numbers=numbers)
+
+    compared = compare(step_of(run), (x, w), gradients=False, ops="weight_gradient")
+    assert compared.complaints == []
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("value", [jnp.inf, -jnp.inf, jnp.nan])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_what_is_not_finite_meets_the_zeros_of_the_padding(place, value, stride):
+    numbers = LAYOUTS[2][0]
+    run = lambda x, w: lax.conv_general_dilated(x, w, (stride,) * 2, "SAME", dimension_numbers=numbers)  # noqa: E731
+    x, w = operands(numbers, 20, 18, 7, 3)
+    given = [x, run(x, w)]
+    given[place] = given[place].at[(0,) * 4].set(value)
+    gradient = lambda x, y: jax.linear_transpose(lambda w: run(x, w), w)(y)[0]  # noqa: E731
+    assert found(gradient, *given) == ["weight_gradient"]
+    own = autopallas.optimize(gradient, objective="always", assume_finite=False, strict=True)
+    a, b = jax.jit(gradient)(*given), jax.jit(own)(*given)
+    assert own.report().counts() == {"respelling": 1}
+    np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+    np.testing.assert_array_equal(np.isinf(a), np.isinf(b))
+
+
+def test_transposed_convolutions_are_assumed_to_be_finite():
+    run = lambda x, w: lax.conv_transpose(x, w, (2, 2), "SAME")  # noqa: E731
+    x, w = operands(LAYOUTS[2][0], 18, 20, 4, 2)
+    own = autopallas.optimize(step_of(run), objective="always", ops="weight_gradient")
+    own(x, w)
+    (site,) = own.report().sites
+    assert any("finite" in text for text in site.assumptions)
+    strict = autopallas.optimize(step_of(run), objective="always", ops="weight_gradient", assume_finite=False)
+    strict(x, w)
+    assert not strict.report().sites
+
+
+def test_other_convolutions_are_left_alone():
+    numbers = LAYOUTS[2][0]
+
+    def convolution(**options):
+        return lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers, **options)
+
+    x, w = operands(numbers, 4, 4, 8, 3)
+    assert found(convolution(), x, w) == []
+    dilated = step_of(convolution(rhs_dilation=(2, 2)))
+    exact = step_of(convolution(precision=lax.Precision.HIGHEST))
+    for step in (dilated, exact):
+        assert "weight_gradient" not in found(step, x, w)
+    wide = step_of(convolution())
+    assert "weight_gradient" not in found(wide, *operands(numbers, 4, 4, 20, 9))
+    grouped = step_of(convolution(feature_group_count=2))
+    assert "weight_gradient" not in found(grouped, x, w[:, :, :2])
+
+
+@pytest.mark.parametrize("numbers", LAYOUTS[2])
+@pytest.mark.parametrize("before", [3, 20])
+def test_sums_that_are_exact_are_equal(numbers, before):
+    x, w = operands(numbers, before, 18, 7, 3)
+    for run in (
+        lambda x, w: lax.conv_general_dilated(x, w, (2, 2), "SAME", dimension_numbers=numbers),
+        lambda x, w: lax.conv_transpose(x, w, (2, 2), "SAME", dimension_numbers=numbers),
+    ):
+        gradient = lambda x, y, run=run: jax.linear_transpose(lambda w: run(x, w), w)(y)[0]  # noqa: E731
+        given = jnp.round(3 * x), jnp.round(3 * run(x, w))
+        own = autopallas.optimize(gradient, objective="always", ops="weight_gradient", strict=True)
+        np.testing.assert_array_equal(own(*given), gradient(*given))
+        assert own.report().counts() == {"respelling": 1}
