@@ -35,6 +35,8 @@ _IMPLEMENTATION = "threefry2x32"
 _FLAG = "jax_threefry_partitionable"
 _MOST = 2**32
 """Numbers from one key that are counted in 32 bits."""
+_FEW = 1024
+"""Words of keys up to which a loop around them takes longer than they do."""
 
 
 # ---------------------------------------------------------------------- recognition
@@ -89,7 +91,11 @@ def _respelt(spec: RespellingSpec, keys: jax.Array, *data: jax.Array) -> list[ja
     if spec["primitive"] == "random_bits":
         ((shape, dtype),) = spec.results
         return [_once(words, lambda: _bits(spec, words, dtype), shape, dtype)]
-    hashed = _once(words, lambda: _keys(spec, words, *data), (*spec.results[0][0], 2), jnp.uint32)
+    shape = (*spec.results[0][0], 2)
+    if math.prod(shape) <= _FEW:  # what draws bits from them computes them once
+        hashed = _keys(spec, words, *data)
+    else:
+        hashed = _once(words, lambda: _keys(spec, words, *data), shape, jnp.uint32)
     return [jax.random.wrap_key_data(hashed, impl=_IMPLEMENTATION)]
 
 
