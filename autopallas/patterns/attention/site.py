@@ -45,6 +45,8 @@ __all__ = ["ProvedAttention"]
 
 _DEEPEST = 64
 """Most selections, one within the other, that are looked at as masks."""
+_SHARED = 8
+"""Number of the probabilities' elements that share one of a random mask at least, for it to be a side input."""
 _RANDOM = frozenset({"random_bits", "threefry2x32", "random_unwrap", "rng_bit_generator", "rng_uniform"})
 
 
@@ -437,14 +439,16 @@ class ProvedAttention:
     def _no_dropout(self, carrier: Carrier, weights: Sequence[Weight]) -> None:
         """Refuses dropout: random weights of the probabilities that are drawn where the probabilities are.
 
-        They would have to be carried as a T x S array. A random mask of the scores is a side input like any other, and
-        so is one that a loop is handed.
+        They would have to be carried as an array like the scores. What many sequences or heads share is smaller, and a
+        side input like any other; so are a random mask of the scores, and one that a loop is handed.
         """
         keys = set(self.space.resolve(self.key_axis))
+        scores = self.space.extent(tuple(self.space.atoms(self.score)))
         for position in dict.fromkeys(position for weight in weights for position in weight.program.sides):
             source = carrier.sides[position]
             if isinstance(source, Operand) and set(source.labels) & keys:
-                if self._drawn_here(carrier.operands[source.position]):
+                large = _SHARED * self.space.extent(source.labels) > scores
+                if large and self._drawn_here(carrier.operands[source.position]):
                     raise Mismatch(
                         "dropout is active on the probabilities",
                         advice="Dropout on the probabilities keeps all of them in memory. If the model allows it, set "
