@@ -139,6 +139,17 @@ def test_counters_of_the_older_kind_are_left_alone():
         np.testing.assert_array_equal(ours, own)
 
 
+def test_checks_of_keys_that_are_read_twice_see_the_program():
+    run = optimized(lambda key: [jax.random.bits(k, (5,)) for k in jax.random.split(key)])
+    run(KEY)
+    twice = optimized(lambda key: jax.random.normal(key, (3,)) + jax.random.uniform(key, (3,)))
+    with jax.debug_key_reuse(True):
+        for ours, own in zip(run(jax.random.clone(KEY)), run.__wrapped__(jax.random.clone(KEY)), strict=True):
+            np.testing.assert_array_equal(ours, own)
+        with pytest.raises(jax.errors.KeyReuseError):
+            twice(jax.random.clone(KEY))
+
+
 def test_nothing_is_drawn_where_nothing_is_asked_for():
     assert found(lambda key: jax.random.bits(key, (3, 0)), KEY) == []
     assert found(jax.vmap(lambda key: jax.random.bits(key, (3,))), KEYS[0, :0]) == []

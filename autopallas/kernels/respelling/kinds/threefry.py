@@ -33,6 +33,8 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = np.uint32(0x1BD11BDA)
 _IMPLEMENTATION = "threefry2x32"
 _FLAG = "jax_threefry_partitionable"
+_CHECKS = "jax_debug_key_reuse"
+"""JAX's check that no key is read twice, which knows its own primitives."""
 _MOST = 2**32
 """Numbers from one key that are counted in 32 bits."""
 _FEW = 1024
@@ -45,7 +47,7 @@ _FEW = 1024
 def _match(graph: Graph, node: Node) -> Found | None:
     keys, *others = node.equation.invars
     params = dict(node.equation.params)
-    if keys.aval.dtype != dtype_of(_IMPLEMENTATION) or 0 in keys.aval.shape:
+    if keys.aval.dtype != dtype_of(_IMPLEMENTATION) or 0 in keys.aval.shape or getattr(jax.config, _CHECKS, False):
         return None
     if node.name == "random_fold_in":
         return None if params else _fold_in(graph, node, others[0].aval)
