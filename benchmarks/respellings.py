@@ -200,12 +200,96 @@ def recurrent() -> tuple[Model, Arrays, jax.Array]:
     return model, _weights(**{"in": (64, 64), "state": (64, 64)}), jax.random.normal(_KEY, (512, 8, 64))
 
 
+def dropped() -> tuple[Model, Arrays, jax.Array]:
+    """Three residual layers with dropout, whose key depends on the batch."""
+
+    def dropout(key: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x / 0.9, 0)
+
+    def model(w: Arrays, x: jax.Array) -> jax.Array:
+        key = jax.random.key((1000 * x[0, 0, 0]).astype(jnp.int32))
+        for i in range(3):
+            inner, outer = jax.random.split(jax.random.fold_in(key, i))
+            x = x + dropout(outer, jax.nn.gelu(dropout(inner, x @ w[f"up{i}"])) @ w[f"down{i}"])
+        return x
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i in range(3):
+        shapes |= {f"up{i}": (256, 1024), f"down{i}": (1024, 256)}
+    return model, _weights(**shapes), jax.random.normal(_KEY, (4, 256, 256))
+
+
+def walks() -> tuple[Model, Arrays, jax.Array]:
+    """Random walks that split their key in each of 1,000 steps."""
+
+    def model(w: Arrays, x: jax.Array) -> jax.Array:
+        def step(carried: tuple[jax.Array, jax.Array], _: None) -> tuple[tuple[jax.Array, jax.Array], None]:
+            key, x = carried
+            key, own = jax.random.split(key)
+            return (key, x + w["scale"] * jax.random.normal(own, x.shape)), None
+
+        first = jax.random.key((1000 * x[0]).astype(jnp.int32)), x
+        (_, last), _ = lax.scan(step, first, None, length=1000)
+        return last
+
+    return model, {"scale": jnp.ones(())}, jax.random.normal(_KEY, (256,))
+
+
+def generator() -> tuple[Model, Arrays, jax.Array]:
+    """Transposed convolutions from 4 x 4 to 32 x 32 (Radford et al., 2015, arXiv:1511.06434)."""
+    widths = (256, 128, 64, 3)
+
+    def model(w: Arrays, x: jax.Array) -> jax.Array:
+        for i in range(3):
+            x = lax.conv_transpose(x, w[f"w{i}"], (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            x = jax.nn.relu(_norm(x)) if i < 2 else jnp.tanh(x)
+        return x
+
+    weights = _weights(**{f"w{i}": (4, 4, widths[i], widths[i + 1]) for i in range(3)})
+    return model, weights, jax.random.normal(_KEY, (32, 4, 4, widths[0]))
+
+
+def residual() -> tuple[Model, Arrays, jax.Array]:
+    """A stem with max pooling and two bottlenecks (He et al., 2015, arXiv:1512.03385)."""
+    shapes: dict[str, tuple[int, ...]] = {"stem": (7, 7, 3, 64), "wide": (1, 1, 64, 256)}
+    for i in range(2):
+        shapes |= {f"up{i}": (1, 1, 256, 64), f"mid{i}": (3, 3, 64, 64), f"down{i}": (1, 1, 64, 256)}
+
+    def model(w: Arrays, x: jax.Array) -> jax.Array:
+        y = jax.nn.relu(_norm(_conv(x, w["stem"], stride=2)))
+        y = lax.reduce_window(y, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+        x = _norm(_conv(y, w["wide"]))
+        for i in range(2):
+            y = jax.nn.relu(_norm(_conv(x, w[f"up{i}"])))
+            y = jax.nn.relu(_norm(_conv(y, w[f"mid{i}"])))
+            x = jax.nn.relu(x + _norm(_conv(y, w[f"down{i}"])))
+        return x
+
+    return model, _weights(**shapes), jax.random.normal(_KEY, (4, 128, 128, 3))
+
+
+def neighbours() -> tuple[Model, Arrays, jax.Array]:
+    """Weights of a Gaussian kernel between rows and centres, on request."""
+
+    def model(w: Arrays, x: jax.Array) -> jax.Array:
+        return jnp.exp(-((x[:, None] - w["centres"]) ** 2).sum(-1) / 64) @ w["values"]
+
+    return model, _weights(centres=(512, 64), values=(512, 8)), jax.random.normal(_KEY, (1024, 64))
+
+
+ON_REQUEST = {"neighbours": ("respelling", "squared_distances")}
+"""What the option ``ops`` has to name for a model."""
+
 MODELS = {
     f.__name__: f
-    for f in (mobilenet, convnext, resnext, mamba, embedding, sampler, pooled, running, quantile, recurrent)
+    for f in (
+        *(mobilenet, convnext, resnext, mamba, embedding, sampler, pooled, running, quantile, recurrent),
+        *(dropped, walks, generator, residual, neighbours),
+    )
 }
 """``sampler`` has the kinds argmax and sort, ``embedding`` one_hot, ``mamba`` associative_scan, ``recurrent``
-indexed_loop, ``pooled`` pooling, ``running`` cumulative; the others have convolution."""
+indexed_loop, ``pooled`` pooling, ``running`` cumulative, ``dropped`` and ``walks`` threefry, ``generator`` and
+``residual`` weight_gradient and pooling_gradient, ``neighbours`` squared_distances; the others have convolution."""
 _WITHOUT_GRADIENT = ("sampler",)
 
 
@@ -220,7 +304,7 @@ def row(name: str, direction: str, rounds: int) -> dict[str, Any]:
     """What a model costs by default options, beside the original."""
     model, *arguments = MODELS[name]()
     function: Any = model if direction == "forward" else _step(model)
-    optimized = autopallas.optimize(function)
+    optimized = autopallas.optimize(function, ops=ON_REQUEST.get(name))
     candidates, first = {"original": jax.jit(function), "autopallas": optimized}, {}
     for label, candidate in candidates.items():
         begin = time.process_time()
