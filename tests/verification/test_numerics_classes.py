@@ -18,6 +18,7 @@ from autopallas.graph import Graph, flatten
 from autopallas.kernels.respelling.kinds import kind_named
 from autopallas.numerics.classes import CLASSES, allows
 from autopallas.patterns import find
+from autopallas.sites import random_keys
 from autopallas.sites.calls import kernel_forward
 from autopallas.sites.device import Device
 from autopallas.sites.operation import HOME, IMPLEMENTATIONS, Supported, folder_names, operation_named, operation_names
@@ -57,9 +58,11 @@ def replacements(narrower=False):
             kind = case.mask.partition(":")[0]
             ops = (kind,) if kind in operation_named(op).kinds else None
             variants = NARROWER if op == "respelling" and case.dtype == "float32" else ()
-            for dtype in variants if narrower else (case.dtype,):
+            for dtype in variants if narrower else (None,):
                 types = tuple(
-                    jax.ShapeDtypeStruct(tuple(map(smaller, t.shape)), dtype if t.dtype.name == case.dtype else t.dtype)
+                    jax.ShapeDtypeStruct(
+                        tuple(map(smaller, t.shape)), dtype if dtype and t.dtype.name == case.dtype else t.dtype
+                    )
                     for t in cases.types(case)
                 )
                 if (op, case.mask, types) in found or (op != "respelling" and (op, case.mask) in found):
@@ -90,6 +93,8 @@ def of_class(stated, narrower=False):
 
 def random_array(type_, seed, whole=False):
     random = np.random.default_rng(seed)
+    if jnp.issubdtype(type_.dtype, jax.dtypes.prng_key):
+        return random_keys.keys(type_.dtype, type_.shape, seed)
     if not jnp.issubdtype(type_.dtype, jnp.floating):
         return jnp.asarray(random.integers(0, 4, type_.shape), type_.dtype)
     if whole:  # few enough for sums and products of them to be exact
@@ -107,6 +112,7 @@ def same_bits(given, wanted, equal=False):
     for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(wanted), strict=True):
         assert a.dtype == b.dtype
         assert a.shape == b.shape
+        a, b = random_keys.data(a), random_keys.data(b)
         a, b = np.atleast_1d(np.asarray(a)), np.atleast_1d(np.asarray(b))
         if a.dtype == jax.dtypes.float0:
             continue
