@@ -93,6 +93,17 @@ def test_the_reference_of_a_kind_is_its_original(name):
         assert found.spec.parameters == match.spec.parameters
 
 
+def test_grouped_convolutions_with_channels_in_fours_have_evidence_of_their_own():
+    """XLA computes these on vectors, and the others one by one."""
+
+    def feature(channels):
+        x, w = jnp.ones((1, 9, 32 * channels)), jnp.ones((3, channels, 32 * channels))
+        (site,) = sites(lambda x, w: convolution(32, LAYOUTS[1][0])(x, w), x, w)
+        return kind_named("convolution").feature(site.spec)
+
+    assert feature(3) == feature(5) != feature(4) == feature(8)
+
+
 def test_no_platform_but_cpus_has_rows():
     table = cases_of("respelling").table_grid
     assert table("tpu") == table("gpu") == ()

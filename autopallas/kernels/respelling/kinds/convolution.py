@@ -320,7 +320,8 @@ def _contracted(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _feature(spec: RespellingSpec) -> str:
-    """Returns what is computed, the number of taps, and where the channels stand."""
+    """Returns what is computed, the number of taps, where the channels stand, and of windows over groups whether these
+    have channels in fours, which XLA computes on vectors (JAX 0.10)."""
     own = _of(spec)
     many = "" if own.elementwise else ", many groups" if own.groups > 16 else ", few groups"
     taps = next(limit for limit in (4, 9, 25, _MOST_TAPS) if own.taps <= limit)
@@ -328,7 +329,9 @@ def _feature(spec: RespellingSpec) -> str:
     dilated = ", dilated" if max(own.lhs_dilation) > 1 else ", strided" if max(own.strides) > 1 else ""
     what = "depthwise" if own.elementwise else "grouped"
     where = "window" if own.few_weights else "result"
-    return f"{what}{many}, {taps} taps of the {where}{dilated}, {order}"
+    given = spec.operands[0][0][own.lhs[1]] // own.groups
+    fours = not own.elementwise and own.few_weights and (given % 4 == 0 or own.per_group % 4 == 0)
+    return f"{what}{many}, {taps} taps of the {where}{dilated}, {order}{', in fours' if fours else ''}"
 
 
 _WINDOWS: tuple[tuple[str, tuple[int, ...], int], ...] = (
