@@ -53,10 +53,11 @@ class Trial:
         """
         examples = match.site.operation.part("example")
         repeats = examples.repeats(match.site) if hasattr(examples, "repeats") and len(match.passes) == 1 else 1
+        leading = (repeats,) if repeats > 1 else ()
         arguments = []
         for number, part in enumerate(match.passes):
             given, made = (
-                [jax.ShapeDtypeStruct((*[repeats] * (repeats > 1), *t.shape), t.dtype) for t in avals]
+                [jax.ShapeDtypeStruct((*leading, *t.shape), t.dtype) for t in avals]
                 for avals in (part.original.in_avals, part.original.out_avals)
             )
             operands = examples.operands(part.site, given, seed + number)

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from autopallas.compat import Array
 from autopallas.numerics.rounding import Source
+from autopallas.sites import random_keys
 
 __all__ = ["Comparison", "Errors", "compare", "errors", "tolerance", "tolerance_of"]
 
@@ -159,8 +160,8 @@ def _introduced(original: np.ndarray, rewritten: np.ndarray, exact: np.ndarray) 
 
 
 def _share_that_differs(original: Array, rewritten: Array) -> float:
-    if jnp.issubdtype(original.dtype, jax.dtypes.prng_key):
-        original, rewritten = jax.random.key_data(original), jax.random.key_data(rewritten)
+    if isinstance(original, jax.Array) and isinstance(rewritten, jax.Array):
+        original, rewritten = random_keys.data(original), random_keys.data(rewritten)
     if original.dtype == jax.dtypes.float0 or not np.size(original):
         return 0.0
     return float(np.mean(np.asarray(original) != np.asarray(rewritten)))

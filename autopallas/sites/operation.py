@@ -132,7 +132,10 @@ class TunedBlockSizes(Protocol):
 
 
 class Example(Protocol):
-    """Interface of an operation's module ``example``."""
+    """Interface of an operation's module ``example``.
+
+    It may also have ``repeats(site)``: how often one call of a search computes a site, in a loop.
+    """
 
     @property
     def operands(self) -> Callable[..., Sequence[np.ndarray]]:

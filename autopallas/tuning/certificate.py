@@ -14,12 +14,12 @@ import re
 from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr
 from autopallas.faults import one_line
+from autopallas.sites import random_keys
 from autopallas.sites.device import Device
 from autopallas.tuning import processor
 from autopallas.tuning.lock import Lock
@@ -87,9 +87,7 @@ def problem(program: ClosedJaxpr, lock: Lock, device: Device) -> str:
 
 
 def _bytes(constant: jax.Array) -> bytes:
-    if jnp.issubdtype(constant.dtype, jax.dtypes.prng_key):
-        constant = jax.random.key_data(constant)
-    array = np.asarray(constant)
+    array = np.asarray(random_keys.data(constant))
     return f"{array.dtype.name}{list(array.shape)}".encode() + array.tobytes()
 
 

@@ -21,6 +21,7 @@ from autopallas.compat import ClosedJaxpr, JaxprEqn, PyTree, Var
 from autopallas.numerics.compare import Comparison, tolerance_of
 from autopallas.report.late import LiveReport
 from autopallas.report.records import Canary as CanaryRecord
+from autopallas.sites import random_keys
 from autopallas.verification.influence import SITES, sources
 
 __all__ = ["Canary", "Distance", "decade", "distances", "leaves_named"]
@@ -48,8 +49,7 @@ def _distances(originals: Sequence[jax.Array], results: Sequence[jax.Array]) -> 
 
 def _distance(original: jax.Array, result: jax.Array) -> tuple[jax.Array, ...]:
     """Returns (largest distance, largest element, number of elements that are not finite any more)."""
-    if jnp.issubdtype(original.dtype, jax.dtypes.prng_key):
-        original, result = jax.random.key_data(original), jax.random.key_data(result)
+    original, result = random_keys.data(original), random_keys.data(result)
     nothing = jnp.zeros((), jnp.float32)
     if not original.size:
         return nothing, nothing, jnp.zeros((), jnp.int32)

@@ -302,6 +302,6 @@ KIND = Kind(
     respelt=_respelt,
     feature=_feature,
     samples=_samples,
-    elsewhere_from=2.0,  # measured with AVX2 alone
+    elsewhere_from=2.0,  # measured with AVX2 alone; a margin that was chosen, not measured
     may_round_sums=True,
 )
