@@ -67,9 +67,11 @@ def test_windows_at_random(data):
     window, strides = data.draw(numbers), data.draw(numbers)
     shape = data.draw(st.lists(st.integers(3, 7), min_size=rank, max_size=rank))
     padding = [(data.draw(st.integers(0, size)), data.draw(st.integers(0, size))) for size in window]
-    if np.prod(window) == 1:
-        return
-    same(pooling(window, strides, padding), whole(shape, seed=0).clip(-2, 2))
+    pool, x = pooling(window, strides, padding), whole(shape, seed=0).clip(-2, 2)
+    if 1 < np.prod(window) <= 64:
+        same(pool, x)
+    elif np.prod(window) > 64:  # too many slices
+        assert found(gradient(pool), whole(jax.eval_shape(pool, x).shape), x) == []
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
