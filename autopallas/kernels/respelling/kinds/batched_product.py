@@ -1,0 +1,277 @@
+"""Products of many small matrices and vectors, as sums of elementwise products.
+
+Rotations, rigid transforms and covariances are matrices of 2 to 10 rows, of which a program has thousands.  XLA's CPU
+compiler loops over them, and has a routine for each product that takes longer than the product.  Summed over the few
+elements of the contracted axis, elementwise products run on vectors that hold elements of many matrices.
+
+Operands and results are kept apart by barriers, as a product itself keeps them apart: what computes an operand would
+otherwise be computed anew for each of its elements that are read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopallas.compat import Dtype, JaxprEqn
+from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
+from autopallas.kernels.respelling.spec import Plain, RespellingSpec
+
+__all__ = ["KIND"]
+
+_Axes = tuple[int, ...]
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+_PRECISIONS = {one.name: one for one in (lax.Precision.DEFAULT, lax.Precision.HIGH, lax.Precision.HIGHEST)}
+
+_LEAST_BATCH = 64
+_LONGEST_SUM = 16
+"""Elements of the contracted axes up to which each has a term."""
+_MOST_WORK = 1024
+"""Multiplications of one product up to which matrices are small."""
+_LITTLE_WORK = 128
+"""Multiplications up to which they take longer as they are, though XLA computes them on vectors."""
+_VECTOR = 8
+"""Elements of an axis from which XLA computes products on vectors."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A product, with the axes of its operands.
+
+    Attributes:
+      shapes: of both operands.
+      batch, summed, free: for each operand its axes that are shared, contracted, and its own.
+    """
+
+    shapes: tuple[_Axes, _Axes]
+    batch: tuple[_Axes, _Axes]
+    summed: tuple[_Axes, _Axes]
+    free: tuple[_Axes, _Axes]
+
+    @staticmethod
+    def of(shapes: Sequence[Sequence[int]], summed: Sequence[_Axes], batch: Sequence[_Axes]) -> _Product:
+        """Returns the product of a ``dot_general``'s dimension numbers."""
+
+        def pair(part: Callable[[int], Sequence[int]]) -> tuple[_Axes, _Axes]:
+            return tuple(map(int, part(0))), tuple(map(int, part(1)))
+
+        def free(i: int) -> _Axes:
+            return tuple(axis for axis in range(len(shapes[i])) if axis not in (*summed[i], *batch[i]))
+
+        return _Product(pair(lambda i: shapes[i]), pair(lambda i: batch[i]), pair(lambda i: summed[i]), pair(free))
+
+    def sizes(self, axes: tuple[_Axes, _Axes], which: int = 0) -> _Axes:
+        return tuple(self.shapes[which][axis] for axis in axes[which])
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.sizes(self.free, 0))
+
+    @property
+    def columns(self) -> int:
+        return math.prod(self.sizes(self.free, 1))
+
+    @property
+    def terms(self) -> int:
+        return math.prod(self.sizes(self.summed))
+
+    @property
+    def work(self) -> int:
+        """The number of multiplications of one product of the batch."""
+        return self.rows * self.terms * self.columns
+
+    @property
+    def is_small(self) -> bool:
+        """Whether there are many products, each of them small, and none that XLA computes as fast."""
+        if math.prod(self.sizes(self.batch)) < _LEAST_BATCH or 0 in (*self.shapes[0], *self.shapes[1]):
+            return False
+        if not 1 < self.terms <= _LONGEST_SUM or self.work > _MOST_WORK:
+            return False
+        if self.rows == self.columns == 1:
+            return True
+        if 1 in (self.rows, self.columns):
+            return self._has_short_rows
+        if self.has_long_rows:
+            return self.work <= _LITTLE_WORK or self.has_rows_of_both and self.terms <= _VECTOR
+        return self.has_long_sums or self._longest < _VECTOR
+
+    @property
+    def has_long_rows(self) -> bool:
+        """Whether XLA computes a product of matrices on vectors."""
+        return self.free[0] < self.summed[0] and self._longest >= _VECTOR
+
+    @property
+    def has_rows_of_both(self) -> bool:
+        """Whether rows of the first operand meet rows of the second."""
+        return self.free[0] < self.summed[0] and self.free[1] < self.summed[1]
+
+    @property
+    def has_long_sums(self) -> bool:
+        """Whether XLA calls a routine for each product of matrices that it does not compute on vectors."""
+        return self.terms >= 4 and max(self.rows, self.columns) >= 4
+
+    @property
+    def _longest(self) -> int:
+        return max(self.rows, self.terms, self.columns)
+
+    @property
+    def _has_short_rows(self) -> bool:
+        """Whether the matrix of a product with vectors has a short last axis."""
+        matrix = 0 if self.columns == 1 else 1
+        last = len(self.shapes[matrix]) - 1
+        return last in self.batch[matrix] or self.shapes[matrix][last] < _VECTOR
+
+    @property
+    def is_batch_last(self) -> bool:
+        """Whether the shared axes of both operands are their last, in the same order."""
+        ranks = map(len, self.shapes)
+        return all(own == tuple(range(rank - len(own), rank)) for own, rank in zip(self.batch, ranks, strict=True))
+
+    @property
+    def is_batch_first(self) -> bool:
+        """Whether the shared axes of both operands are their first, in the same order."""
+        return all(own == tuple(range(len(own))) for own in self.batch)
+
+
+def _of(spec: RespellingSpec) -> _Product:
+    summed, batch = (cast("tuple[_Axes, _Axes]", spec[name]) for name in ("summed", "batch"))
+    return _Product.of([shape for shape, _ in spec.operands], summed, batch)
+
+
+def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
+    """Returns the parameters of a product of many small matrices."""
+    params, types = equation.params, [variable.aval for variable in (*equation.invars, *equation.outvars)]
+    first, second, result = (str(t.dtype) for t in types)
+    if first != second or first not in _DTYPES or result not in _DTYPES:
+        return None
+    if jnp.promote_types(first, result) != result or params.get("out_sharding") is not None:
+        return None  # rounded before it is multiplied; divided among devices as it asks for
+    precision = params["precision"]
+    if precision is not None:
+        if not isinstance(precision, tuple) or any(one not in _PRECISIONS.values() for one in precision):
+            return None  # an algorithm that is asked for
+        precision = tuple(one.name for one in precision)
+    summed, batch = (tuple(tuple(map(int, own)) for own in pair) for pair in params["dimension_numbers"])
+    if not _Product.of([t.shape for t in types[:2]], summed, batch).is_small:
+        return None
+    return {"batch": batch, "precision": precision, "summed": summed}
+
+
+# ---------------------------------------------------------------------- the two ways
+
+
+def _original(spec: RespellingSpec, first: jax.Array, second: jax.Array) -> list[jax.Array]:
+    numbers = cast("tuple[tuple[_Axes, _Axes], tuple[_Axes, _Axes]]", (spec["summed"], spec["batch"]))
+    names = cast("tuple[str, str] | None", spec["precision"])
+    precision = None if names is None else tuple(_PRECISIONS[name] for name in names)
+    ((_, dtype),) = spec.results
+    return [lax.dot_general(first, second, numbers, cast(lax.Precision, precision), preferred_element_type=dtype)]
+
+
+def _respelt(spec: RespellingSpec, first: jax.Array, second: jax.Array) -> list[jax.Array]:
+    product, ((_, dtype),) = _of(spec), spec.results
+    accumulation = jnp.promote_types(dtype, jnp.float32)
+    operands = lax.optimization_barrier((first, second))
+    total: jax.Array | None = None
+    for place in itertools.product(*map(range, product.sizes(product.summed))):
+        left, right = (_spread(product, i, x, place, accumulation) for i, x in enumerate(operands))
+        total = left * right if total is None else total + left * right
+    result = lax.optimization_barrier(cast(jax.Array, total).astype(dtype))
+    if product.is_batch_last:
+        count, own = len(product.batch[0]), result.ndim - len(product.batch[0])
+        result = lax.transpose(result, (*range(own, own + count), *range(own)))
+    return [result]
+
+
+def _spread(product: _Product, i: int, x: jax.Array, place: Sequence[int], dtype: Dtype) -> jax.Array:
+    """Returns the slice of an operand at one place of the contracted axes, with the axes that its product has: the
+    shared ones, those of the first operand and those of the second, or the shared ones last if they are."""
+    summed, batch, free = product.summed[i], product.batch[i], product.free[i]
+    for axis, index in sorted(zip(summed, place, strict=True), reverse=True):
+        x = lax.index_in_dim(x, index, axis, keepdims=False)
+    left = [axis for axis in range(len(product.shapes[i])) if axis not in summed]
+    groups = (free, batch) if product.is_batch_last else (batch, free)
+    order = [left.index(axis) for group in groups for axis in group]
+    x = x if order == sorted(order) else lax.transpose(x, order)
+    first, second = map(len, product.free)
+    shared = 0 if product.is_batch_last else len(batch)
+    ones = range(shared + first, shared + first + second) if i == 0 else range(shared, shared + first)
+    return lax.expand_dims(x, list(ones)).astype(dtype)
+
+
+# ---------------------------------------------------------------------- evidence
+
+
+def _feature(spec: RespellingSpec) -> str:
+    """Returns how much one product is, and which of XLA's ways the original takes."""
+    product = _of(spec)
+    rows, columns = product.rows, product.columns
+    work = next(limit for limit in (8, _LITTLE_WORK, _MOST_WORK) if product.work <= limit)
+    axes = "" if product.is_batch_first else ", batch last" if product.is_batch_last else ", axes in another order"
+    axes += ", several axes" if any(len(own) > 1 for own in (*product.free, *product.summed)) else ""
+    if rows == columns == 1:
+        return f"inner products{axes}"
+    if 1 in (rows, columns):
+        return f"vectors, up to {work} multiplications{axes}"
+    if product.has_long_rows:
+        form = f"long rows{' of both' if product.has_rows_of_both else ''}"
+    else:
+        form = "long sums" if product.has_long_sums else "short sums"
+    return f"matrices, {form}, up to {work} multiplications{axes}"
+
+
+_SPELLINGS = {
+    "": "nik,nkj->nij", "right": "nik,njk->nij", "left": "nki,nkj->nij", "last": "ikn,kjn->ijn",
+    "vector": "nik,nk->ni", "vector-left": "nki,nk->ni", "inner": "nk,nk->n",
+}  # fmt: skip
+"""By which operand is transposed, whether the batch is last, and what is a vector."""
+_FORMS = (
+    (2, 2, 2, ""), (3, 3, 3, ""), (3, 3, 3, "left"), (3, 3, 50, "right"), (4, 4, 4, ""), (6, 4, 4, "left"),
+    (7, 7, 7, ""), (10, 10, 10, "left"), (2, 2, 8, ""), (2, 8, 8, ""), (3, 8, 4, "right"), (9, 8, 4, "right"), (8, 8, 8, "right"),
+    (3, 3, 3, "last"), (4, 4, 4, "last"), (2, 2, 1, "vector"), (2, 2, 1, "vector-left"), (3, 3, 1, "vector"),
+    (3, 3, 1, "vector-left"), (7, 7, 1, "vector"), (1, 3, 1, "inner"), (1, 16, 1, "inner"),
+)  # fmt: skip
+
+
+def _samples() -> Iterator[tuple[str, Sample]]:
+    for elements, (rows, terms, columns, form) in itertools.product((2**12, 2**15, 2**19, 2**22), _FORMS):
+        count = elements // max(rows * terms, terms * columns, rows * columns)
+        if count < _LEAST_BATCH:
+            continue
+        letters = {"n": count, "i": rows, "k": terms, "j": columns}
+        sizes = "x".join(str(letters[letter]) for letter in "nikj" if letter in _SPELLINGS[form])
+        yield f"{sizes}{'-' * bool(form)}{form}", _sample(_SPELLINGS[form], letters)
+
+
+def _sample(spelling: str, letters: Mapping[str, int]) -> Sample:
+    """Returns a product as ``einsum`` spells it."""
+
+    def function(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.einsum(spelling, x, y)
+
+    operands = spelling.partition("->")[0].split(",")
+    shapes = (tuple(letters[letter] for letter in own) for own in operands)
+    return Sample(function, tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+
+
+KIND = Kind(
+    name="batched_product",
+    primitives=("dot_general",),
+    numerics="reordered",
+    instead="a sum of elementwise products over the contracted axis",
+    match=of_equation(_parameters),
+    original=_original,
+    respelt=_respelt,
+    feature=_feature,
+    samples=_samples,
+    may_round_sums=True,
+    elsewhere_from=4.0,
+    in_loops=True,
+)
