@@ -277,6 +277,57 @@ def neighbours() -> tuple[Model, Arrays, jax.Array]:
     return model, _weights(centres=(512, 64), values=(512, 8)), jax.random.normal(_KEY, (1024, 64))
 
 
+def kinematics() -> tuple[Model, Arrays, jax.Array]:
+    """Positions of seven joints of an arm, for many configurations, by products of rigid transforms."""
+    joints = 7
+
+    def model(w: Arrays, angles: jax.Array) -> jax.Array:
+        c, s = jnp.cos(angles), jnp.sin(angles)
+        zero, one = jnp.zeros_like(c), jnp.ones_like(c)
+        rows = [
+            [c, -s, zero, zero + w["offset"][:, 0]],
+            [s * jnp.cos(w["twist"]), c * jnp.cos(w["twist"]), zero - jnp.sin(w["twist"]), zero + w["offset"][:, 1]],
+            [s * jnp.sin(w["twist"]), c * jnp.sin(w["twist"]), zero + jnp.cos(w["twist"]), zero + w["offset"][:, 2]],
+            [zero, zero, zero, one],
+        ]
+        transforms = jnp.stack([jnp.stack(row, -1) for row in rows], -2)
+        pose, positions = transforms[:, 0], []
+        for joint in range(1, joints):
+            pose = pose @ transforms[:, joint]
+            positions.append(pose[:, :3, 3])
+        return jnp.stack(positions, 1)
+
+    return model, _weights(twist=(joints,), offset=(joints, 3)), jax.random.normal(_KEY, (4096, joints))
+
+
+def kalman() -> tuple[Model, Arrays, jax.Array]:
+    """Extended Kalman filters of four states and two measurements, for many sequences."""
+
+    def model(w: Arrays, measured: jax.Array) -> jax.Array:
+        def move(x: jax.Array) -> jax.Array:
+            return x + 0.1 * jnp.tanh(w["move"] @ x)
+
+        def see(x: jax.Array) -> jax.Array:
+            return jnp.sin(w["see"] @ x)
+
+        def step(carried: tuple[jax.Array, jax.Array], z: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+            x, covariance = carried
+            slope = jax.jacfwd(move)(x)
+            x, covariance = move(x), slope @ covariance @ slope.T + 0.1 * jnp.eye(4)
+            slope = jax.jacfwd(see)(x)
+            (a, b), (c, d) = slope @ covariance @ slope.T + 0.5 * jnp.eye(2)
+            gain = covariance @ slope.T @ (jnp.array([[d, -b], [-c, a]]) / (a * d - b * c))
+            x = x + gain @ (z - see(x))
+            return (x, covariance - gain @ slope @ covariance), x
+
+        def one(measured: jax.Array) -> jax.Array:
+            return lax.scan(step, (jnp.zeros(4), jnp.eye(4)), measured)[1]
+
+        return jax.vmap(one)(measured)
+
+    return model, _weights(move=(4, 4), see=(2, 4)), jax.random.normal(_KEY, (512, 50, 2))
+
+
 ON_REQUEST = {"neighbours": ("respelling", "squared_distances")}
 """What the option ``ops`` has to name for a model."""
 
@@ -284,12 +335,13 @@ MODELS = {
     f.__name__: f
     for f in (
         *(mobilenet, convnext, resnext, mamba, embedding, sampler, pooled, running, quantile, recurrent),
-        *(dropped, walks, generator, residual, neighbours),
+        *(dropped, walks, generator, residual, neighbours, kinematics, kalman),
     )
 }
 """``sampler`` has the kinds argmax and sort, ``embedding`` one_hot, ``mamba`` associative_scan, ``recurrent``
 indexed_loop, ``pooled`` pooling, ``running`` cumulative, ``dropped`` and ``walks`` threefry, ``generator`` and
-``residual`` weight_gradient and pooling_gradient, ``neighbours`` squared_distances; the others have convolution."""
+``residual`` weight_gradient and pooling_gradient, ``neighbours`` squared_distances, ``kinematics`` and ``kalman``
+batched_product; the others have convolution."""
 _WITHOUT_GRADIENT = ("sampler",)
 
 

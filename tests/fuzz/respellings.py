@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from .writing import Writer
 
 __all__ = ["body", "operands"]
@@ -26,7 +28,7 @@ def body(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
     steps = {
         "convolution": _convolution, "cumulative": _cumulative, "window": _window, "one-hot": _one_hot,
         "indexed loop": _indexed_loop, "associative scan": _associative_scan, "reduction": _reduction,
-        "dropout": _dropout,
+        "dropout": _dropout, "small matrices": _small_matrices,
     }  # fmt: skip
     for n in range(c.pick(f"{at}.count", [1, 2, 3], 0.6)):
         name = c.pick(f"{at}.step {n}", {name: name for name in steps}, 0.8)
@@ -61,6 +63,32 @@ def _reduction(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> st
     axes = w.choices.pick(f"{at}.axes", ["(1, 3)", "(0, 3)", "(0, 1, 3)"], 0.5)
     groups = w.set("groups", f"{x}.reshape(*{x}.shape[:-1], 2, -1)")
     return w.set("x", f"({groups} - {groups}.mean({axes}, keepdims=True)).reshape({x}.shape)")
+
+
+def _small_matrices(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """Multiplies 20 small matrices, or matrices and vectors, for each element or each position."""
+    c = w.choices
+    forms = ["...ik,...kj->...ij", "...ik,...jk->...ij", "...ki,...kj->...ij", "...ki,...jk->...ij", "...ik,...k->...i"]
+    forms += ["btdmik,btdmkj->dbtmij", "btdmik,bdtmjk->bdtmij", "btdmik,mkj->btdmij"]
+    form = c.pick(f"{at}.form", forms, 0.7)
+    rows, terms, columns = (c.pick(f"{at}.{name}", [3, 2, 4, 1, 7], 0.6) for name in ("rows", "terms", "columns"))
+    sizes, operands = {"i": rows, "k": terms, "j": columns}, []
+    for letters in form.partition("->")[0].split(","):
+        own = [sizes[letter] for letter in letters if letter in sizes]
+        numbers = (
+            f"jnp.cos(jnp.arange(20 * {math.prod(own)})).reshape(20, {', '.join(map(str, own))}).astype({x}.dtype)"
+        )
+        if letters.startswith("m"):
+            operands.append(numbers)
+            continue
+        given = f"{x}.swapaxes(1, 2)" if letters.startswith("bd") else x
+        ones = "None, " * (1 + len(own))
+        operands.append(f"jnp.tanh({given} / 8)[..., {ones.rstrip(', ')}] * {numbers}")
+    w.features.add("small matrices")
+    product = w.set("products", f"jnp.einsum('{form}', {', '.join(operands)})")
+    axes = {"dbt": "(1, 2, 0)", "bdt": "(0, 2, 1)"}.get(form.partition("->")[2][:3])
+    summed = f"{product}.sum({'(-1, -2)' if form.endswith('->...i') else '(-1, -2, -3)'})"
+    return f"{x} + jnp.transpose({summed}, {axes})" if axes else f"{x} + {summed}"
 
 
 def _dropout(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
