@@ -37,7 +37,7 @@ _LONGEST_SUM = 16
 """Elements of the contracted axes up to which each has a term."""
 _MOST_WORK = 1024
 """Multiplications of one product up to which matrices are small."""
-_LITTLE_WORK = 128
+_LITTLE_WORK = 96
 """Multiplications up to which they take longer as they are, though XLA computes them on vectors."""
 _VECTOR = 8
 """Elements of an axis from which XLA computes products on vectors."""
@@ -102,7 +102,7 @@ class _Product:
             return self._has_short_rows
         if self.has_long_rows:
             return self.work <= _LITTLE_WORK or self.has_rows_of_both and self.terms <= _VECTOR
-        return self.has_long_sums or self._longest < _VECTOR
+        return self.has_long_sums or 2 < self._longest < _VECTOR
 
     @property
     def has_long_rows(self) -> bool:
@@ -124,9 +124,20 @@ class _Product:
         return max(self.rows, self.terms, self.columns)
 
     @property
+    def has_rows_of_matrix(self) -> bool:
+        """Whether a vector meets rows of a matrix, and not its columns."""
+        matrix = self._matrix
+        return self.free[matrix] < self.summed[matrix]
+
+    @property
+    def _matrix(self) -> int:
+        """Which operand of a product with vectors is the matrix."""
+        return 0 if self.columns == 1 else 1
+
+    @property
     def _has_short_rows(self) -> bool:
         """Whether the matrix of a product with vectors has a short last axis."""
-        matrix = 0 if self.columns == 1 else 1
+        matrix = self._matrix
         last = len(self.shapes[matrix]) - 1
         return last in self.batch[matrix] or self.shapes[matrix][last] < _VECTOR
 
@@ -221,11 +232,14 @@ def _feature(spec: RespellingSpec) -> str:
     """Returns how much one product is, and which of XLA's ways the original takes."""
     product = _of(spec)
     rows, columns = product.rows, product.columns
-    work = next(limit for limit in (8, _LITTLE_WORK, _MOST_WORK) if product.work <= limit)
+    is_matrix = 1 not in (rows, columns)
+    limits = (_LITTLE_WORK, _MOST_WORK) if is_matrix else (8, 32, _MOST_WORK)
+    work = next(limit for limit in limits if product.work <= limit)
     axes = "" if product.is_batch_first else ", batch last" if product.is_batch_last else ", axes in another order"
     axes += ", several axes" if any(len(own) > 1 for own in (*product.free, *product.summed)) else ""
-    if 1 in (rows, columns):
-        return f"vectors, up to {work} multiplications{axes}"
+    if not is_matrix:
+        met = "rows" if product.has_rows_of_matrix else "columns"
+        return f"{met} with vectors, up to {work} multiplications{axes}"
     if product.has_long_rows:
         form = f"long rows{' of both' if product.has_rows_of_both else ''}"
     else:
@@ -239,10 +253,10 @@ _SPELLINGS = {
 }  # fmt: skip
 """By which operand is transposed, whether the batch is last, and what is a vector."""
 _FORMS = (
-    (2, 2, 2, ""), (3, 3, 3, ""), (3, 3, 3, "left"), (3, 3, 50, "right"), (4, 4, 4, ""), (6, 4, 4, "left"),
-    (7, 7, 7, ""), (10, 10, 10, "left"), (2, 2, 8, ""), (2, 8, 8, ""), (3, 8, 4, "right"), (9, 8, 4, "right"),
+    (3, 3, 3, ""), (3, 3, 3, "left"), (3, 3, 50, "right"), (4, 4, 4, ""), (6, 4, 4, "left"),
+    (7, 7, 7, ""), (10, 10, 10, "left"), (2, 2, 8, ""), (2, 3, 16, ""), (3, 8, 4, "right"), (9, 8, 4, "right"),
     (3, 3, 3, "last"), (4, 4, 4, "last"), (2, 2, 1, "vector"), (2, 2, 1, "vector-left"), (3, 3, 1, "vector"),
-    (3, 3, 1, "vector-left"), (7, 7, 1, "vector"),
+    (3, 3, 1, "vector-left"), (7, 7, 1, "vector"), (7, 7, 1, "vector-left"),
 )  # fmt: skip
 
 
