@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeAlias, TypeVar, Unpack, cast, overload
 
@@ -322,41 +322,54 @@ class Optimized(Generic[P, R]):
     def _plain_call(self, use: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Calls a plain function, which may take and return what jit does not, or look at the values of numbers.
 
-        Compiles it with jit if possible; otherwise with what jit does not take held fixed, and flags; otherwise with
-        everything that is not an array held fixed; otherwise runs it as it is.
+        Compiles it in the first way of :meth:`_attempts` that works; otherwise runs it as it is.
         """
-        if self._as_it_is is None:
-            arrays, all_fixed = split(args, kwargs)
-            kind = _kind(all_fixed)
-            first, failed = self._ways.get(kind, (0, None))  # each trace that fails takes as long as another
-            for way in range(first, 3):
-                static = all_fixed
-                if way == 1:
-                    arrays, static = split(args, kwargs, numbers=True)
-                elif way == 2:
-                    arrays, _ = split(args, kwargs)
-                nothing_held = all(one is None for one in static.kinds)
-                if any(map(is_flag, static.kinds)) if way == 0 else nothing_held:
-                    continue
-                if way == 1 and static.kinds == all_fixed.kinds:
-                    continue
-                try:
-                    if way == 0:
-                        return use(self._jit, *args, **kwargs)
-                    static = told_apart(static)
-                    if not self._holds(static):
-                        return self._function(*args, **kwargs) if use is _call else None
-                    result = use(self._fixed, static, *arrays)
-                except Exception as error:
-                    if not (way and isinstance(error, TypeError)) and not self._may_be_ours(error, args, kwargs):
-                        raise
-                    failed = error
-                    continue
-                if kind is not None:
-                    self._ways[kind] = way, None
-                return result
+        if self._as_it_is is not None:
+            return self._uncompiled(use, args, kwargs)
+        arrays, fixed = split(args, kwargs)
+        kind = _kind(fixed)
+        first, failed = self._ways.get(kind, (0, None))  # each trace that fails takes as long as another
+        for way, static, traced in self._attempts(args, kwargs, arrays, fixed):
+            if way < first:
+                continue
+            try:
+                if static is None:
+                    result = use(self._jit, *args, **kwargs)
+                elif self._holds(static := told_apart(static)):
+                    result = use(self._fixed, static, *traced)
+                else:
+                    break
+            except Exception as error:
+                if not (static and isinstance(error, TypeError)) and not self._may_be_ours(error, args, kwargs):
+                    raise
+                failed = error
+                continue
+            if kind is not None:
+                self._ways[kind] = way, None
+            return result
+        else:
             if failed is not None:
                 return self._run_as_it_is(use, failed, args, kwargs)
+        return self._uncompiled(use, args, kwargs)
+
+    def _attempts(
+        self, args: Args, kwargs: Kwargs, arrays: Sequence[PyTree], fixed: Static
+    ) -> Iterator[tuple[int, Static | None, Sequence[PyTree]]]:
+        """Yields the ways to compile a call, with what each holds fixed (None: nothing) and the arrays that it traces.
+
+        Ways are numbered: by jit, where no argument is a flag; with what jit does not take held fixed, and flags; with
+        everything that is not an array held fixed.
+        """
+        if not any(map(is_flag, fixed.kinds)):
+            yield 0, None, ()
+        traced, fewer = split(args, kwargs, numbers=True)
+        if fewer.kinds != fixed.kinds and any(kind is not None for kind in fewer.kinds):
+            yield 1, fewer, traced
+        if any(kind is not None for kind in fixed.kinds):
+            yield 2, fixed, arrays
+
+    def _uncompiled(self, use: ArrayFunction, args: Args, kwargs: Kwargs) -> PyTree:
+        """Calls the function as it is; nothing where it is not to be called."""
         return self._function(*args, **kwargs) if use is _call else None
 
     def _run_as_it_is(self, use: ArrayFunction, error: Exception, args: Args, kwargs: Kwargs) -> PyTree:

@@ -137,18 +137,20 @@ def _arguments(types: Sequence[PyTree], inputs: ArrayFunction | None) -> list[Py
 
     from autopallas.cli.program import one_line
     from autopallas.court.case import Case
+    from autopallas.sites import random_keys
 
     leaves, structure = jax.tree.flatten(tuple(types))
     plain = [kind for kind in leaves if not jnp.issubdtype(kind.dtype, jax.dtypes.prng_key)]
     try:
         arrays = iter(Case(tuple(plain)).arguments(inputs))
+        filled = [
+            random_keys.keys(kind.dtype, kind.shape, seed=0)
+            if jnp.issubdtype(kind.dtype, jax.dtypes.prng_key)
+            else jnp.asarray(next(arrays))
+            for kind in leaves
+        ]
     except Exception as error:
         raise CommandError(f"the inputs cannot be made: {one_line(error)}") from None
-    keys = (jax.random.key(0) if not kind.shape else jax.random.split(jax.random.key(0), kind.shape) for kind in leaves)
-    filled = [
-        key if jnp.issubdtype(kind.dtype, jax.dtypes.prng_key) else jnp.asarray(next(arrays))
-        for kind, key in zip(leaves, keys, strict=True)
-    ]
     found: list[PyTree] = list(jax.tree.unflatten(structure, filled))
     return found
 
