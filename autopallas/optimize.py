@@ -58,6 +58,9 @@ class Optimized(Generic[P, R]):
 
         @functools.wraps(self._inner)
         def traced(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            if self._plain and self._run is self._jit and not _as_jit_traces.value:
+                if any(map(_is_truth_value, jax.tree.leaves((args, kwargs)))):
+                    raise _MayHaveFlags
             return self._traced(*args, **kwargs)
 
         self._jit = cast(Jitted, jax.jit(traced, **(settings or {})))
@@ -94,6 +97,9 @@ class Optimized(Generic[P, R]):
             pass
         except call_shardings.ShardingsNeeded:
             self._spread = True
+            return self(*args, **kwargs)
+        except _MayHaveFlags:
+            self._run = functools.partial(self._plain_call, _call)
             return self(*args, **kwargs)
         except Exception as error:
             failed = error if run is self._jit and self._may_be_ours(error, args, kwargs) else None
@@ -154,13 +160,14 @@ class Optimized(Generic[P, R]):
 
     def _placed(self, use: Callable[..., T], args: Args, kwargs: Kwargs) -> T:
         """Calls ``use``; if its trace asks for the arguments' shardings, retries with them recorded."""
-        if not self._spread:
-            try:
+        with _as_jit_traces(True):
+            if not self._spread:
+                try:
+                    return use(*args, **kwargs)
+                except call_shardings.ShardingsNeeded:
+                    self._spread = True
+            with call_shardings.recording_shardings(args, kwargs):
                 return use(*args, **kwargs)
-            except call_shardings.ShardingsNeeded:
-                self._spread = True
-        with call_shardings.recording_shardings(args, kwargs):
-            return use(*args, **kwargs)
 
     def _traced(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Traces the original and rewrites its jaxpr; jit traces this function."""
@@ -481,6 +488,18 @@ def _left(program: ClosedJaxpr, report: LiveReport, reason: str, *failures: Fail
     report.leave(reason)
     report.add(*failures)
     return program
+
+
+class _MayHaveFlags(Exception):
+    """Aborts the trace of a plain function that is given a truth value somewhere, which may be a flag."""
+
+
+_as_jit_traces = compat.trace_context(False)
+"""Whether flags are traced, as ``jax.jit`` does, where a function is lowered and not called."""
+
+
+def _is_truth_value(leaf: PyTree) -> bool:
+    return compat.is_tracer(leaf) and leaf.dtype == bool and not leaf.shape
 
 
 def _has_flags(args: Args, kwargs: Kwargs) -> bool:

@@ -244,7 +244,36 @@ def test_flags_are_held_fixed_as_a_function_may_compare_them_by_identity(use, fl
         explained = autopallas.explain(wrapped, qkv[0], flag)
         assert not explained.failures
     same(jax.grad(lambda x: wrapped(x, flags[0]).sum())(qkv[0]), jax.grad(lambda x: use(x, flags[0]).sum())(qkv[0]))
-    assert wrapped._run is wrapped._jit
+    if not any(isinstance(flag, (np.bool_, jax.Array)) for flag in flags):  # after these, each call is looked through
+        assert wrapped._run is wrapped._jit
+
+
+@pytest.mark.parametrize("inside", [lambda flag: {"twice": flag}, lambda flag: [flag]], ids=["dictionary", "list"])
+@pytest.mark.parametrize("lowered_before", [False, True])
+def test_flags_inside_of_other_arguments_are_held_fixed_too(inside, lowered_before, qkv):
+    def use(x, config):
+        (flag,) = jax.tree.leaves(config)
+        return x * 2 if flag is True else x
+
+    wrapped = autopallas.optimize(use)
+    if lowered_before:
+        wrapped.lower(qkv[0], inside(True))
+    for flag in (True, False, jnp.array(True), True):
+        np.testing.assert_array_equal(wrapped(qkv[0], inside(flag)), use(qkv[0], inside(flag)))
+
+
+def test_truth_values_that_are_arrays_are_traced():
+    traces = []
+
+    def step(state):
+        traces.append(1)
+        return {"done": state["x"] > 1, "x": state["x"] + 1}
+
+    wrapped, state = autopallas.optimize(step), {"done": jnp.array(False), "x": jnp.float32(0)}
+    for _ in range(4):
+        state = wrapped(state)
+    assert (bool(state["done"]), float(state["x"]), len(traces)) == (True, 4, 1)
+    same(jax.vmap(wrapped)({"done": jnp.ones(2, bool), "x": jnp.arange(2.0)})["x"], jnp.arange(2.0) + 1)
 
 
 @pytest.mark.parametrize("fixed", ["twice", True], ids=["text", "flag"])
