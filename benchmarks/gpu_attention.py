@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -222,8 +223,11 @@ def _spec(b: int, t: int, n: int, d: int, mask: str) -> AttentionSpec:
     )
 
 
-def _timed(b: int, t: int, n: int, d: int, mask: str, count: int, backward: bool) -> Timed:
+def _timed(b: int, t: int, n: int, d: int, mask: str, count: int, backward: bool, rounded: bool = False) -> Timed:
+    """Returns a case; ``rounded`` gradients of scores are multiplied in bfloat16, which :func:`naive` does not have."""
     spec = _spec(b, t, n, d, mask)
+    if rounded:
+        spec = replace(spec, score_gradient_dtype=np.dtype(jnp.bfloat16))
     direction = "forward+backward" if backward else "forward"
     wrapped: Callable[..., Any] = _both if backward else lambda function: function
     share = 1.0 if mask == "full" else 0.5

@@ -56,8 +56,8 @@ def _cross_entropy(train: bool) -> Row:
     return timed, case
 
 
-def _attention(shape: tuple[int, int, int, int], mask: str, backward: bool) -> Row:
-    timed = gpu_attention._timed(*shape, mask, 1, backward)
+def _attention(shape: tuple[int, int, int, int], mask: str, backward: bool, rounded: bool = False) -> Row:
+    timed = gpu_attention._timed(*shape, mask, 1, backward, rounded)
     sizes = next(iter(timed.block_sizes.values()))
 
     def case(name: str, found: Compiled, copied: int) -> Case:
@@ -85,6 +85,9 @@ CASES: dict[str, Callable[[], Row]] = {
     "attention forward T4096 D128 causal": lambda: _attention((4, 4096, 16, 128), "causal", False),
     "attention forward T4096 D64 causal": lambda: _attention((4, 4096, 16, 64), "causal", False),
     "attention backward T16384 D128 causal": lambda: _attention((1, 16384, 16, 128), "causal", True),
+    "attention backward T16384 D128 causal, score gradients in bfloat16": lambda: _attention(
+        (1, 16384, 16, 128), "causal", True, True
+    ),
     "attention backward T16384 D128 full": lambda: _attention((1, 16384, 16, 128), "full", True),
 }
 """What is estimated, by name: a timed case, and the model's case of its kernels. Attention is as a caller with

@@ -9,7 +9,7 @@ first pass, keys and values in the second, where the tile is transposed, so that
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
@@ -26,7 +26,7 @@ from autopallas.kernels.attention import gpu_forward, xla
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.gpu_block_sizes import Tiles, backward_tiles
 from autopallas.kernels.attention.gpu_elements import Value, backward_elements
-from autopallas.kernels.attention.gpu_forward import fill, multiplied, parts, products, ring, share_registers, vectors
+from autopallas.kernels.attention.gpu_forward import fill, multiply, parts, ring, share_registers, started, vectors
 from autopallas.kernels.attention.gpu_grid import (
     WARPGROUP_ROWS,
     Loop,
@@ -85,11 +85,11 @@ def backward(
         spec = replace(spec, value_head_size=2 * size)
     rows = ScaledRows(layout.to_canonical(rounded_dout), shift, layout.to_canonical(delta)[..., 0])
     if spec.rounding_adds_up:
-        tiles = backward_tiles(spec, "query", block_sizes)
+        tiles = backward_tiles(spec, "query")
         rows = rows._replace(delta=_call(_Plan.of(spec, "query", tiles, (), read), read, rows)["delta"] * factor)
     found: dict[str | int, Array] = {}
     for kernel in ("query", "key_value"):
-        tiles = backward_tiles(spec, kernel, block_sizes)
+        tiles = backward_tiles(spec, kernel)
         for outputs in tiles.outputs:
             found |= _call(_Plan.of(spec, kernel, tiles, outputs, read), read, rows)
     if split:
@@ -160,8 +160,8 @@ def _side_gradient(
 
 # ---------------------------------------------------------------------- the kernel
 
-_MOST_SUMS = 128
-"""Largest width of all gradients of a row beside which registers hold two tiles."""
+_NUMBERS = ("shift", "delta")
+"""What is read of each row."""
 
 
 class _Plan(NamedTuple):
@@ -256,12 +256,6 @@ class _Plan(NamedTuple):
         return self.outputs != ("value",)
 
     @property
-    def holds_two_tiles(self) -> bool:
-        """Whether registers hold two tiles beside the sums.  Then the scores and what is multiplied into their
-        gradients are computed together, without a wait in between."""
-        return sum(self.sizes[o] for o in self.outputs) <= _MOST_SUMS
-
-    @property
     def floating(self) -> list[int]:
         """Side inputs that have a gradient."""
         return [i for i, s in enumerate(self.spec.sides) if s.differentiable]
@@ -275,7 +269,8 @@ class _Plan(NamedTuple):
         of_columns = layouts["key"].padded(key, columns, d), layouts["value"].padded(value, columns, dv)
         found = [*(of_columns if self.flipped else of_rows), *(of_rows if self.flipped else of_columns)]
         shape = *query.shape[:3], spec.query_length
-        found += [padded(jnp.broadcast_to(x, shape), rows) for x in (scaled.shift, scaled.delta)]
+        numbers = [padded(jnp.broadcast_to(x, shape), rows) for x in (scaled.shift, scaled.delta)]
+        found += [jnp.stack(numbers, axis=-2)]
         found += self.visits.operands
         return [
             *found,
@@ -299,8 +294,10 @@ class _Plan(NamedTuple):
         found = [tile(shape, self.dtype, widest=self.away * self.dtype.itemsize) for shape in shapes]
         if self.through_memory:
             found.append(tile((self.warpgroups, WARPGROUP_ROWS, self.away), self.dtype))
+        if self.flipped:
+            found.append(mosaic().SMEM((self.stages, 2, self.away), jnp.float32))
         at_home = mosaic().Barrier(num_arrivals=2, num_barriers=self.warpgroups)
-        return [*found, at_home, *ring(self.stages, self.warpgroups, copies=2)]
+        return [*found, at_home, *ring(self.stages, self.warpgroups, copies=3 if self.flipped else 2)]
 
 
 def _numbers_of(spec: AttentionSpec, flipped: bool, outputs: tuple[str, ...]) -> tuple[int | Literal["delta"], ...]:
@@ -332,23 +329,25 @@ class _Memory(NamedTuple):
 
     Attributes:
       home, streamed: operands at home and streamed operands, in main memory.
-      shift, delta, table, sides: further operands.
+      numbers: shift and delta of the rows, [B, K, G, 2, T].
+      table, sides: further operands.
       results: of :attr:`_Plan.results`.
       home_shared, streamed_shared: operands of each warpgroup, and stages of the ring.
       staged: the tile of each warpgroup, if it goes through shared memory.
+      numbers_shared: stages of shift and delta, if rows are streamed.
       home_ready, ready, free: barriers of these.
     """
 
     home: _Pair
     streamed: _Pair
-    shift: Ref
-    delta: Ref
+    numbers: Ref
     table: Ref
     sides: tuple[Ref, ...]
     results: tuple[Ref, ...]
     home_shared: _Pair
     streamed_shared: _Pair
     staged: Ref
+    numbers_shared: Ref
     home_ready: Ref
     ready: Ref
     free: Ref
@@ -360,8 +359,7 @@ class _Memory(NamedTuple):
         return _Memory(
             home=_Pair.of(left, *(columns if plan.flipped else rows)),
             streamed=_Pair.of(left, *(rows if plan.flipped else columns)),
-            shift=next(left),
-            delta=next(left),
+            numbers=next(left),
             table=next(left) if plan.visits.operands else None,
             sides=tuple(next(left) for _ in plan.spec.sides),
             results=(
@@ -371,6 +369,7 @@ class _Memory(NamedTuple):
             home_shared=_Pair(next(left), next(left)),
             streamed_shared=_Pair(next(left), next(left)),
             staged=next(left) if plan.through_memory else None,
+            numbers_shared=next(left) if plan.flipped else None,
             home_ready=next(left),
             ready=next(left),
             free=next(left),
@@ -398,20 +397,19 @@ class _Block(NamedTuple):
 
     @staticmethod
     def of(plan: _Plan, memory: _Memory) -> _Block:
-        spec, visits = plan.spec, plan.visits
-        warpgroup = lax.axis_index("warpgroup")
-        head, number = gpu.unravelled(lax.axis_index("block"), visits.home_blocks)
-        outer: tuple[Array, ...]
-        if plan.flipped:
-            outer = lax.div(head, jnp.int32(spec.key_heads)), lax.rem(head, jnp.int32(spec.key_heads))
-        else:
-            key_head = lax.div(head, jnp.int32(spec.groups))
-            k = lax.rem(key_head, jnp.int32(spec.key_heads))
-            outer = lax.div(key_head, jnp.int32(spec.key_heads)), k, lax.rem(head, jnp.int32(spec.groups))
-        if visits.longest_first:
-            number = visits.home_blocks - 1 - number
-        steps = visits.steps(memory.table, outer[0], number)
-        return _Block(plan, memory, warpgroup, outer, number, steps, tuple(visits.loops(steps)))
+        outer, number = _home(plan, lax.axis_index("block"))
+        steps = plan.visits.steps(memory.table, outer[0], number)
+        return _Block(plan, memory, lax.axis_index("warpgroup"), outer, number, steps, tuple(plan.visits.loops(steps)))
+
+    def window(self, again: bool = False) -> tuple[tuple[Number, ...], Array]:
+        """Returns what this warpgroup has at home: the indices of batch entry and heads, and the first position.
+
+        Computed ``again``, they need not be kept in registers.
+        """
+        outer, number = self.outer, self.number
+        if again:
+            outer, number = _home(self.plan, lax.optimization_barrier(lax.axis_index("block")))
+        return outer, number * self.plan.home + self.warpgroup * WARPGROUP_ROWS
 
     def address(self, n: Number, loop: Loop) -> tuple[tuple[Number, ...], Number]:
         """Returns what step ``n`` streams: the indices of batch entry and heads, and the first position."""
@@ -421,6 +419,20 @@ class _Block(NamedTuple):
         group = 0 if groups == 1 else lax.div(n - loop.first * groups, jnp.int32(loop.steps))
         step = n if groups == 1 else loop.first + lax.rem(n - loop.first * groups, jnp.int32(loop.steps))
         return (*self.outer, group), self.steps.block(step) * plan.away
+
+
+def _home(plan: _Plan, block: Array) -> tuple[tuple[Array, ...], Array]:
+    """Returns the indices of batch entry and heads, and the number of the home block, of a block of threads."""
+    spec, visits = plan.spec, plan.visits
+    head, number = gpu.unravelled(block, visits.home_blocks)
+    outer: tuple[Array, ...]
+    if plan.flipped:
+        outer = lax.div(head, jnp.int32(spec.key_heads)), lax.rem(head, jnp.int32(spec.key_heads))
+    else:
+        key_head = lax.div(head, jnp.int32(spec.groups))
+        k = lax.rem(key_head, jnp.int32(spec.key_heads))
+        outer = lax.div(key_head, jnp.int32(spec.key_heads)), k, lax.rem(head, jnp.int32(spec.groups))
+    return outer, visits.home_blocks - 1 - number if visits.longest_first else number
 
 
 def _call(plan: _Plan, operands: Operands, rows: ScaledRows) -> dict[str | int, Array]:
@@ -467,6 +479,9 @@ def _load(own: _Block) -> None:
         window = (*index, pl.ds(start, plan.away))
         for source, target in zip(memory.streamed, memory.streamed_shared, strict=True):
             plgpu.copy_gmem_to_smem(source.at[window], target.at[slot], memory.ready.at[slot])
+        if plan.flipped:
+            numbers = memory.numbers.at[(*index, slice(None), pl.ds(start, plan.away))]
+            plgpu.copy_gmem_to_smem(numbers, memory.numbers_shared.at[slot], memory.ready.at[slot])
 
     groups = plan.groups
     parts = [(loop.first * groups, loop.steps * groups) for loop in own.loops]
@@ -477,23 +492,31 @@ def _compute(own: _Block) -> None:
     """Computes the gradients of the 64 rows or columns of a warpgroup."""
     plgpu, plan, memory, here = mosaic(), own.plan, own.memory, own.warpgroup
     share_registers(plan.warpgroups, computes=True)
-    base = own.number * plan.home + here * WARPGROUP_ROWS
-    window = (*own.outer, pl.ds(base, WARPGROUP_ROWS))
+    outer, base = own.window()
+    window = (*outer, pl.ds(base, WARPGROUP_ROWS))
     for source, target in zip(memory.home, memory.home_shared, strict=True):
         plgpu.copy_gmem_to_smem(source.at[window], target.at[here], memory.home_ready.at[here])
     at_home = {}
     if not plan.flipped:
-        at_home = {n: vector(ref, window, "along_0") for n, ref in (("shift", memory.shift), ("delta", memory.delta))}
-    sums = tuple(
-        plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, plan.sizes[o]), F32), plgpu.Layout.WGMMA) for o in plan.outputs
-    )
-    sums += tuple(vectors(0.0) for _ in plan.numbers)
+        rows = pl.ds(base, WARPGROUP_ROWS)
+        at_home = {x: vector(memory.numbers, (*own.outer, n, rows), "along_0") for n, x in enumerate(_NUMBERS)}
     plgpu.barrier_wait(memory.home_ready.at[here])
-    for loop in own.loops:
-        first, last = loop.first * plan.groups, (loop.first + loop.steps) * plan.groups
-        sums = lax.fori_loop(first, last, partial(_add_tile, own, base, at_home, loop), sums)
-    for ref, total in zip(memory.results, sums, strict=True):
-        store(ref.at[window], total.astype(ref.dtype))
+
+    def visit(*sums: Ref) -> None:
+        numbers = tuple(vectors(0.0) for _ in plan.numbers)
+        for loop in own.loops:
+            first, last = loop.first * plan.groups, (loop.first + loop.steps) * plan.groups
+            step = partial(_add_tile, own, base, at_home, loop, dict(zip(plan.outputs, sums, strict=True)))
+            numbers = lax.fori_loop(first, last, step, numbers)
+        outer, first = own.window(again=True)
+        window = (*outer, pl.ds(first, WARPGROUP_ROWS))
+        for ref, total in zip(memory.results, (*(sum_[...] for sum_ in sums), *numbers), strict=True):
+            store(ref.at[window], total.astype(ref.dtype))
+
+    if plan.outputs:
+        pl.run_scoped(visit, *(plgpu.ACC((WARPGROUP_ROWS, plan.sizes[o]), jnp.float32) for o in plan.outputs))
+    else:
+        visit()
 
 
 class _Tile(NamedTuple):
@@ -502,7 +525,6 @@ class _Tile(NamedTuple):
     Attributes:
       block: the block of threads.
       place: where the tile is.
-      heads, start: what is streamed: indices of batch entry and heads, and the first position.
       slot: the stage.
       at_home: shift and delta, if rows are at home.
       ragged: whether streamed positions may not exist.
@@ -510,8 +532,6 @@ class _Tile(NamedTuple):
 
     block: _Block
     place: Place
-    heads: tuple[Number, ...]
-    start: Number
     slot: Array
     at_home: Mapping[str, Value]
     ragged: bool
@@ -525,73 +545,97 @@ class _Tile(NamedTuple):
         b, k, g = index if plan.flipped else own.outer
         place = Place(b, k, g, row, column, plan.shape, plan.flipped)
         length = spec.query_length if plan.flipped else spec.key_length
-        return _Tile(own, place, index, start, slot, at_home, loop.general and bool(length % plan.away))
+        return _Tile(own, place, slot, at_home, loop.general and bool(length % plan.away))
 
     def numbers(self, name: Literal["shift", "delta"]) -> Value:
         """Reads shift or delta of the tile's rows."""
         plan, memory = self.block.plan, self.block.memory
         if not plan.flipped:
             return self.at_home[name]
-        ref = memory.shift if name == "shift" else memory.delta
-        return vector(ref, (*self.heads, pl.ds(self.start, plan.away)), "along_1")
+        return vector(memory.numbers_shared, (self.slot, _NUMBERS.index(name)), "along_1")
 
     def existing(self, x: Value) -> Array:
         """Returns a value as a tile in float32, with zeros where a streamed position does not exist."""
         array = x.widened("tile", self.place.shape).astype(F32)
-        return jnp.where(exists(self.place, self.block.plan.spec), array, 0.0) if self.ragged else array
+        return jnp.where(exists(self.place.again(), self.block.plan.spec), array, 0.0) if self.ragged else array
 
-    def added(self, output: str, x: Value, total: Array) -> Array:
-        """Adds the product of a tile with streamed operands to the gradient of ``output``."""
+    def add(self, output: str, x: Value, total: Ref) -> int:
+        """Starts to add the product of a tile with streamed operands to the gradient of ``output``; returns the number
+        of wgmma."""
         plan, memory, spec = self.block.plan, self.block.memory, self.block.plan.spec
         staged = None if memory.staged is None else memory.staged.at[self.block.warpgroup]
         value = output == "value"
         streamed = memory.streamed_shared.second if value else memory.streamed_shared.first
         read = spec.reads_weights if value else spec.reads_score_gradients
         precision = spec.value_precision if value else spec.score_precision
-        for part in parts(self.existing(x), read, plan.dtype, precision):
-            total = multiplied(part, streamed.at[self.slot], total, staged)
-        return total
+        found = parts(self.existing(x), read, plan.dtype, precision)
+        for part in found:
+            multiply(part, streamed.at[self.slot], total, staged)
+        return len(found)
 
 
 def _add_tile(
-    own: _Block, base: Array, at_home: Mapping[str, Value], loop: Loop, n: Number, sums: tuple[Array, ...]
+    own: _Block,
+    base: Array,
+    at_home: Mapping[str, Value],
+    loop: Loop,
+    sums: Mapping[str, Ref],
+    n: Number,
+    numbers: tuple[Array, ...],
 ) -> tuple[Array, ...]:
-    """Adds the contributions of one more tile; ``base`` is the first position at home, and ``n`` the step."""
-    plgpu, plan, memory, here = mosaic(), own.plan, own.memory, own.warpgroup
-    spec, shape, outputs = plan.spec, plan.shape, plan.outputs
+    """Adds the contributions of one more tile to the gradients, and returns the numbers with those of the tile.
+
+    ``base`` is the first position at home, and ``n`` the step.
+    """
+    plan, memory = own.plan, own.memory
+    # Addresses of what is at home are computed for each tile: registers would not hold them.
+    here = lax.optimization_barrier(own.warpgroup)
     tile = _Tile.of(own, base, at_home, loop, n)
     home, streamed = memory.home_shared, memory.streamed_shared
     pairs = [(home.first.at[here], streamed.first.at[tile.slot])]
-    early: dict[str, Value] = {}
-    if plan.holds_two_tiles:  # the numbers of the rows are on their way while the tile is awaited
-        early["shift"] = tile.numbers("shift")
-        if plan.inner and outputs:
-            early["delta"] = tile.numbers("delta")
-        if plan.inner:
-            pairs.append((home.second.at[here], streamed.second.at[tile.slot]))
-    plgpu.barrier_wait(memory.ready.at[tile.slot])
-    known = tile.place.positions() | side_values(spec, memory.sides, tile.place)
-    score, *others = products(pairs, shape)
-    known |= {"score": Value("tile", score.astype(spec.score_dtype))}
-    known["shift"] = early["shift"] if early else tile.numbers("shift")
-    elements = backward_elements(spec, loop.programs).on(shape, known)
-    new: dict[str, Array] = {}
-    # What needs only the probabilities comes first: registers are scarce.
-    if "value" in outputs:
-        new["value"] = tile.added("value", elements.result()[0], sums[outputs.index("value")])
     if plan.inner:
-        (dp,) = others or products([(home.second.at[here], streamed.second.at[tile.slot])], shape)
-        elements.given({"dp": Value("tile", dp)})
+        pairs.append((home.second.at[here], streamed.second.at[tile.slot]))
+    mosaic().barrier_wait(memory.ready.at[tile.slot])
+    found: tuple[Array, ...] = started(pairs, plan.shape, partial(_add_products, tile, loop, sums, numbers))
+    return found
+
+
+def _add_products(
+    tile: _Tile,
+    loop: Loop,
+    sums: Mapping[str, Ref],
+    numbers: tuple[Array, ...],
+    score: Callable[..., Array],
+    dp_of: Callable[..., Array] | None = None,
+) -> tuple[Array, ...]:
+    """Adds what follows from the scores and the gradients of the probabilities, which are being computed.
+
+    Exponentials are computed while wgmma multiplies for these gradients, and gradients of scores while it multiplies
+    the probabilities.  ``score`` and ``dp_of`` are functions as :func:`started` has them.
+    """
+    plgpu, plan, memory = mosaic(), tile.block.plan, tile.block.memory
+    spec, shape, outputs = plan.spec, plan.shape, plan.outputs
+    known = side_values(spec, memory.sides, tile.place) | {"shift": tile.numbers("shift")}
+    known["score"] = Value("tile", score().astype(spec.score_dtype))
+    place = tile.place.again() if loop.general else tile.place
+    elements = backward_elements(spec, loop.programs).on(shape, known | place.positions())
+    running = tile.add("value", elements.result()[0], sums["value"]) if "value" in outputs else 0
+    dp = None
+    if dp_of is not None:
+        dp = dp_of(running)
+        if loop.general:
+            elements.renewed(tile.place.again().positions())
+        elements.given({"dp": Value("tile", dp)} | ({"delta": tile.numbers("delta")} if outputs else {}))
     if plan.inner and outputs:
-        elements.given({"delta": early["delta"] if early else tile.numbers("delta")})
-        new[outputs[0]] = tile.added(outputs[0], elements.result()[1], sums[0])
-    plgpu.barrier_arrive(memory.free.at[tile.slot])
+        tile.add(outputs[0], elements.result()[1], sums[outputs[0]])
     further = []
-    for number, total in zip(plan.numbers, sums[len(outputs) :], strict=True):
+    for number, total in zip(plan.numbers, numbers, strict=True):
         if number == "delta":
-            p = elements.result()[0].widened("tile", shape)
-            part = Value("tile", p.astype(F32) * dp)
+            assert dp is not None
+            part = Value("tile", elements.result()[0].widened("tile", shape).astype(F32) * dp)
         else:
             part = elements.result()[2][plan.floating.index(number)]
         further.append(total + jnp.sum(tile.existing(part), axis=1))
-    return (*(new[o] for o in outputs), *further)
+    plgpu.wgmma_wait(0)
+    plgpu.barrier_arrive(memory.free.at[tile.slot])
+    return tuple(further)

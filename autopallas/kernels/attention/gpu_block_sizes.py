@@ -12,10 +12,10 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.attention.gpu_elements import scale_of
 from autopallas.kernels.attention.gpu_grid import WARPGROUP_ROWS, head_size_of
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.gpu import SHARED_MEMORY, rounded, shared_bytes
+from autopallas.sites.elementwise import ElementwiseProgram, Index, Score
 
 __all__ = ["Tiles", "backward_tiles", "candidates", "default", "fitting", "forward_tiles", "shared_memory"]
 
@@ -55,6 +55,8 @@ def shared_memory(spec: AttentionSpec, kernel: Kernel, tiles: Tiles) -> int:
     dtype, rows = spec.query_dtype, tiles.warpgroups * WARPGROUP_ROWS
     home = [((rows, d), dtype)] + [((rows, dv), dtype)] * (kernel != "forward")
     stages = [((tiles.stages, tiles.away, d), dtype), ((tiles.stages, tiles.away, dv), dtype)]
+    if kernel == "key_value":
+        stages.append(((tiles.stages, 2, tiles.away), np.dtype(np.float32)))  # shift and delta of the rows
     return shared_bytes([*home, *stages], barriers=tiles.warpgroups + 4 * tiles.stages + 1)
 
 
@@ -80,20 +82,24 @@ def forward_tiles(spec: AttentionSpec, block_sizes: BlockSizes) -> Tiles:
     raise AssertionError("two stages of the smallest tiles always fit")
 
 
-def backward_tiles(spec: AttentionSpec, kernel: Literal["query", "key_value"], block_sizes: BlockSizes) -> Tiles:
-    """Returns the tiles of a kernel of the backward."""
+def backward_tiles(spec: AttentionSpec, kernel: Literal["query", "key_value"]) -> Tiles:
+    """Returns the tiles of a kernel of the backward, which do not depend on the forward's.
+
+    A block has 128 positions at home if the axis has more than 64 and the registers hold what each of two warpgroups
+    sums, whatever the number of rows that suits the forward.
+    """
     _, _, widest = _sizes(spec)
     outputs: tuple[tuple[str, ...], ...] = (("query",),)
+    light = widest <= 128 and _light(spec)
     if kernel == "key_value":
-        outputs = (("key", "value"),) if widest <= (128 if _plain(spec) else 96) else (("key",), ("value",))
-    most = 2 if widest <= 128 else 1
-    warpgroups = max(1, min(block_sizes.query_block // WARPGROUP_ROWS, most))
-    away = 64
-    if widest > 128 or not _plain(spec):
+        outputs = (("key", "value"),) if widest <= 96 or light else (("key",), ("value",))
+    most, away = 2 if widest <= 128 else 1, 64
+    if not light:
         held = (n for n in (64, 32) if _registers(spec, kernel, outputs, n) <= _MOST_REGISTERS[most])
         away = next(held, 16)
-    for w in range(warpgroups, 0, -1):
-        for found in _staged(spec, kernel, Tiles(w, away, 0, outputs)):
+    length = spec.query_length if kernel == "query" else spec.key_length
+    for warpgroups in range(most if length > WARPGROUP_ROWS else 1, 0, -1):
+        for found in _staged(spec, kernel, Tiles(warpgroups, away, 0, outputs)):
             return found
     raise AssertionError("two stages of the smallest tiles always fit")
 
@@ -123,13 +129,35 @@ def _lean(spec: AttentionSpec) -> bool:
     return lean and spec.reads_weights == spec.value_dtype
 
 
-def _plain(spec: AttentionSpec) -> bool:
-    """Returns whether hardly anything but the products needs registers: no mask, side inputs or shorter last block."""
-    return (
-        not (spec.sides or spec.weights or spec.inner_weights or spec.query_length % 64)
-        and spec.score_dtype == np.float32
-        and scale_of(spec.score) is not None
-    )
+def _light(spec: AttentionSpec) -> bool:
+    """Returns whether two tiles fit into the registers beside the gradients of keys and values of 128 numbers each.
+
+    Nothing else may need registers for each element: neither side inputs along rows or columns nor a derivative that
+    depends on the score.  A mask that one comparison decides does not: it is computed anew where it is used again.
+    Beside a last block of rows that is shorter nothing may be computed for each row or column.
+    """
+    sides = any(side.varies[3] or side.varies[4] for side in spec.sides)
+    if sides or spec.weights or spec.inner_weights:
+        return False
+    found = [(name, axes) for name, axes in _axes_of(spec.score) if name != "convert_element_type"]
+    if spec.query_length % WARPGROUP_ROWS and (spec.sides or any(len(axes) == 1 for _, axes in found)):
+        return False
+    names = [name for name, axes in found if len(axes) > 1]
+    return len(names) <= 3 and set(names) <= _LINEAR and sum(name in ("mul", "div") for name in names) <= 1
+
+
+_LINEAR = frozenset("mul div select_n ge gt le lt eq ne".split())
+
+
+def _axes_of(program: ElementwiseProgram) -> Iterator[tuple[str, set[str]]]:
+    """Yields each instruction's primitive, with the axes along which its result varies."""
+    axes: list[set[str]] = [
+        {"query", "key"} if isinstance(i, Score) else {i.axis} if isinstance(i, Index) else set()
+        for i in program.inputs
+    ]
+    for instruction in program.instructions:
+        axes.append(set().union(*(axes[n] for n in instruction.arguments)))
+        yield instruction.primitive.name, axes[-1]
 
 
 def fitting(spec: AttentionSpec, block_sizes: BlockSizes) -> BlockSizes:

@@ -95,6 +95,16 @@ class Evaluation:
         self._run(closed.jaxpr)
         return self
 
+    def renewed(self, positions: Mapping[str, Value]) -> None:
+        """Forgets integers and booleans, such as masks, that would fill registers; they are computed anew where needed.
+
+        ``positions`` are those that are known, in a form that the compiler does not recognise as the same.
+        """
+        names = dict(zip(self.elements.names, self.elements.jaxpr.jaxpr.invars, strict=True))
+        arguments = {*self.elements.jaxpr.jaxpr.invars, *self.elements.jaxpr.jaxpr.constvars}
+        kept = {v: x for v, x in self.found.items() if v in arguments or jnp.issubdtype(x.array.dtype, jnp.floating)}
+        self.found = kept | {names[name]: value for name, value in positions.items()}
+
     def result(self) -> PyTree:
         """Returns the function's result, with None for what is not known yet."""
         read = [self._read(v) for v in self.elements.jaxpr.jaxpr.outvars]
@@ -107,7 +117,7 @@ class Evaluation:
 
     def _run(self, jaxpr: Jaxpr) -> None:
         for equation in jaxpr.eqns:
-            if equation.outvars[0] in self.found:
+            if all(variable in self.found for variable in equation.outvars):
                 continue
             operands = [self._read(v) for v in equation.invars]
             if any(x is None for x in operands):

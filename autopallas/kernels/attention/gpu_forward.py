@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from autopallas.compat import Dtype
+from autopallas.compat import Dtype, PyTree
 from autopallas.kernels import gpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.gpu_block_sizes import forward_tiles
@@ -45,7 +45,7 @@ from autopallas.kernels.gpu import mosaic, rounded, store, tile
 from autopallas.kernels.refs import Number, Ref
 from autopallas.sites.interpret import interpretation
 
-__all__ = ["forward", "multiplied", "parts", "products", "ring", "share_registers", "statistics", "vectors"]
+__all__ = ["forward", "multiply", "parts", "ring", "share_registers", "started", "statistics", "vectors"]
 
 Array: TypeAlias = jax.Array
 F32 = np.dtype(np.float32)
@@ -524,11 +524,22 @@ def parts(tile_value: Array, read: Dtype | None, dtype: DTypeLike, precision: st
     """
     if read == dtype:
         return [tile_value.astype(dtype)]
+    count = 2 if precision is None else 3
     found = []
-    for _ in range(2 if precision is None else 3):
-        found.append(tile_value.astype(dtype))
-        tile_value = tile_value - found[-1].astype(F32)
-    return found
+    for _ in range(count - 1):
+        first = _cut(tile_value) if dtype == jnp.bfloat16 else tile_value.astype(dtype).astype(F32)
+        found.append(first.astype(dtype))
+        tile_value = tile_value - first
+    return [*found, tile_value.astype(dtype)]
+
+
+def _cut(x: Array) -> Array:
+    """Returns float32 numbers without the bits that bfloat16 does not have.
+
+    Rounding would have each element converted there and back on its own, in the unit of the exponentials.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return lax.bitcast_convert_type(bits & jnp.full(x.shape, -(1 << 16), jnp.int32), F32)
 
 
 def multiplied(tile_value: Array, shared: Ref, accumulator: Array, through: Ref | None) -> Array:
@@ -555,6 +566,40 @@ def multiplied(tile_value: Array, shared: Ref, accumulator: Array, through: Ref 
 
     summed: Array = accumulator + pl.run_scoped(multiply_staged, plgpu.ACC(accumulator.shape, jnp.float32))
     return summed
+
+
+def multiply(tile_value: Array, shared: Ref, total: Ref, through: Ref | None) -> None:
+    """Starts to add a tile in registers times a matrix in shared memory to an accumulator.
+
+    ``through`` is shared memory for the tile, for the interpreter, which cannot multiply from registers.
+    """
+    plgpu = mosaic()
+    if through is not None:
+        through[...] = tile_value
+        plgpu.commit_smem()
+    plgpu.wgmma(total, tile_value if through is None else through, shared)
+
+
+def started(pairs: Sequence[tuple[Ref, Ref]], shape: tuple[int, int], use: Callable[..., PyTree]) -> PyTree:
+    """Starts to compute a b^T of pairs (a, b) of tiles in shared memory, and returns ``use(*products)``.
+
+    Each of the ``products`` is a function that waits for it and those before it, and returns it. Its argument is the
+    number of wgmma that ``use`` has started meanwhile, 0 by default.
+    """
+    plgpu = mosaic()
+
+    def run(*accumulators: Ref) -> PyTree:
+        for accumulator, (a, b) in zip(accumulators, pairs, strict=True):
+            plgpu.wgmma(accumulator, a, b.transpose((1, 0)))
+
+        def product(number: int, others: int = 0) -> Array:
+            behind = len(accumulators) - 1 - number + others
+            found: Array = plgpu.wgmma_accumulator_load(accumulators[number], wait_n=behind)
+            return found
+
+        return use(*(partial(product, number) for number in range(len(accumulators))))
+
+    return pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for _ in pairs))
 
 
 def products(

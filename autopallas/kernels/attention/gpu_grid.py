@@ -207,6 +207,11 @@ class Place(NamedTuple):
         b, k, g = (i if v else 0 for i, v in zip((self.batch, self.head, self.group), varies, strict=False))
         return b, k, g
 
+    def again(self) -> Place:
+        """Returns the same place in a form that the compiler does not recognise as the same."""
+        row, column = (lax.optimization_barrier(jnp.asarray(x, jnp.int32)) for x in (self.row, self.column))
+        return self._replace(row=row, column=column)
+
     def positions(self) -> dict[str, Value]:
         """Returns the query and the key position of each element."""
         plgpu = mosaic()

@@ -67,7 +67,7 @@ def check(compiler, case, dtype, sizes, backward):
         if which == "forward":
             tiles = gpu_block_sizes.forward_tiles(spec, sizes)
         else:
-            tiles = gpu_block_sizes.backward_tiles(spec, which, sizes)
+            tiles = gpu_block_sizes.backward_tiles(spec, which)
         estimate = gpu_block_sizes.shared_memory(spec, which, tiles)
         assert abs(estimate / kernel.shared_bytes - 1) <= 0.25, f"{which}: {estimate} of {kernel.shared_bytes}"
     # Copies of operands that are padded or turned; the scores, 2 heads of which would be more, are never there.
@@ -159,7 +159,7 @@ def test_no_array_of_a_program_is_transposed(compiler, order, length):
     given = (jax.ShapeDtypeStruct(tuple(sizes[letter] for letter in order), BF16),) * 4
     found = compiler.compile(autopallas.optimize(step, **ALWAYS), given)
     assert found.faults() == ()
-    assert found.calls == 4
+    assert found.calls == 3
     assert found.copied_bytes <= 2 * length * 8 * 4
 
 
@@ -179,7 +179,7 @@ def test_a_layer_in_a_loop_runs_each_kernel_once(compiler):
     weights = tuple(jax.ShapeDtypeStruct((3, 512, n), BF16) for n in (3 * 512, 512))
     found = compiler.compile(autopallas.optimize(step, **ALWAYS), (x, weights, x))
     assert found.faults() == ()
-    assert found.calls == 4
+    assert found.calls == 3
 
 
 def test_statistics_are_a_kernel_without_values(compiler):

@@ -20,7 +20,7 @@ import autopallas
 from autopallas import compat
 from autopallas.compile import gpu as compile_gpu
 from autopallas.kernels import gpu
-from autopallas.kernels.attention import gpu_block_sizes, pallas_gpu, reference
+from autopallas.kernels.attention import gpu_block_sizes, gpu_forward, pallas_gpu, reference
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.gpu_elements import primitives, scale_of
 from autopallas.kernels.attention.gpu_grid import Visits
@@ -212,6 +212,28 @@ def test_every_head_size(size):
 
 
 @needs_interpreter
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("causal", "bfloat16"), ("causal", "float16"), ("sliding window", "bfloat16"), ("full", "bfloat16"),
+        ("rows without keys, fill -inf", "bfloat16"), ("rows without keys, finite fill", "bfloat16"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("rounded", [False, True], ids=["float32", "rounded"])
+def test_gradients_of_wide_heads_that_share_keys(name, dtype, rounded):
+    """Where one kernel has dk and dv and where two have them; gradients of scores as they are, and rounded."""
+    if not FULL_GRID and (name, dtype, rounded) != ("causal", "bfloat16", False):
+        pytest.skip("one of the cases that make check-gpu runs")
+    case = replace(BY_NAME[name], batch=1, key_heads=1, groups=2, query_length=133, key_length=133, head_size=128,
+                   value_head_size=128)  # fmt: skip
+    changes = dict(score_gradient_dtype=np.dtype(dtype)) if rounded else {}
+    with racing():
+        found = computed(pallas_gpu, case, np.dtype(dtype), SIZES, **changes)
+    for part, value in oracle(case, np.dtype(dtype)).items():
+        assert errors(found[part], value)[0] <= TOLERANCES[dtype][part.startswith("d")], part
+
+
+@needs_interpreter
 def test_repeated_runs_agree_to_the_last_bit():
     """Whatever order the simulated threads happen to run in."""
     case = replace(larger(BY_NAME["causal"]), key_heads=1, query_length=70, key_length=70)
@@ -307,7 +329,7 @@ def test_candidates_fit_into_shared_memory(size):
         assert gpu_block_sizes.shared_memory(spec, "forward", tiles) <= SHARED_MEMORY
         assert (tiles.warpgroups * 64, tiles.away) == (sizes.query_block, sizes.key_block)
         for kernel in ("query", "key_value"):
-            backward = gpu_block_sizes.backward_tiles(spec, kernel, sizes)
+            backward = gpu_block_sizes.backward_tiles(spec, kernel)
             assert gpu_block_sizes.shared_memory(spec, kernel, backward) <= SHARED_MEMORY
 
 
@@ -319,6 +341,44 @@ def test_tiles_have_as_many_keys_as_registers_hold(name, size, rows, keys):
     spec = replace(BY_NAME[name], query_length=4096, key_length=4096, head_size=size, value_head_size=size).spec(BF16)
     assert gpu_block_sizes.fitting(spec, BlockSizes(rows, 256)) == BlockSizes(rows, keys)
     assert (BlockSizes(128, 256) in gpu_block_sizes.candidates(spec)) == (name == "causal" and size == 64)
+
+
+@pytest.mark.parametrize("length", [2048, 2041])
+@pytest.mark.parametrize(
+    "name, size, kernels",
+    [
+        ("full", 128, 1), ("causal", 128, 1), ("causal, low fill", 128, 1), ("causal", 96, 1), ("sink", 128, 1),
+        ("sliding window", 128, 2), ("bias", 128, 2), ("segments and causal", 128, 2),
+        ("soft cap and position bias", 128, 2), ("causal", 192, 2),
+    ],
+)  # fmt: skip
+def test_keys_and_values_share_a_kernel_where_registers_hold_both(name, size, kernels, length):
+    case = replace(BY_NAME[name], query_length=length, key_length=length, head_size=size, value_head_size=size)
+    assert len(gpu_block_sizes.backward_tiles(case.spec(BF16), "key_value").outputs) == kernels
+
+
+@pytest.mark.parametrize("length, warpgroups", [(64, 1), (65, 2), (4096, 2)])
+@pytest.mark.parametrize("kernel", ["query", "key_value"])
+def test_the_backward_has_two_warpgroups_where_there_is_work_for_both(kernel, length, warpgroups):
+    """Whatever the forward has, which may be one or three."""
+    for name, size in (("causal", 64), ("causal", 128), ("bias", 128)):
+        case = replace(BY_NAME[name], query_length=length, key_length=length, head_size=size, value_head_size=size)
+        assert gpu_block_sizes.backward_tiles(case.spec(BF16), kernel).warpgroups == warpgroups
+
+
+@pytest.mark.parametrize("dtype, bits", [(jnp.bfloat16, 8), (jnp.float16, 11)])
+@pytest.mark.parametrize("precision, count", [(None, 2), ("HIGHEST", 3)])
+def test_a_tile_is_a_sum_of_parts_of_fewer_bits(precision, count, dtype, bits):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=1000) * 2.0 ** np.arange(-5, 5).repeat(100), np.float32)
+    found = gpu_forward.parts(x, F32, dtype, precision)
+    assert [part.dtype for part in found] == [dtype] * count
+    rest = np.asarray(x, np.float64) - sum(np.asarray(part, np.float64) for part in found)
+    least = 0.0 if dtype == jnp.bfloat16 else 2.0**-25  # half of the smallest number of float16
+    assert np.all(np.abs(rest) <= np.maximum(2.0 ** -(bits * count) * np.abs(x), least))
+    assert [part.tolist() for part in gpu_forward.parts(x, dtype, dtype, precision)] == [x.astype(dtype).tolist()]
+    for number in (np.inf, np.nan):
+        found = gpu_forward.parts(jnp.full(1, number, F32), F32, dtype, None)
+        assert np.isnan(sum(np.asarray(part, np.float32) for part in found))
 
 
 @needs_interpreter
