@@ -156,6 +156,21 @@ def test_the_first_decay_is_not_read():
     assert run.report().counts()["respelling"] == 1
 
 
+@pytest.mark.parametrize("name", ["a state", "a product of decays"])
+def test_what_overflows_is_assumed_away(name):
+    a, b = np.full((16, D), 0.5, np.float32), np.zeros((16, D), np.float32)
+    if name == "a state":
+        b[0], a[1:4] = 1e30, np.array([[1], [1e30], [0]])  # given up after it has overflowed
+    else:
+        a[:] = 1e10
+    own = autopallas.optimize(scanned, objective="always")
+    own(a, b)
+    assert any("overflows" in text for text in own.report().sites[0].assumptions)
+    strict = autopallas.optimize(scanned, objective="always", assume_finite=False)
+    np.testing.assert_array_equal(strict(a, b), jax.jit(scanned)(a, b))
+    assert not strict.report().sites
+
+
 def test_in_layers_and_after_second_derivatives():
     def layers(a, b):
         return lax.scan(lambda x, a: (jnp.sin(scanned(jnp.tanh(a), x)), None), b, a)[0]

@@ -201,6 +201,29 @@ def test_what_is_not_finite_meets_the_zeros_of_the_padding(place, value):
     np.testing.assert_array_equal(np.isinf(a), np.isinf(b))
 
 
+FOUR_AXES = lax.ConvDimensionNumbers((0, 5, 1, 2, 3, 4), (5, 4, 0, 1, 2, 3), (0, 5, 1, 2, 3, 4))
+"""Numbers of a convolution over four axes of space, with the channels last."""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rank", "padding", "assumed"),
+    [("float64", 2, "SAME", 1), ("float64", 2, "VALID", 0), ("float32", 4, "SAME", 1), ("float32", 3, "SAME", 0)],
+)
+def test_padding_that_the_original_skips_is_assumed_to_meet_what_is_finite(dtype, rank, padding, assumed):
+    numbers = LAYOUTS[rank][0] if rank in LAYOUTS else FOUR_AXES
+    run = convolution(2, numbers, padding=padding)
+    with jax.enable_x64(True):
+        x, w = np.ones((1, *(4,) * rank, 2), dtype), np.ones((*(2,) * rank, 1, 2), dtype)
+        w[-1] = np.inf
+        own = optimized(run)
+        own(x, w)
+        (site,) = own.report().sites
+        assert len(site.assumptions) == assumed
+        strict = optimized(run, assume_finite=False)
+        np.testing.assert_array_equal(strict(x, w), jax.jit(run)(x, w))
+        assert len(strict.report().sites) == 1 - assumed
+
+
 def test_other_convolutions_are_left_alone():
     numbers = LAYOUTS[2][0]
     plain = convolution(1, numbers), random(1, 8, 8, 4), random(3, 3, 4, 4)

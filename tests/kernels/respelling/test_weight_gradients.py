@@ -128,6 +128,24 @@ def test_transposed_convolutions_are_assumed_to_be_finite():
     assert not strict.report().sites
 
 
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (2, 2)])
+def test_padding_that_the_original_skips_is_assumed_to_meet_what_is_finite(kernel, stride):
+    numbers = LAYOUTS[2][0]
+    around = ((stride, 0),) * 2
+    run = lambda x, w: lax.conv_general_dilated(x, w, (stride,) * 2, around, dimension_numbers=numbers)  # noqa: E731
+    with jax.enable_x64(True):
+        x, w = operands(numbers, 3, 4, 6, kernel, dtype=jnp.float64)
+        gradient = lambda x, y: jax.linear_transpose(lambda w: run(x, w), w)(y)[0]  # noqa: E731
+        y = run(x, w).at[:, 0].set(jnp.inf)
+        own = autopallas.optimize(gradient, objective="always")
+        own(x, y)
+        (site,) = own.report().sites
+        assert any("finite" in text for text in site.assumptions)
+        strict = autopallas.optimize(gradient, objective="always", assume_finite=False)
+        np.testing.assert_array_equal(strict(x, y), jax.jit(gradient)(x, y))
+        assert not strict.report().sites
+
+
 def test_other_convolutions_are_left_alone():
     numbers = LAYOUTS[2][0]
 

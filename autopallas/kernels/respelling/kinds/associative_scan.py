@@ -245,6 +245,13 @@ def _plain(spec: RespellingSpec, decay: jax.Array, given: jax.Array, *rest: jax.
     return [found[name] for name in wanted]
 
 
+def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:
+    """Returns that nothing overflows: an infinite product of decays times a state of 0 is NaN in the original, and an
+    infinite state times a decay of 0 in the loop.  Shifts multiply the first decay by the zeros that they fill with."""
+    shifted = dict(spec.parameters).get("shifted")
+    return (f"no state and no product of decays overflows{', and the first decay is finite' if shifted else ''}",)
+
+
 # ---------------------------------------------------------------------- evidence
 
 
@@ -334,6 +341,7 @@ KIND = Kind(
     name="associative_scan",
     primitives=("add", "add_any"),
     numerics="reordered",
+    assumptions=_assumptions,
     instead="a loop over the steps",
     match=_match,
     original=_original,

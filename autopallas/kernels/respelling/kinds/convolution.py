@@ -3,7 +3,7 @@
 A convolution has taps where its window is small (``w``): each adds a shifted slice of x times one weight.  Where the
 result is small instead, as that of a weight's gradient, each of its elements is one product of x, shifted, with the
 whole window (``y``).  Padding and the zeros between dilated elements are multiplied like any other element, as in the
-original, so that infinities and NaNs give the same.
+original, so that infinities and NaNs give the same; where the original skips them, it is assumed that there are none.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from autopallas.compat import Dtype, JaxprEqn
+from autopallas.kernels.respelling.inserted_zeros import assumed_finite
 from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 
@@ -316,6 +317,11 @@ def _contracted(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
     return lax.transpose(found, _order((0, space + 1, *range(1, space + 1)), own.out))
 
 
+def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:
+    own = _of(spec)
+    return assumed_finite((dtype for _, dtype in (*spec.operands, *spec.results)), own.padding, own.lhs_dilation)
+
+
 # ---------------------------------------------------------------------- evidence
 
 
@@ -401,6 +407,7 @@ KIND = Kind(
     name="convolution",
     primitives=("conv_general_dilated",),
     numerics="reordered",
+    assumptions=_assumptions,
     instead="a sum over the taps of the window, or of the result, of shifted slices times weights",
     match=of_equation(_parameters),
     original=_original,

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.compat import Dtype, JaxprEqn
+from autopallas.kernels.respelling.inserted_zeros import assumed_finite
 from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 
@@ -217,7 +218,10 @@ def _arranged(own: _Gradient, found: jax.Array) -> jax.Array:
 
 def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:
     """Returns that the operands are finite where they meet other zeros than in the original."""
-    return ("both operands are finite",) if _of(spec).transposed else ()
+    own = _of(spec)
+    if own.transposed:
+        return ("both operands are finite",)
+    return assumed_finite((dtype for _, dtype in (*spec.operands, *spec.results)), own.padding, own.spread)
 
 
 # ---------------------------------------------------------------------- evidence
