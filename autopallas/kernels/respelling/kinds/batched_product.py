@@ -4,9 +4,8 @@ Rotations, rigid transforms and covariances are matrices of 2 to 10 rows, of whi
 compiler loops over them, and has a routine for each product that takes longer than the product.  Summed over the few
 elements of the contracted axis, elementwise products run on vectors that hold elements of many matrices.
 
-Such sums are computed in a branch that is always taken, for XLA would fuse them with what computes their operands, and
-compute that anew for each element that is read; a product it never fuses.  In a barrier's place, which XLA removes
-before it fuses, the barrier hides that the branch is taken.
+Such sums are kept apart from what is around them, as a product itself is: XLA would fuse them with what computes their
+operands, and compute that anew for each element that is read.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from jax import lax
 from autopallas.compat import Dtype, JaxprEqn
 from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
+from autopallas.kernels.respelling.unfused import unfused
 
 __all__ = ["KIND"]
 
@@ -201,8 +201,7 @@ def _respelt(spec: RespellingSpec, first: jax.Array, second: jax.Array) -> list[
         return cast(jax.Array, total).astype(dtype)
 
     every, one = functools.partial(summed, places), functools.partial(summed, places[:1])
-    taken = lax.optimization_barrier(jnp.asarray(True))
-    result: jax.Array = lax.cond(taken, every, one, first, second)  # one term is little to compile
+    result = unfused(every, one, first, second)
     if product.is_batch_last:
         count, own = len(product.batch[0]), result.ndim - len(product.batch[0])
         result = lax.transpose(result, (*range(own, own + count), *range(own)))
