@@ -328,6 +328,19 @@ def kalman() -> tuple[Model, Arrays, jax.Array]:
     return model, _weights(move=(4, 4), see=(2, 4)), jax.random.normal(_KEY, (512, 50, 2))
 
 
+def densities() -> tuple[Model, Arrays, jax.Array]:
+    """Logarithms of normal densities in three dimensions, each with a covariance of its own."""
+
+    def model(w: Arrays, x: jax.Array) -> jax.Array:
+        factors = x[:, 3:].reshape(-1, 3, 3) * w["scale"]
+        lower = jnp.linalg.cholesky(factors @ jnp.swapaxes(factors, -1, -2) + jnp.eye(3))
+        centred = (x[:, :3] - w["mean"])[..., None]
+        whitened = lax.linalg.triangular_solve(lower, centred, left_side=True, lower=True)[..., 0]
+        return -0.5 * (whitened**2).sum(-1) - jnp.log(jnp.diagonal(lower, axis1=-2, axis2=-1)).sum(-1)
+
+    return model, {"scale": jnp.ones(()), "mean": jnp.zeros(3)}, jax.random.normal(_KEY, (16384, 12))
+
+
 ON_REQUEST = {"neighbours": ("respelling", "squared_distances")}
 """What the option ``ops`` has to name for a model."""
 
@@ -335,13 +348,13 @@ MODELS = {
     f.__name__: f
     for f in (
         *(mobilenet, convnext, resnext, mamba, embedding, sampler, pooled, running, quantile, recurrent),
-        *(dropped, walks, generator, residual, neighbours, kinematics, kalman),
+        *(dropped, walks, generator, residual, neighbours, kinematics, kalman, densities),
     )
 }
 """``sampler`` has the kinds argmax and sort, ``embedding`` one_hot, ``mamba`` associative_scan, ``recurrent``
 indexed_loop, ``pooled`` pooling, ``running`` cumulative, ``dropped`` and ``walks`` threefry, ``generator`` and
 ``residual`` weight_gradient and pooling_gradient, ``neighbours`` squared_distances, ``kinematics`` and ``kalman``
-batched_product; the others have convolution."""
+batched_product, ``densities`` both that and triangular_solve; the others have convolution."""
 _WITHOUT_GRADIENT = ("sampler",)
 
 

@@ -1,7 +1,7 @@
 """Many small systems with triangular matrices, solved by substitution on vectors.
 
 For CPUs JAX calls a routine of LAPACK for each system, which takes longer than the few operations of a small one.
-Substitution that is written out runs on vectors, which hold numbers of many systems.  Such systems are what solutions by
+Written out, substitution runs on vectors, which hold numbers of many systems.  Such systems are what solutions by
 Cholesky decompositions come down to, and the gradients of these decompositions.
 """
 
@@ -89,11 +89,10 @@ def _solved(spec: RespellingSpec, a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _feature(spec: RespellingSpec) -> str:
     """Returns how many rows and columns a system has."""
-    (_, *_), (shape, _) = spec.operands
-    rows = spec.operands[0][0][-1]
-    columns = shape[-1] if spec["left_side"] else shape[-2]
-    side = "" if spec["left_side"] else ", matrices on the right"
-    return f"{rows} rows, {'one column' if columns == 1 else 'several columns'}{side}"
+    (matrix, _), (shape, _) = spec.operands
+    columns = shape[-1 if spec["left_side"] else -2]
+    count = "one column" if columns == 1 else "few columns" if columns <= 4 else "many columns"
+    return f"{matrix[-1]} rows, {count}{'' if spec['left_side'] else ', matrices on the right'}"
 
 
 def _fill(spec: RespellingSpec, random: np.random.Generator, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
