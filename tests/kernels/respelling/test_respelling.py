@@ -240,11 +240,12 @@ def test_other_convolutions_are_left_alone():
     "run",
     [
         lambda x: lax.cumprod(x, axis=0),
+        lambda x: lax.cumsum(x, axis=0),
         lambda x: lax.reduce_window(x, np.asarray(-jnp.inf, x.dtype), lax.max, (2, 1), (2, 1), "VALID"),
     ],
-    ids=["cumprod", "reduce_window_max"],
+    ids=["cumprod", "cumsum", "reduce_window_max"],
 )
-def test_products_that_overflow_and_windows_with_a_nan_are_assumed_away(run):
+def test_numbers_that_overflow_on_the_way_and_windows_with_a_nan_are_assumed_away(run):
     own = optimized(run)
     own(random(64, 128))
     (site,) = own.report().sites
@@ -252,6 +253,7 @@ def test_products_that_overflow_and_windows_with_a_nan_are_assumed_away(run):
     strict = optimized(run, assume_finite=False)
     rows = np.ones((64, 128), np.float32)
     rows[:4, 0], rows[4, 1] = [1e30, 1e30, 1e-30, 1e-30], np.nan
+    rows[3, 2], rows[34:36, 2] = 3e38, [3e38, -3e38]
     np.testing.assert_array_equal(strict(rows), jax.jit(run)(rows))
     assert not strict.report().sites
 

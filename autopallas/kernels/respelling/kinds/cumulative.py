@@ -85,10 +85,16 @@ def _numerics(spec: RespellingSpec) -> Numerics:
 
 
 def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:
+    """Returns that nothing overflows on the way: the loop keeps what overflowed, where the original's blocks recover.
+    Sums of float16 are carried in float32, and do not overflow."""
     ((_, dtype),) = spec.operands
-    if spec["function"] != "cumprod" or not jnp.issubdtype(dtype, jnp.floating):
+    if not jnp.issubdtype(dtype, jnp.floating):
         return ()
-    return ("no product of the first numbers overflows, or vanishes, and comes back with later ones",)
+    if spec["function"] == "cumprod":
+        return ("no product of the first numbers overflows, or vanishes, and comes back with later ones",)
+    if spec["function"] == "cumsum" and dtype != jnp.float16:
+        return ("no sum of the first numbers overflows and comes back with later ones",)
+    return ()
 
 
 def _plain(combined: Callable[[jax.Array, jax.Array], jax.Array]) -> _Step:
