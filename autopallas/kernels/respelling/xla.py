@@ -10,7 +10,7 @@ from autopallas.kernels.respelling.kinds import kind_named
 from autopallas.kernels.respelling.spec import RespellingSpec
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
-from autopallas.sites.operation import Supported
+from autopallas.sites.operation import Supported, Unsupported
 from autopallas.sites.spec import BlockSizes
 
 __all__ = ["TILES", "forward", "numerics", "supports"]
@@ -18,8 +18,11 @@ __all__ = ["TILES", "forward", "numerics", "supports"]
 TILES = False
 
 
-def supports(spec: RespellingSpec, device: Device) -> Supported:
-    """Returns that every respelling is supported everywhere: it is plain JAX."""
+def supports(spec: RespellingSpec, device: Device) -> Supported | Unsupported:
+    """Returns that every respelling is supported, since it is plain JAX, but for kinds that are of use elsewhere."""
+    platforms = kind_named(spec.kind).platforms
+    if platforms and device.platform not in platforms:
+        return Unsupported(f"{spec.kind} is written for {', '.join(platforms)}")
     return Supported()
 
 

@@ -1,0 +1,328 @@
+"""Elementary functions of float32 numbers as arithmetic on vectors, computed in float64 and rounded once.
+
+A compiler that has no vector form of a function calls one for scalars, once for each element.  Here a function is a few
+sums, products and selections.  float64 leaves some 29 bits to spare, so that the constants of a reduction need no more
+than two parts, and what rounding adds is below 0.03 units in the last place of the result.
+
+Products of a whole number and the first part of pi are exact, so that it does not matter whether the compiler rounds a
+product and a sum once or twice.  Polynomials interpolate in Chebyshev's points, with relative errors below 2^-32.
+
+CPUs that run XLA's programs take denormal operands for zero.  Where that would change a result, they are converted as
+integers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+__all__ = [
+    "LARGE",
+    "acos",
+    "asin",
+    "atan2",
+    "by_roots",
+    "cbrt",
+    "constant_power",
+    "cos",
+    "power",
+    "power_of_constant",
+    "sin",
+    "tan",
+]
+
+LARGE = 2.0**23
+"""Magnitude from which ``sin``, ``cos`` and ``tan`` of finite numbers are not computed here."""
+_TINY = 1e-4
+"""Magnitude below which sine, tangent and arcsine equal their argument, to half a rounding."""
+
+_PI = (3.141592651605606, 1.984187159361081e-09)
+"""Pi in two parts; the first has 30 bits, and times a number of 23 bits is exact."""
+_SIN = (1.0, -0.16666666663881236, 0.008333332768753579, -0.0001984108656147879, 2.7536463562574144e-06,
+        -2.4080190432957776e-08)  # fmt: skip
+"""sin(r) / r by r^2, for |r| up to pi / 2."""
+_SHORT_SIN = (1.0, -0.16666666663844049, 0.008333331870341349, -0.00019840084376422702, 2.7249620080076326e-06)
+"""The same up to pi / 4."""
+_SHORT_COS = (1.0, -0.5, 0.041666666664311826, -0.0013888887668370663, 2.480059840835021e-05, -2.73007040380946e-07)
+"""cos(r) by r^2, for |r| up to pi / 4."""
+_ASIN = (1.0, 0.16666666665495086, 0.07500000598829049, 0.044642358484883155, 0.030397634130581868,
+         0.022132443623412715, 0.01930626086945095, 0.005443185102512907, 0.029305239705593143)  # fmt: skip
+"""asin(s) / s by s^2, for s up to 1 / 2."""
+_ATAN = (1.0, -0.3333333332694414, 0.19999998154086074, -0.1428562489147981, 0.11109392308277778, -0.09073553118682658,
+         0.0758665283246189, -0.0624631519105917, 0.047294798569670234, -0.029913111887721392, 0.014072923304447277,
+         -0.004221657974942074, 0.0005930437528739356)  # fmt: skip
+"""atan(t) / t by t^2, for t up to 1."""
+_LOG2 = (
+    2.8853900817779268,
+    0.9617966939363068,
+    0.5770779988540107,
+    0.4122033165462088,
+    0.3201522883097393,
+    0.2793819114452022,
+)
+"""log2((1 + s) / (1 - s)) / s by s^2, for s up to 0.1716."""
+_EXP2 = (1.0, 0.6931471805599453, 0.24022650922288757, 0.055504108839096185, 0.009618056678524639,
+         0.0013333502386162538, 0.00015461444698568755, 1.5297323760760486e-05)  # fmt: skip
+"""2^f by f, for |f| up to 1 / 2."""
+
+_SIGN, _MAGNITUDE = np.int32(-(2**31)), np.int32(2**31 - 1)
+_NORMAL = np.int32(0x00800000)
+"""Bits of the least number that is not denormal."""
+_INFINITE = np.int32(0x7F800000)
+_ROOT_HALF = np.int32(0x3F3504F3)
+"""Bits of the square root of 1 / 2."""
+_BITS, _BIAS = np.int32(23), 1023.0
+
+
+def _in_float64(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Returns a function of float32 arrays that is traced with 64 bits allowed, whatever the program's own setting."""
+
+    def run(*given: jax.Array) -> jax.Array:
+        with jax.enable_x64(True):
+            return function(*given)
+
+    run.__doc__ = function.__doc__
+    return run
+
+
+# ---------------------------------------------------------------------- trigonometric functions
+
+
+@_in_float64
+def sin(x: jax.Array) -> jax.Array:
+    """Returns the sine of numbers below ``LARGE``; of an infinity, NaN."""
+    z = _double(x)
+    turns = _rounded(z * np.float64(1 / math.pi))
+    return _where(_absolute(x) < np.float32(_TINY), x, _signed_sine(z, turns, turns))
+
+
+@_in_float64
+def cos(x: jax.Array) -> jax.Array:
+    """Returns the cosine of numbers below ``LARGE``; of an infinity, NaN."""
+    z = _double(x)
+    turns = _rounded(z * np.float64(1 / math.pi) - np.float64(0.5))
+    return _signed_sine(z, turns + np.float64(0.5), turns + np.float64(1))
+
+
+def _signed_sine(z: jax.Array, multiple: jax.Array, turns: jax.Array) -> jax.Array:
+    """Returns sin(z - multiple pi), negated where ``turns`` is odd."""
+    r = (z - multiple * np.float64(_PI[0])) - multiple * np.float64(_PI[1])
+    found = r * _polynomial(r * r, _SIN)
+    return _single(_where(_is_odd(turns), -found, found))
+
+
+@_in_float64
+def tan(x: jax.Array) -> jax.Array:
+    """Returns the tangent of numbers below ``LARGE``; of an infinity, NaN."""
+    z = _double(x)
+    turns = _rounded(z * np.float64(2 / math.pi))
+    r = (z - turns * np.float64(_PI[0] / 2)) - turns * np.float64(_PI[1] / 2)
+    w = r * r
+    sine, cosine = r * _polynomial(w, _SHORT_SIN), _polynomial(w, _SHORT_COS)
+    odd = _is_odd(turns)
+    found = _where(odd, -cosine, sine) / _where(odd, sine, cosine)
+    return _where(_absolute(x) < np.float32(_TINY), x, _single(found))
+
+
+@_in_float64
+def asin(x: jax.Array) -> jax.Array:
+    """Returns the arcsine; NaN where there is none."""
+    z = _double(_absolute(x))
+    small, far = _arcsine(z)
+    found = _where(far, np.float64(math.pi / 2) - (small + small), small)
+    return _where(_absolute(x) < np.float32(_TINY), x, _with_sign(_single(found), x))
+
+
+@_in_float64
+def acos(x: jax.Array) -> jax.Array:
+    """Returns the arccosine; NaN where there is none."""
+    z = _double(_absolute(x))
+    small, far = _arcsine(z)
+    negative = x < np.float32(0)
+    beside = _where(negative, np.float64(math.pi) - (small + small), small + small)
+    middle = np.float64(math.pi / 2) + _where(negative, small, -small)
+    return _single(_where(far, beside, middle))
+
+
+def _arcsine(z: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns asin(z), and False; for z above 1 / 2 the arcsine of sqrt((1 - z) / 2), and True."""
+    far = z > np.float64(0.5)
+    w = _where(far, np.float64(0.5) - np.float64(0.5) * z, z * z)
+    s = _where(far, lax.sqrt(w), z)
+    return s * _polynomial(w, _ASIN), far
+
+
+@_in_float64
+def atan2(y: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns the angle of points, in all four quadrants and on the axes."""
+    high, wide = _double(_absolute(y), denormal=True), _double(_absolute(x), denormal=True)
+    steep = high > wide
+    least, most = _where(steep, wide, high), _where(steep, high, wide)
+    quotient = least / _where(most == np.float64(0), np.float64(1), most)
+    t = _where(least == np.float64(math.inf), np.float64(1), quotient)
+    angle = t * _polynomial(t * t, _ATAN)
+    angle = _where(steep, np.float64(math.pi / 2) - angle, angle)
+    angle = _where(_is_negative(x), np.float64(math.pi) - angle, angle)
+    return _with_sign(_where((x != x) | (y != y), np.float32(math.nan), _single(angle)), y)
+
+
+# ---------------------------------------------------------------------- powers
+
+
+@_in_float64
+def cbrt(x: jax.Array) -> jax.Array:
+    """Returns the cube root, which has the sign of its operand."""
+    found = _single(_power_of_two(_logarithm(x) * np.float64(1 / 3)))
+    return _where(_size(x) < _INFINITE, _with_sign(found, x), x)
+
+
+@_in_float64
+def power(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns x to the power of y, with the special cases of IEEE 754's ``pow``."""
+    zero, one = np.float32(0), np.float32(1)
+    product = _double(y) * _logarithm(x)
+    product = _where(product == product, product, np.float64(0))  # pow(1, inf) and pow(0, 0) are 1
+    whole, half = lax.floor(y) == y, np.float32(0.5) * y
+    found = _signed(_single(_power_of_two(product)), x, whole, whole & (lax.floor(half) != half))
+    return _where((x != x) & (y != zero) | (y != y) & (x != one), np.float32(math.nan), found)
+
+
+def power_of_constant(base: float, y: jax.Array) -> jax.Array:
+    """Returns a finite number above zero, which is not 1, to the power of y."""
+    with jax.enable_x64(True):
+        found = _single(_power_of_two(_double(y) * np.float64(math.log2(base))))
+        return _where(y == y, found, y)
+
+
+def constant_power(x: jax.Array, exponent: float) -> jax.Array:
+    """Returns x to a finite power that is not zero; to one of few quarters by roots and products."""
+    with jax.enable_x64(True):
+        if by_roots(exponent):
+            found = _root_power(_double(_absolute(x), denormal=True), round(4 * abs(exponent)))
+            found = _single(found if exponent > 0 else np.float64(1) / found)
+        else:
+            found = _single(_power_of_two(_logarithm(x) * np.float64(exponent)))
+        whole = exponent == math.floor(exponent)
+        found = _signed(found, x, np.bool_(whole), np.bool_(whole and exponent % 2 == 1))
+        return _where(x == x, found, x)
+
+
+def by_roots(exponent: float) -> bool:
+    """Returns whether roots and products compute a power sooner than logarithms."""
+    return abs(exponent) <= 8 and (4 * exponent).is_integer()
+
+
+def _root_power(z: jax.Array, quarters: int) -> jax.Array:
+    """Returns z to the power of a quarter of a number above zero."""
+    factors, power = [], z
+    whole, rest = divmod(quarters, 4)
+    root = lax.sqrt(z) if rest else z
+    factors += [root] if rest >= 2 else []
+    factors += [lax.sqrt(root)] if rest % 2 else []
+    while whole:
+        factors += [power] if whole % 2 else []
+        whole, power = whole // 2, power * power
+    return math.prod(factors[1:], start=factors[0])
+
+
+def _signed(found: jax.Array, x: jax.Array, whole: jax.Array | np.bool_, odd: jax.Array | np.bool_) -> jax.Array:
+    """Returns the power of numbers, from that of their magnitudes: for finite negative ones NaN, if it is not whole."""
+    flipped = _where(odd, _bits(x) & _SIGN, np.int32(0))
+    found = lax.bitcast_convert_type(_bits(found) ^ flipped, jnp.float32)
+    negative = _is_negative(x) & (_size(x) > np.int32(0)) & (_size(x) < _INFINITE)
+    return _where(negative & ~whole, np.float32(math.nan), found)
+
+
+def _logarithm(x: jax.Array) -> jax.Array:
+    """Returns the binary logarithm of magnitudes: of a NaN, infinity."""
+    size = _size(x)
+    denormal = size < _NORMAL
+    bits = _where(denormal, _bits(size.astype(jnp.float32)), size)
+    above = bits - _ROOT_HALF
+    exponent = lax.shift_right_arithmetic(above, _BITS)
+    mantissa = _double(lax.bitcast_convert_type(bits - lax.shift_left(exponent, _BITS), jnp.float32))
+    s = (mantissa - np.float64(1)) / (mantissa + np.float64(1))
+    scale = _where(denormal, np.float64(-149), np.float64(0))
+    found = (exponent.astype(jnp.float64) + scale) + s * _polynomial(s * s, _LOG2)
+    infinite = _where(size == np.int32(0), np.float64(-math.inf), np.float64(math.inf))
+    return _where((size == np.int32(0)) | (size >= _INFINITE), infinite, found)
+
+
+def _power_of_two(t: jax.Array) -> jax.Array:
+    """Returns 2^t in float64, for what is to be rounded to float32: of a NaN, anything."""
+    t = _where(t < np.float64(400), t, np.float64(400))
+    t = _where(t > np.float64(-400), t, np.float64(-400))
+    whole = _rounded(t)
+    counted = lax.bitcast_convert_type(whole + np.float64(2.0**52 + _BIAS), jnp.int64)
+    scale = lax.bitcast_convert_type(lax.shift_left(counted, np.int64(52)), jnp.float64)
+    return scale * _polynomial(t - whole, _EXP2)
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def _polynomial(w: jax.Array, coefficients: Sequence[float]) -> jax.Array:
+    *rest, last = coefficients
+    found: jax.Array = w * np.float64(last) + np.float64(rest.pop())
+    for coefficient in reversed(rest):
+        found = found * w + np.float64(coefficient)
+    return found
+
+
+def _double(x: jax.Array, denormal: bool = False) -> jax.Array:
+    """Returns numbers in float64; ``denormal`` ones too, if they are positive."""
+    if not denormal:
+        return x.astype(jnp.float64)
+    counted = _bits(x).astype(jnp.float64) * np.float64(2.0**-149)
+    return _where(_bits(x) < _NORMAL, counted, x.astype(jnp.float64))
+
+
+def _single(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+
+
+def _is_odd(turns: jax.Array) -> jax.Array:
+    """Returns whether whole numbers are odd."""
+    half = turns * np.float64(0.5)
+    return lax.floor(half) != half
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _absolute(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(_size(x), jnp.float32)
+
+
+def _is_negative(x: jax.Array) -> jax.Array:
+    """Returns whether the sign is set, that of zeros too."""
+    return _bits(x) < np.int32(0)
+
+
+def _size(x: jax.Array) -> jax.Array:
+    """Returns the bits without the sign, which are in the order of magnitudes."""
+    return _bits(x) & _MAGNITUDE
+
+
+def _with_sign(found: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns numbers without a sign with that of ``x``."""
+    return lax.bitcast_convert_type(_bits(found) | (_bits(x) & _SIGN), jnp.float32)
+
+
+def _where(
+    chosen: jax.Array, one: jax.Array | np.float32 | np.float64 | np.int32, other: jax.Array | np.float64 | np.int32
+) -> jax.Array:
+    """Returns a selection of arrays of one dtype, or of numbers."""
+    shape = np.broadcast_shapes(chosen.shape, np.shape(one), np.shape(other))
+    parts = (lax.broadcast_in_dim(x, shape, tuple(range(len(shape) - np.ndim(x), len(shape)))) for x in (one, other))
+    return lax.select(lax.broadcast_in_dim(chosen, shape, range(len(shape) - chosen.ndim, len(shape))), *parts)

@@ -1,0 +1,196 @@
+"""Sines, cosines, tangents, their inverses, powers and cube roots, as arithmetic on vectors.
+
+XLA's CPU compiler has no vector form of these functions, and calls one for scalars for each element.  The arithmetic is
+that of :mod:`autopallas.kernels.respelling.elementary`: in float64, and rounded once, so that results are nearer to the
+exact ones than the original's.
+
+Sines, cosines and tangents of numbers from 2^23 on need more digits of pi than that has.  Where there is such a number,
+the original is computed.  Which of the two it is, loops decide that have one step or none; they also keep the compiler
+from computing the function anew in all that reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopallas.graph import Graph, Node
+from autopallas.kernels.respelling import elementary
+from autopallas.kernels.respelling.kind import Found, Kind, Sample
+from autopallas.kernels.respelling.spec import RespellingSpec
+
+__all__ = ["KIND"]
+
+_LEAST, _MOST = 1024, 2**31
+"""Elements from which the loops cost less than what they save, and up to which large numbers are counted in 32 bits."""
+_PERIODIC = ("sin", "cos", "tan")
+_FUNCTIONS: Mapping[str, Callable[..., jax.Array]] = {
+    "sin": elementary.sin,
+    "cos": elementary.cos,
+    "tan": elementary.tan,
+    "asin": elementary.asin,
+    "acos": elementary.acos,
+    "atan2": elementary.atan2,
+    "cbrt": elementary.cbrt,
+    "pow": elementary.power,
+}
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+_COMPILED_ANYWAY = (0.0, 0.5, 1.0, 2.0, 3.0, -1.0)
+"""Exponents that XLA itself writes as roots, products and quotients."""
+
+
+# ---------------------------------------------------------------------- recognition
+
+
+def _match(graph: Graph, node: Node) -> Found | None:
+    (result,) = node.equation.outvars
+    dtypes = {operand.aval.dtype for operand in node.equation.invars}
+    if len(dtypes) > 1 or result.aval.dtype not in dtypes or not any(result.aval.dtype == own for own in _DTYPES):
+        return None
+    if not _LEAST <= math.prod(result.aval.shape) <= _MOST:
+        return None
+    if any(value is not None for value in node.equation.params.values()):  # an accuracy that is asked for
+        return None
+    constants = [graph.literals.get(number) for number in node.inputs]
+    if any(np.ndim(constant) for constant in constants if constant is not None):
+        return None
+    if all(constant is None for constant in constants):
+        return Found((("function", node.name),), node.inputs, node.outputs)
+    if node.name != "pow" or all(constant is not None for constant in constants):
+        return None
+    base, exponent = (None if constant is None else float(np.asarray(constant)) for constant in constants)
+    given = node.inputs[0] if base is None else node.inputs[1]
+    if graph.shape(given) != result.aval.shape:
+        return None
+    if base is not None:
+        known = 0 < base < math.inf and base != 1
+        return Found((("base", str(base)), ("function", "pow")), (given,), node.outputs) if known else None
+    if exponent is None or not math.isfinite(exponent) or exponent in _COMPILED_ANYWAY:
+        return None
+    return Found((("exponent", str(exponent)), ("function", "pow")), (given,), node.outputs)
+
+
+# ---------------------------------------------------------------------- the two ways
+
+
+def _constant(spec: RespellingSpec, name: str) -> float | None:
+    """Returns the base or the exponent, where the program knows it."""
+    value = dict(spec.parameters).get(name)
+    return None if value is None else float(cast(str, value))
+
+
+def _original(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
+    return [_computed(spec, operands)]
+
+
+def _computed(spec: RespellingSpec, operands: Sequence[jax.Array]) -> jax.Array:
+    dtype = spec.results[0][1]
+    base, exponent = (_constant(spec, name) for name in ("base", "exponent"))
+    known = lambda value: np.asarray(value, dtype)[()]  # noqa: E731
+    if base is not None:
+        return lax.pow(known(base), *operands)
+    if exponent is not None:
+        return lax.pow(*operands, known(exponent))
+    found: jax.Array = getattr(lax, cast(str, spec["function"]))(*operands)
+    return found
+
+
+def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
+    """Replaces one operand by the result in a loop, so that nothing can be moved out of it."""
+    shape, dtype = spec.results[0]
+    place = next(i for i, x in enumerate(operands) if x.shape == shape)
+
+    def step(function: Callable[[Sequence[jax.Array]], jax.Array]) -> Callable[[int, jax.Array], jax.Array]:
+        return lambda _, x: function([*operands[:place], x, *operands[place + 1 :]])
+
+    def arithmetic(given: Sequence[jax.Array]) -> jax.Array:
+        return _function(spec)(*(x.astype(jnp.float32) for x in given)).astype(dtype)
+
+    zero, one = np.int32(0), np.int32(1)
+    if spec["function"] not in _PERIODIC or jnp.finfo(dtype).max < elementary.LARGE:
+        unknown = lax.optimization_barrier(jnp.int32(1))
+        return [lax.fori_loop(zero, unknown, step(arithmetic), operands[place])]
+    original = _any_large(operands[place].astype(jnp.float32)).astype(jnp.int32)
+    found = lax.fori_loop(zero, one - original, step(arithmetic), operands[place])
+    return [lax.fori_loop(zero, original, step(lambda given: _computed(spec, given)), found)]
+
+
+def _function(spec: RespellingSpec) -> Callable[..., jax.Array]:
+    base, exponent = (_constant(spec, name) for name in ("base", "exponent"))
+    if base is not None:
+        return lambda y: elementary.power_of_constant(base, y)
+    if exponent is not None:
+        return lambda x: elementary.constant_power(x, exponent)
+    return _FUNCTIONS[cast(str, spec["function"])]
+
+
+def _any_large(x: jax.Array) -> jax.Array:
+    """Returns whether a finite number is too large for the arithmetic; counting is faster than ``any``."""
+    size = jnp.abs(x)
+    large = (size >= np.float32(elementary.LARGE)) & (size < np.float32(math.inf))
+    return jnp.sum(large.astype(jnp.int32), dtype=jnp.int32) != 0
+
+
+# ---------------------------------------------------------------------- evidence
+
+
+def _feature(spec: RespellingSpec) -> str:
+    """Returns the function, and of powers what of them is known, and whether roots compute it."""
+    function = cast(str, spec["function"])
+    base, exponent = (_constant(spec, name) for name in ("base", "exponent"))
+    if exponent is not None:
+        return f"{function} {'by roots' if elementary.by_roots(exponent) else 'of one exponent'}"
+    return function if base is None else f"{function} of one base"
+
+
+def _filled(spec: RespellingSpec, random: np.random.Generator, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns arrays on which the function has results: bases above zero, sines and cosines."""
+    dtype, function = arrays[0].dtype, spec["function"]
+    if function in ("asin", "acos"):
+        return [random.uniform(-1, 1, arrays[0].shape).astype(dtype)]
+    if function == "pow" and _constant(spec, "base") is None:
+        return [np.abs(arrays[0]), *arrays[1:]]
+    return list(arrays)
+
+
+_SIZES = ((1024,), (64, 256), (512, 512), (1024, 4096))
+"""Shapes, one for each bucket."""
+_FORMS: Mapping[str, Callable[..., jax.Array]] = {
+    **{name: getattr(lax, name) for name in _FUNCTIONS},
+    "roots": lambda x: x**1.5,
+    "exponent": lambda x: x**2.2,
+    "base": lambda y: lax.pow(jnp.asarray(10000, y.dtype), y),
+}
+_NARROW = ("sin", "cos", "roots", "exponent")
+"""Forms that are measured in 16 bits too."""
+
+
+def _samples() -> Iterator[tuple[str, Sample]]:
+    for shape in _SIZES:
+        for name, function in _FORMS.items():
+            for dtype in _DTYPES if name in _NARROW else _DTYPES[:1]:
+                given = (jax.ShapeDtypeStruct(shape, dtype),) * (2 if name in ("atan2", "pow") else 1)
+                own = "" if dtype == jnp.float32 else f"-{jnp.dtype(dtype).name}"
+                yield f"{name}-{math.prod(shape)}{own}", Sample(function, given)
+
+
+KIND = Kind(
+    name="elementwise",
+    primitives=tuple(_FUNCTIONS),
+    numerics="tolerance",
+    instead="arithmetic on vectors, in float64",
+    match=_match,
+    original=_original,
+    respelt=_respelt,
+    feature=_feature,
+    samples=_samples,
+    in_loops=True,
+    platforms=("cpu",),  # others compute float64 slowly, or not at all
+    fill=_filled,
+)
