@@ -184,12 +184,14 @@ def cbrt(x: jax.Array) -> jax.Array:
 @_in_float64
 def power(x: jax.Array, y: jax.Array) -> jax.Array:
     """Returns x to the power of y, with the special cases of IEEE 754's ``pow``."""
-    zero, one = np.float32(0), np.float32(1)
-    product = _double(y) * _logarithm(x)
-    product = _where(product == product, product, np.float64(0))  # pow(1, inf) and pow(0, 0) are 1
-    whole, half = lax.floor(y) == y, np.float32(0.5) * y
+    zero, one, half = np.int32(0), np.float32(1), np.float32(0.5) * y
+    denormal = (_size(y) > zero) & (_size(y) < _NORMAL)
+    nonzero = lax.bitcast_convert_type(_bits(y) | _where(denormal, _NORMAL, zero), jnp.float32)
+    product = _double(nonzero) * _logarithm(x)
+    product = _where(product == product, product, np.float64(0))  # pow(1, inf) and pow(inf, 0) are 1
+    whole = _bits(lax.floor(y)) == _bits(y)
     found = _signed(_single(_power_of_two(product)), x, whole, whole & (lax.floor(half) != half))
-    return _where((x != x) & (y != zero) | (y != y) & (x != one), np.float32(math.nan), found)
+    return _where((x != x) & (_size(y) != zero) | (y != y) & (x != one), np.float32(math.nan), found)
 
 
 def power_of_constant(base: float, y: jax.Array) -> jax.Array:
@@ -203,8 +205,7 @@ def constant_power(x: jax.Array, exponent: float) -> jax.Array:
     """Returns x to a finite power that is not zero; to one of few quarters by roots and products."""
     with jax.enable_x64(True):
         if by_roots(exponent):
-            found = _root_power(_double(_absolute(x), denormal=True), round(4 * abs(exponent)))
-            found = _single(found if exponent > 0 else np.float64(1) / found)
+            found = _single(_root_power(_double(_absolute(x), denormal=True), round(4 * exponent)))
         else:
             found = _single(_power_of_two(_logarithm(x) * np.float64(exponent)))
         whole = exponent == math.floor(exponent)
@@ -218,16 +219,19 @@ def by_roots(exponent: float) -> bool:
 
 
 def _root_power(z: jax.Array, quarters: int) -> jax.Array:
-    """Returns z to the power of a quarter of a number above zero."""
-    factors, power = [], z
-    whole, rest = divmod(quarters, 4)
-    root = lax.sqrt(z) if rest else z
+    """Returns numbers from zero on to the power of some quarters, not none."""
+    factors: list[jax.Array] = []
+    whole, rest = divmod(abs(quarters), 4)
+    inverted = quarters < 0 and whole == 0 and rest < 3  # a quotient by a root would become slow reciprocals of roots
+    power = np.float64(1) / z if inverted else z
+    root = lax.sqrt(power) if rest else power
     factors += [root] if rest >= 2 else []
     factors += [lax.sqrt(root)] if rest % 2 else []
     while whole:
         factors += [power] if whole % 2 else []
         whole, power = whole // 2, power * power
-    return math.prod(factors[1:], start=factors[0])
+    found = math.prod(factors[1:], start=factors[0])
+    return np.float64(1) / found if quarters < 0 and not inverted else found
 
 
 def _signed(found: jax.Array, x: jax.Array, whole: jax.Array | np.bool_, odd: jax.Array | np.bool_) -> jax.Array:
@@ -246,7 +250,8 @@ def _logarithm(x: jax.Array) -> jax.Array:
     above = bits - _ROOT_HALF
     exponent = lax.shift_right_arithmetic(above, _BITS)
     mantissa = _double(lax.bitcast_convert_type(bits - lax.shift_left(exponent, _BITS), jnp.float32))
-    s = (mantissa - np.float64(1)) / (mantissa + np.float64(1))
+    # A quotient that is read once stays in one loop with all the rest.
+    s = (mantissa - np.float64(1)) * (np.float64(1) / (mantissa + np.float64(1)))
     scale = _where(denormal, np.float64(-149), np.float64(0))
     found = (exponent.astype(jnp.float64) + scale) + s * _polynomial(s * s, _LOG2)
     infinite = _where(size == np.int32(0), np.float64(-math.inf), np.float64(math.inf))

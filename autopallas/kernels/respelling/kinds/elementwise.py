@@ -113,7 +113,7 @@ def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
         return _function(spec)(*(x.astype(jnp.float32) for x in given)).astype(dtype)
 
     zero, one = np.int32(0), np.int32(1)
-    if spec["function"] not in _PERIODIC or jnp.finfo(dtype).max < elementary.LARGE:
+    if spec["function"] not in _PERIODIC or float(jnp.finfo(dtype).max) < elementary.LARGE:
         unknown = lax.optimization_barrier(jnp.int32(1))
         return [lax.fori_loop(zero, unknown, step(arithmetic), operands[place])]
     original = _any_large(operands[place].astype(jnp.float32)).astype(jnp.int32)

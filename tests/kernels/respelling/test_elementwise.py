@@ -1,0 +1,381 @@
+"""Elementary functions as arithmetic on vectors: against float64, special values, large arguments, and in programs."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from support.compare import compare
+from support.respellings import found, random
+
+import autopallas
+from autopallas.kernels.respelling import elementary, xla
+from autopallas.kernels.respelling.kinds.elementwise import KIND
+from autopallas.patterns import find
+from autopallas.sites.device import Device
+from autopallas.sites.operation import Supported
+
+NAN, INF = float("nan"), float("inf")
+SPECIAL = (0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 3.0, -3.0, 1.5, -2.5, 1e-40, -1e-40, 1.2e-38, 3.4e38, -3.4e38,
+           1e10, 16777217.0, INF, -INF, NAN)  # fmt: skip
+LEAST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+ROUNDED = 0.51
+"""Units in the last place: half of one, and what the arithmetic adds."""
+UNARY = {
+    "sin": (lax.sin, np.sin), "cos": (lax.cos, np.cos), "tan": (lax.tan, np.tan), "asin": (lax.asin, np.arcsin),
+    "acos": (lax.acos, np.arccos), "cbrt": (lax.cbrt, np.cbrt),
+}  # fmt: skip
+BINARY = {"pow": (lax.pow, np.power), "atan2": (lax.atan2, np.arctan2)}
+EXPONENTS = (
+    1.5,
+    -1.5,
+    0.75,
+    0.25,
+    -0.25,
+    -0.5,
+    -0.75,
+    2.5,
+    -2.5,
+    4.0,
+    -2.0,
+    5.0,
+    -3.0,
+    7.75,
+    2.2,
+    -0.9,
+    1 / 3,
+    11.0,
+    -13.0,
+    80.3,
+)
+
+
+def optimized(function, **options):
+    return autopallas.optimize(function, objective="always", strict=True, ops="elementwise", **options)
+
+
+def patterns(count, seed=0):
+    """Returns floats whose bits are spread over all of float32, without NaNs."""
+    bits = np.random.default_rng(seed).integers(0, 2**32, count, dtype=np.uint32)
+    x = bits.view(np.float32)
+    return np.where(np.isnan(x), np.float32(1), x)
+
+
+def computed(function, *arguments, count=1):
+    run = optimized(function)
+    given = run(*(jnp.asarray(a) for a in arguments))
+    assert run.report().counts() == {"respelling": count}
+    return np.asarray(given)
+
+
+def exact(reference, *arguments):
+    with np.errstate(all="ignore"):
+        return reference(*(np.asarray(a, np.float64) for a in arguments))
+
+
+def agree(given, wanted, most=ROUNDED):
+    """Asserts that numbers are within so many units of float64's, with the same signs, zeros, infinities and NaNs.
+
+    What has to be denormal may be zero.
+    """
+    given, size = given.astype(np.float64), np.abs(wanted)
+    np.testing.assert_array_equal(np.isnan(given), np.isnan(wanted))
+    known = ~np.isnan(wanted)
+    np.testing.assert_array_equal(np.signbit(given[known]), np.signbit(wanted[known]))
+    beyond = size >= LARGEST * (1 + 2.0**-25)
+    np.testing.assert_array_equal(np.isinf(given[known]), beyond[known])
+    small = known & (size < LEAST)
+    assert np.all((np.abs(given[small]) <= size[small] * (1 + 2.0**-23) + 2.0**-149) | (given[small] == 0))
+    usual = known & ~beyond & ~small
+    unit = np.spacing(np.minimum(size[usual], LARGEST).astype(np.float32)).astype(np.float64)
+    unit = np.where(size[usual] < np.minimum(size[usual], LARGEST).astype(np.float32), unit / 1, unit)
+    error = np.abs(given[usual] - wanted[usual]) / unit
+    assert error.size == 0 or error.max() <= most
+
+
+# ---------------------------------------------------------------------- against float64
+
+
+@pytest.mark.parametrize("name", UNARY)
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
+def test_results_are_rounded_once_over_all_of_float32(name, seed):
+    x = patterns(2**18 if seed == 0 else 2**22, seed)
+    if name in ("sin", "cos", "tan"):
+        x = np.where(np.abs(x) < elementary.LARGE, x, np.float32(2) + x * np.float32(2.0**-110))
+    if name in ("asin", "acos"):
+        x = np.where(np.abs(x) < 1.0001, x, np.float32(1) - x * np.float32(2.0**-129))
+    function, reference = UNARY[name]
+    agree(computed(function, x), exact(reference, x))
+
+
+@pytest.mark.parametrize("name", ["sin", "cos", "tan"])
+def test_numbers_next_to_multiples_of_a_quarter_turn(name):
+    """There all digits of the reduced argument are what is left of a difference."""
+    multiples = np.concatenate([np.arange(-4000, 4000), np.arange(2**22, 2**22 + 2**20, 97)])
+    x = (multiples * (np.pi / 2)).astype(np.float32)
+    x = np.concatenate([np.nextafter(x, np.float32(-INF)), x, np.nextafter(x, np.float32(INF))])
+    x = x[np.abs(x) < elementary.LARGE]
+    function, reference = UNARY[name]
+    agree(computed(function, x), exact(reference, x))
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_functions_of_two(name):
+    function, reference = BINARY[name]
+    x, y = patterns(2**17, 3), patterns(2**17, 4)
+    agree(computed(function, x, y), exact(reference, x, y))
+    near = np.float32(1) + random(2**17, seed=5) / 1000
+    x, y = np.concatenate([np.abs(x), np.asarray(near)]), np.asarray(random(2**18, seed=6))
+    agree(computed(function, x, y), exact(reference, x, y))
+    agree(computed(function, x, 50_000 * y), exact(reference, x, 50_000 * y))
+
+
+@pytest.mark.parametrize("exponent", EXPONENTS)
+def test_powers_to_an_exponent_that_is_known(exponent):
+    x, exponent = patterns(2**16), np.float32(exponent)
+    x[: len(SPECIAL)] = SPECIAL
+    agree(computed(lambda x: lax.pow(x, exponent), x), exact(np.power, x, exponent))
+
+
+@pytest.mark.parametrize("base", [2.0, 10_000.0, 0.3, 1.00001, 1e-30, 3e38])
+def test_powers_of_a_base_that_is_known(base):
+    y, base = patterns(2**16), np.float32(base)
+    y[: len(SPECIAL)] = SPECIAL
+    agree(computed(lambda y: lax.pow(base, y), y), exact(np.power, base, y))
+
+
+# ---------------------------------------------------------------------- special values
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_all_pairs_of_special_values(name):
+    function, reference = BINARY[name]
+    x, y = (np.resize(np.float32(a), 1024) for a in zip(*itertools.product(SPECIAL, SPECIAL), strict=True))
+    agree(computed(function, x, y), exact(reference, x, y))
+    cells = [np.float32(y) for y in SPECIAL]
+    given = computed(lambda x: [function(x, jnp.minimum(jnp.full_like(x, y), x * 0 + y)) for y in cells[:3]],
+                     np.resize(np.float32(SPECIAL[2:12]), 1024), count=3)  # fmt: skip
+    assert given.shape == (3, 1024)
+
+
+@pytest.mark.parametrize("name", UNARY)
+def test_special_values(name):
+    x = np.resize(np.float32(SPECIAL), 1024)
+    if name in ("sin", "cos", "tan"):
+        x = np.where((np.abs(x) < elementary.LARGE) | ~np.isfinite(x), x, np.float32(1))
+    function, reference = UNARY[name]
+    agree(computed(function, x), exact(reference, x))
+
+
+@pytest.mark.parametrize("name", ["sin", "cos", "tan"])
+@pytest.mark.parametrize("value", [2.0**23, -1e10, 3.3e38])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_where_a_number_is_large_the_original_is_computed(name, value, dtype):
+    x = random(1500, dtype=dtype).at[1234].set(value)
+    function = UNARY[name][0]
+    np.testing.assert_array_equal(computed(function, x), np.asarray(jax.jit(function)(x)))
+
+
+@pytest.mark.parametrize("name", ["sin", "cos", "tan"])
+def test_infinities_and_nans_are_no_large_numbers(name):
+    x = np.array(random(1500))
+    x[[5, 7, 9]] = INF, -INF, NAN
+    given = computed(UNARY[name][0], x)
+    agree(given, exact(UNARY[name][1], x))
+
+
+# ---------------------------------------------------------------------- dtypes
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", [*UNARY, *BINARY])
+def test_narrow_floats_are_computed_in_float32(name, dtype):
+    function, reference = (UNARY | BINARY)[name]
+    x = jnp.abs(random(4096)) % 1
+    arguments = [a.astype(dtype) for a in ([x, random(4096, seed=1)] if name in BINARY else [x])]
+    run = optimized(function)
+    given = run(*arguments)
+    assert given.dtype == dtype
+    assert run.report().counts() == {"respelling": 1}
+    wanted = exact(reference, *arguments)
+    wanted = np.where(wanted > float(jnp.finfo(dtype).max), INF, wanted)
+    np.testing.assert_allclose(np.asarray(given, np.float64), wanted, rtol=0.501 * float(jnp.finfo(dtype).eps))
+
+
+def test_other_dtypes_are_left_alone():
+    x = np.linspace(0.1, 1, 2048)
+    for dtype in ("int32", "complex64"):
+        assert found(lambda x: x**1.5 if x.dtype.kind == "c" else lax.pow(x * 1.0, x), jnp.asarray(x, dtype)) == []
+    assert found(lambda x: [jnp.sin(x), jnp.cos(x)], jnp.asarray(x, "complex64")) == []
+    with jax.enable_x64(True):
+        assert found(lambda x: [jnp.sin(x), x**1.5, jnp.power(x, x)], jnp.asarray(x)) == []
+
+
+def test_what_the_compiler_writes_otherwise_itself_is_left_alone():
+    x = random(2048)
+    assert found(lambda x: [lax.pow(x, np.float32(y)) for y in (0, 0.5, 1, 2, 3, -1)], x) == []
+    assert found(lambda x: [x**2, x**-3, lax.pow(x, 2), lax.rsqrt(x), lax.sqrt(x), jnp.exp(x)], x) == []
+    assert found(lambda x: [lax.pow(np.float32(b), x) for b in (0, 1, -2, INF, NAN)], x) == []
+    assert found(lambda x: [lax.pow(x, np.float32(y)) for y in (INF, -INF, NAN)], x) == []
+
+
+def test_few_numbers_and_none_are_left_alone():
+    for shape in ((), (1023,), (0, 4096)):
+        assert found(lambda x: [jnp.sin(x), x**1.5], jnp.ones(shape)) == []
+    assert found(lambda x: [jnp.sin(x), x**1.5], jnp.ones((2, 512))) == ["elementwise"] * 2
+
+
+def test_an_accuracy_that_is_asked_for_is_left_to_the_compiler():
+    x = random(2048)
+    assert found(lambda x: lax.sin(x, accuracy=lax.AccuracyMode.HIGHEST), x) == []
+    assert found(lambda x: lax.sin(x), x) == ["elementwise"]
+
+
+def test_it_is_written_for_cpus():
+    (match,) = find_sites(jnp.sin, random(2048))
+    assert xla.supports(match.spec, Device("cpu", "")) == Supported()
+    for platform in ("gpu", "tpu"):
+        assert "cpu" in xla.supports(match.spec, Device(platform, "")).reason
+
+
+def find_sites(function, *arguments):
+    from autopallas.graph import Graph, flatten
+
+    return find(Graph(flatten(jax.make_jaxpr(function)(*arguments))), ("respelling",), True)[0]
+
+
+# ---------------------------------------------------------------------- in programs
+
+
+def layers(w, x):
+    for i in range(3):
+        x = jnp.sin(30 * (x @ w[i]))
+    return x
+
+
+W = tuple(random(24, 24, seed=i) / 24 for i in range(3))
+X = random(64, 24, seed=9)
+
+
+def everything(x):
+    """Uses each function where it has a derivative."""
+    y = jnp.abs(x) + 0.1
+    small = jnp.tanh(x) * 0.9
+    return (jnp.sin(x) + jnp.cos(x) + jnp.tan(small) + jnp.arcsin(small) + jnp.arccos(small) + jnp.arctan2(x, y)
+            + jnp.cbrt(y) + y**1.5 + y**2.2 + 1.7**x + jnp.power(y, x))  # fmt: skip
+
+
+def test_a_train_step_of_a_network_of_sines():
+    step = jax.value_and_grad(lambda w, x: (layers(w, x) ** 2).mean())
+    found = compare(step, (W, X), gradients=False)
+    assert found.complaints == []
+    assert found.counts("respelling") >= 6
+
+
+def test_every_function_and_its_gradient():
+    x = random(40, 30)
+    found = compare(everything, (x,))
+    assert found.complaints == []
+    assert found.counts("respelling") >= 11
+    gradient = compare(jax.value_and_grad(lambda x: everything(x).sum()), (x,), gradients=False)
+    assert gradient.complaints == []
+    assert gradient.counts("respelling") >= 14
+
+
+@pytest.mark.parametrize("around", [jax.jvp, jax.grad, jax.hessian], ids=lambda f: f.__name__)
+def test_derivatives_around_it(around):
+    run, x = optimized(everything), random(1024)
+    for function in (run, everything):
+        if around is jax.jvp:
+            result = jax.jvp(function, (x,), (jnp.cos(x),))[1]
+        elif around is jax.grad:
+            result = jax.grad(lambda x: (function(x) ** 2).sum())(x)  # noqa: B023
+        else:
+            result = jax.hessian(lambda s: function(s * x).sum())(1.0)  # noqa: B023
+        if function is run:
+            own = result
+    np.testing.assert_allclose(own, result, rtol=2e-5, atol=2e-5)
+    assert run.report().counts() == {"respelling": 11}
+
+
+def test_vmap_scan_branches_and_checkpoints():
+    x = random(3, 1024)
+    run = optimized(everything)
+    np.testing.assert_allclose(jax.vmap(run)(x), everything(x), rtol=1e-5, atol=1e-5)
+    large = x.at[1, 5].set(1e9)
+    np.testing.assert_allclose(jax.vmap(optimized(jnp.sin))(large), jnp.sin(large), rtol=1e-6, atol=1e-7)
+
+    def steps(x):
+        def step(carry, row):
+            found = jax.checkpoint(lambda c: jnp.sin(c + row) * jnp.abs(c) ** 1.5)(carry)
+            return lax.cond(found.sum() > 0, jnp.cos, jnp.tanh, found), found
+
+        last, rows = lax.scan(step, x[0], x)
+        return (last**2).sum() + rows.sum()
+
+    found = compare(jax.value_and_grad(steps), (x,), gradients=False)
+    assert found.complaints == []
+    assert found.counts("respelling") >= 3
+
+
+def test_under_x64():
+    with jax.enable_x64(True):
+        x = jnp.asarray(random(1024), jnp.float32)
+        run = optimized(everything)
+        given = run(x)
+        assert given.dtype == jnp.float32
+        assert run.report().counts() == {"respelling": 11}
+        np.testing.assert_allclose(given, everything(x), rtol=1e-5, atol=1e-5)
+
+
+def test_strict_promotion_of_dtypes_and_ranks():
+    x = random(32, 64)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        run = optimized(lambda x: lax.sin(x) + lax.pow(lax.abs(x), np.float32(1.3)) + lax.atan2(x, x) + lax.cos(x))
+        run(x)
+    assert run.report().counts() == {"respelling": 4}
+
+
+def test_scalars_beside_arrays():
+    x, y = jnp.abs(random(2048)), jnp.float32(0.7)
+    agree(computed(lambda x, y: lax.pow(x, y), x, y), exact(np.power, x, y))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_on_a_mesh(kind):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(random(32, 64), NamedSharding(mesh, P("d")))
+        run = optimized(everything)
+        given, wanted = run(x), jax.jit(everything)(x)
+        assert jax.typeof(given) == jax.typeof(wanted)
+        np.testing.assert_allclose(given, wanted, rtol=1e-5, atol=1e-5)
+        mapped = optimized(jax.shard_map(everything, in_specs=P("d"), out_specs=P("d")))
+        np.testing.assert_allclose(mapped(x), wanted, rtol=1e-5, atol=1e-5)
+        assert run.report().counts() == mapped.report().counts() == {"respelling": 11}
+
+
+def test_nothing_is_done_without_evidence_or_where_rounding_must_stay():
+    x = random(4096)
+    exact = autopallas.optimize(jnp.sin, objective="always", numerics="reordered")
+    np.testing.assert_array_equal(exact(x), jax.jit(jnp.sin)(x))
+    assert exact.report().counts() == {}
+    assert KIND.numerics == "tolerance"
+
+
+def test_loops_that_read_their_own_step_are_found_as_before():
+    """What is computed in such a loop belongs to it."""
+
+    def loss(x):
+        def step(i, h):
+            return jnp.sin(h) + x[i] * 0.1
+
+        return lax.fori_loop(0, 12, step, jnp.zeros(2048)).sum()
+
+    assert "indexed_loop" in found(jax.grad(loss), random(12, 2048))
