@@ -216,6 +216,7 @@ __all__ = [
     "numeric_setting",
     "on_mesh_of",
     "propagated",
+    "reductions_take_sines",
     "register_checks",
     "register_taylor_rule",
     "scan_parts",
@@ -478,6 +479,14 @@ def distributed_store() -> tuple[Any, int] | None:
 
     state: Any = distributed.global_state
     return None if state.client is None else (state.client, int(state.process_id))
+
+
+def reductions_take_sines() -> bool:
+    """Returns whether XLA's CPU compiler computes sines, cosines and tangents on vectors where a reduction reads them.
+
+    That of JAX 0.12 does, and that of JAX 0.10 does not.
+    """
+    return tuple(int(part) for part in jax.__version__.split(".")[:2]) > (0, 10)
 
 
 def versions() -> dict[str, str]:

@@ -30,7 +30,6 @@ __all__ = [
     "cbrt",
     "constant_power",
     "cos",
-    "power",
     "power_of_constant",
     "sin",
     "tan",
@@ -181,19 +180,6 @@ def cbrt(x: jax.Array) -> jax.Array:
     return _where(_size(x) < _INFINITE, _with_sign(found, x), x)
 
 
-@_in_float64
-def power(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns x to the power of y, with the special cases of IEEE 754's ``pow``."""
-    zero, one, half = np.int32(0), np.float32(1), np.float32(0.5) * y
-    denormal = (_size(y) > zero) & (_size(y) < _NORMAL)
-    nonzero = lax.bitcast_convert_type(_bits(y) | _where(denormal, _NORMAL, zero), jnp.float32)
-    product = _double(nonzero) * _logarithm(x)
-    product = _where(product == product, product, np.float64(0))  # pow(1, inf) and pow(inf, 0) are 1
-    whole = _bits(lax.floor(y)) == _bits(y)
-    found = _signed(_single(_power_of_two(product)), x, whole, whole & (lax.floor(half) != half))
-    return _where((x != x) & (_size(y) != zero) | (y != y) & (x != one), np.float32(math.nan), found)
-
-
 def power_of_constant(base: float, y: jax.Array) -> jax.Array:
     """Returns a finite number above zero, which is not 1, to the power of y."""
     with jax.enable_x64(True):
@@ -208,9 +194,7 @@ def constant_power(x: jax.Array, exponent: float) -> jax.Array:
             found = _single(_root_power(_double(_absolute(x), denormal=True), round(4 * exponent)))
         else:
             found = _single(_power_of_two(_logarithm(x) * np.float64(exponent)))
-        whole = exponent == math.floor(exponent)
-        found = _signed(found, x, np.bool_(whole), np.bool_(whole and exponent % 2 == 1))
-        return _where(x == x, found, x)
+        return _where(x == x, _signed(found, x, exponent), x)
 
 
 def by_roots(exponent: float) -> bool:
@@ -234,12 +218,14 @@ def _root_power(z: jax.Array, quarters: int) -> jax.Array:
     return np.float64(1) / found if quarters < 0 and not inverted else found
 
 
-def _signed(found: jax.Array, x: jax.Array, whole: jax.Array | np.bool_, odd: jax.Array | np.bool_) -> jax.Array:
+def _signed(found: jax.Array, x: jax.Array, exponent: float) -> jax.Array:
     """Returns the power of numbers, from that of their magnitudes: for finite negative ones NaN, if it is not whole."""
-    flipped = _where(odd, _bits(x) & _SIGN, np.int32(0))
-    found = lax.bitcast_convert_type(_bits(found) ^ flipped, jnp.float32)
+    if exponent % 2 == 1:
+        return lax.bitcast_convert_type(_bits(found) ^ (_bits(x) & _SIGN), jnp.float32)
+    if exponent == math.floor(exponent):
+        return found
     negative = _is_negative(x) & (_size(x) > np.int32(0)) & (_size(x) < _INFINITE)
-    return _where(negative & ~whole, np.float32(math.nan), found)
+    return _where(negative, np.float32(math.nan), found)
 
 
 def _logarithm(x: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from support.respellings import found, random
 
 import autopallas
 from autopallas.kernels.respelling import elementary, xla
+from autopallas.kernels.respelling.kinds import elementwise
 from autopallas.kernels.respelling.kinds.elementwise import KIND
 from autopallas.patterns import find
 from autopallas.sites.device import Device
@@ -31,7 +32,7 @@ UNARY = {
     "sin": (lax.sin, np.sin), "cos": (lax.cos, np.cos), "tan": (lax.tan, np.tan), "asin": (lax.asin, np.arcsin),
     "acos": (lax.acos, np.arccos), "cbrt": (lax.cbrt, np.cbrt),
 }  # fmt: skip
-BINARY = {"pow": (lax.pow, np.power), "atan2": (lax.atan2, np.arctan2)}
+BINARY = {"atan2": (lax.atan2, np.arctan2)}
 EXPONENTS = (
     1.5,
     -1.5,
@@ -125,15 +126,11 @@ def test_numbers_next_to_multiples_of_a_quarter_turn(name):
     agree(computed(function, x), exact(reference, x))
 
 
-@pytest.mark.parametrize("name", BINARY)
-def test_functions_of_two(name):
-    function, reference = BINARY[name]
+def test_angles_of_points():
     x, y = patterns(2**17, 3), patterns(2**17, 4)
-    agree(computed(function, x, y), exact(reference, x, y))
-    near = np.float32(1) + random(2**17, seed=5) / 1000
-    x, y = np.concatenate([np.abs(x), np.asarray(near)]), np.asarray(random(2**18, seed=6))
-    agree(computed(function, x, y), exact(reference, x, y))
-    agree(computed(function, x, 50_000 * y), exact(reference, x, 50_000 * y))
+    agree(computed(lax.atan2, x, y), exact(np.arctan2, x, y))
+    x, y = (np.asarray(random(2**17, seed=seed)) for seed in (5, 6))
+    agree(computed(lax.atan2, x, y), exact(np.arctan2, x, y))
 
 
 @pytest.mark.parametrize("exponent", EXPONENTS)
@@ -153,15 +150,9 @@ def test_powers_of_a_base_that_is_known(base):
 # ---------------------------------------------------------------------- special values
 
 
-@pytest.mark.parametrize("name", BINARY)
-def test_all_pairs_of_special_values(name):
-    function, reference = BINARY[name]
-    x, y = (np.resize(np.float32(a), 1024) for a in zip(*itertools.product(SPECIAL, SPECIAL), strict=True))
-    agree(computed(function, x, y), exact(reference, x, y))
-    cells = [np.float32(y) for y in SPECIAL]
-    given = computed(lambda x: [function(x, jnp.minimum(jnp.full_like(x, y), x * 0 + y)) for y in cells[:3]],
-                     np.resize(np.float32(SPECIAL[2:12]), 1024), count=3)  # fmt: skip
-    assert given.shape == (3, 1024)
+def test_all_pairs_of_special_values():
+    y, x = (np.resize(np.float32(a), 1024) for a in zip(*itertools.product(SPECIAL, SPECIAL), strict=True))
+    agree(computed(lax.atan2, y, x), exact(np.arctan2, y, x))
 
 
 @pytest.mark.parametrize("name", UNARY)
@@ -220,13 +211,13 @@ def test_other_dtypes_are_left_alone():
         assert found(lambda x: x**1.5 if x.dtype.kind == "c" else lax.pow(x * 1.0, x), jnp.asarray(x, dtype)) == []
     assert found(lambda x: [jnp.sin(x), jnp.cos(x)], jnp.asarray(x, "complex64")) == []
     with jax.enable_x64(True):
-        assert found(lambda x: [jnp.sin(x), x**1.5, jnp.power(x, x)], jnp.asarray(x)) == []
+        assert found(lambda x: [jnp.sin(x), x**1.5], jnp.asarray(x)) == []
 
 
 def test_what_the_compiler_writes_otherwise_itself_is_left_alone():
     x = random(2048)
     assert found(lambda x: [lax.pow(x, np.float32(y)) for y in (0, 0.5, 1, 2, 3, -1)], x) == []
-    assert found(lambda x: [x**2, x**-3, lax.pow(x, 2), lax.rsqrt(x), lax.sqrt(x), jnp.exp(x)], x) == []
+    assert found(lambda x: [x**2, x**-3, lax.pow(x, 2), lax.pow(x, x), lax.rsqrt(x), lax.sqrt(x), jnp.exp(x)], x) == []
     assert found(lambda x: [lax.pow(np.float32(b), x) for b in (0, 1, -2, INF, NAN)], x) == []
     assert found(lambda x: [lax.pow(x, np.float32(y)) for y in (INF, -INF, NAN)], x) == []
 
@@ -235,6 +226,46 @@ def test_few_numbers_and_none_are_left_alone():
     for shape in ((), (1023,), (0, 4096)):
         assert found(lambda x: [jnp.sin(x), x**1.5], jnp.ones(shape)) == []
     assert found(lambda x: [jnp.sin(x), x**1.5], jnp.ones((2, 512))) == ["elementwise"] * 2
+
+
+def test_what_is_read_in_parts_is_left_alone():
+    """The compiler computes those parts alone."""
+    x, ids = random(64, 32), jnp.arange(0, 64, 9)
+    assert (
+        found(lambda x: [jnp.sin(x)[ids], (2 * x**1.5)[3], lax.dynamic_slice(jnp.cos(x).T, (0, 3), (32, 5))], x) == []
+    )
+    assert found(lambda x: [jnp.sin(x), jnp.sin(x)[ids]], x) == [
+        "elementwise",
+    ]
+    assert found(lambda x: (lambda y: [y[ids], y @ x.T, y[0]])(jnp.sin(x)), x) == ["elementwise"]
+    assert found(lambda x: (lambda y: [y[ids], y.sum()])(x**1.5), x) == ["elementwise"]
+
+
+def test_what_a_reduction_takes_depends_on_the_compiler(monkeypatch):
+    """That of JAX 0.12 computes sines on vectors there, and powers one by one."""
+    functions = (
+        lambda x: jnp.sin(x).sum(), lambda x: (3 * jnp.cos(x) + 1).T.max(0), lambda x: jax.nn.softmax(jnp.tan(x)),
+        lambda x: jnp.sin(x) - jnp.sin(x).mean(),
+    )  # fmt: skip
+    others = (
+        lambda x: (x**1.5).sum(), lambda x: jnp.sin(x) @ x.T, lambda x: (lambda y: (y, y.sum()))(jnp.sin(x)),
+        lambda x: lax.scan(lambda c, row: (c, row.sum()), 0.0, jnp.sin(x))[1],
+    )  # fmt: skip
+    x = random(64, 32)
+    for taken in (True, False):
+        monkeypatch.setattr(elementwise, "reductions_take_sines", lambda taken=taken: taken)
+        assert ["elementwise" in found(function, x) for function in functions] == [not taken] * 4
+        assert ["elementwise" in found(function, x) for function in others] == [True] * 4
+
+
+def test_looking_at_what_reads_a_result_is_bounded():
+    def long(x):
+        y = jnp.sin(x)
+        for _ in range(200):
+            y = y * x + 1
+        return y
+
+    assert found(long, random(2048)) == []
 
 
 def test_an_accuracy_that_is_asked_for_is_left_to_the_compiler():
@@ -274,24 +305,24 @@ def everything(x):
     y = jnp.abs(x) + 0.1
     small = jnp.tanh(x) * 0.9
     return (jnp.sin(x) + jnp.cos(x) + jnp.tan(small) + jnp.arcsin(small) + jnp.arccos(small) + jnp.arctan2(x, y)
-            + jnp.cbrt(y) + y**1.5 + y**2.2 + 1.7**x + jnp.power(y, x))  # fmt: skip
+            + jnp.cbrt(y) + y**1.5 + y**2.2 + 1.7**x)  # fmt: skip
 
 
 def test_a_train_step_of_a_network_of_sines():
     step = jax.value_and_grad(lambda w, x: (layers(w, x) ** 2).mean())
     found = compare(step, (W, X), gradients=False)
     assert found.complaints == []
-    assert found.counts("respelling") >= 6
+    assert found.counts("respelling") >= 4
 
 
 def test_every_function_and_its_gradient():
     x = random(40, 30)
     found = compare(everything, (x,))
     assert found.complaints == []
-    assert found.counts("respelling") >= 11
+    assert found.counts("respelling") >= 10
     gradient = compare(jax.value_and_grad(lambda x: everything(x).sum()), (x,), gradients=False)
     assert gradient.complaints == []
-    assert gradient.counts("respelling") >= 14
+    assert gradient.counts("respelling") >= 7
 
 
 def few(x):
@@ -350,11 +381,6 @@ def test_strict_promotion_of_dtypes_and_ranks():
         run = optimized(lambda x: lax.sin(x) + lax.pow(lax.abs(x), np.float32(1.3)) + lax.atan2(x, x) + lax.cos(x))
         run(x)
     assert run.report().counts() == {"respelling": 4}
-
-
-def test_scalars_beside_arrays():
-    x, y = jnp.abs(random(2048)), jnp.float32(0.7)
-    agree(computed(lambda x, y: lax.pow(x, y), x, y), exact(np.power, x, y))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)

@@ -20,7 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from autopallas.compat import reductions_take_sines
 from autopallas.graph import Graph, Node
+from autopallas.graph.custom_rules import ELEMENTWISE
+from autopallas.graph.edit import surviving
 from autopallas.kernels.respelling import elementary
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.spec import RespellingSpec
@@ -38,9 +41,13 @@ _FUNCTIONS: Mapping[str, Callable[..., jax.Array]] = {
     "acos": elementary.acos,
     "atan2": elementary.atan2,
     "cbrt": elementary.cbrt,
-    "pow": elementary.power,
 }
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+_LAYOUT = frozenset({"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "rev", "pad"})
+_PARTS = frozenset({"slice", "dynamic_slice", "gather"})
+_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod"})
+_FARTHEST = 64
+"""Values that are looked at to learn what reads a result; beyond that it counts as taken."""
 _COMPILED_ANYWAY = (0.0, 0.5, 1.0, 2.0, 3.0, -1.0)
 """Exponents that XLA itself writes as roots, products and quotients."""
 
@@ -57,12 +64,15 @@ def _match(graph: Graph, node: Node) -> Found | None:
         return None
     if any(value is not None for value in node.equation.params.values()):  # an accuracy that is asked for
         return None
+    if _is_taken(graph, node):
+        return None
     constants = [graph.literals.get(number) for number in node.inputs]
     if any(np.ndim(constant) for constant in constants if constant is not None):
         return None
-    if all(constant is None for constant in constants):
-        return Found((("function", node.name),), node.inputs, node.outputs)
-    if node.name != "pow" or all(constant is not None for constant in constants):
+    if node.name != "pow":
+        known = any(constant is not None for constant in constants)
+        return None if known else Found((("function", node.name),), node.inputs, node.outputs)
+    if sum(constant is not None for constant in constants) != 1:
         return None
     base, exponent = (None if constant is None else float(np.asarray(constant)) for constant in constants)
     given = node.inputs[0] if base is None else node.inputs[1]
@@ -74,6 +84,41 @@ def _match(graph: Graph, node: Node) -> Found | None:
     if exponent is None or not math.isfinite(exponent) or exponent in _COMPILED_ANYWAY:
         return None
     return Found((("exponent", str(exponent)), ("function", "pow")), (given,), node.outputs)
+
+
+def _is_taken(graph: Graph, node: Node) -> bool:
+    """Returns whether all that reads a result takes parts of it, or a reduction takes it.
+
+    The compiler then computes the parts alone; it computes some functions on vectors where a reduction reads them.
+    """
+    alive, (result,) = surviving(graph), node.outputs
+    todo, seen, parts, whole = [result], {result}, False, False
+    while todo:
+        number = todo.pop()
+        users = [u for u in graph.users.get(number, ()) if not u.outputs or not alive.isdisjoint(u.outputs)]
+        names = {user.name for user in users}
+        written = number in graph.returned or number in graph.read
+        if written or any(not _is_fused(name) for name in names):
+            whole = True  # and what else reads it reads what was written
+            continue
+        for user in users:
+            if user.name in _REDUCTIONS:
+                whole = True
+                if node.name in _PERIODIC and reductions_take_sines():
+                    return True
+            elif user.name in _PARTS:
+                parts = True
+            else:
+                todo += [n for n in user.outputs if n not in seen]
+                seen.update(user.outputs)
+        if len(seen) > _FARTHEST:
+            return True
+    graph.steps.spend(len(seen))
+    return parts and not whole
+
+
+def _is_fused(name: str) -> bool:
+    return name in ELEMENTWISE or name in _LAYOUT or name in _PARTS or name in _REDUCTIONS
 
 
 # ---------------------------------------------------------------------- the two ways
@@ -163,7 +208,7 @@ _SIZES = ((1024,), (64, 256), (512, 512), (1024, 4096))
 """Shapes, one for each bucket."""
 _FORMS: Mapping[str, Callable[..., jax.Array]] = {
     **{name: getattr(lax, name) for name in _FUNCTIONS},
-    "roots": lambda x: x**1.5,
+    "roots": lambda x: x**-1.5,
     "exponent": lambda x: x**2.2,
     "base": lambda y: lax.pow(jnp.asarray(10000, y.dtype), y),
 }
@@ -175,14 +220,14 @@ def _samples() -> Iterator[tuple[str, Sample]]:
     for shape in _SIZES:
         for name, function in _FORMS.items():
             for dtype in _DTYPES if name in _NARROW else _DTYPES[:1]:
-                given = (jax.ShapeDtypeStruct(shape, dtype),) * (2 if name in ("atan2", "pow") else 1)
+                given = (jax.ShapeDtypeStruct(shape, dtype),) * (2 if name == "atan2" else 1)
                 own = "" if dtype == jnp.float32 else f"-{jnp.dtype(dtype).name}"
                 yield f"{name}-{math.prod(shape)}{own}", Sample(function, given)
 
 
 KIND = Kind(
     name="elementwise",
-    primitives=tuple(_FUNCTIONS),
+    primitives=(*_FUNCTIONS, "pow"),
     numerics="tolerance",
     instead="arithmetic on vectors, in float64",
     match=_match,
