@@ -341,6 +341,33 @@ def densities() -> tuple[Model, Arrays, jax.Array]:
     return model, {"scale": jnp.ones(()), "mean": jnp.zeros(3)}, jax.random.normal(_KEY, (16384, 12))
 
 
+def siren() -> tuple[Model, Arrays, jax.Array]:
+    """A network of sines (Sitzmann et al., 2020, arXiv:2006.09661)."""
+    width, layers = 128, 4
+
+    def model(w: Arrays, x: jax.Array) -> jax.Array:
+        for i in range(layers):
+            x = jnp.sin(30 * (x @ w[f"w{i}"] + w[f"b{i}"]))
+        return x @ w["out"]
+
+    shapes: dict[str, tuple[int, ...]] = {"out": (width, 3)}
+    for i in range(layers):
+        shapes |= {f"w{i}": (width if i else 2, width), f"b{i}": (width,)}
+    return model, {k: v / 10 for k, v in _weights(**shapes).items()}, jax.random.uniform(_KEY, (8192, 2), minval=-1)
+
+
+def particles() -> tuple[Model, Arrays, jax.Array]:
+    """Forces between all pairs of particles, which fall with the square of their distance."""
+
+    def model(w: Arrays, x: jax.Array) -> jax.Array:
+        between = x[:, None] - x
+        distances = (between**2).sum(-1) + w["softening"] ** 2
+        return jnp.einsum("ij,ijd,j->id", distances**-1.5, between, w["masses"])
+
+    weights = {"softening": jnp.full((), 0.1), "masses": jnp.ones(512)}
+    return model, weights, jax.random.normal(_KEY, (512, 3))
+
+
 ON_REQUEST = {"neighbours": ("respelling", "squared_distances")}
 """What the option ``ops`` has to name for a model."""
 
@@ -348,13 +375,14 @@ MODELS = {
     f.__name__: f
     for f in (
         *(mobilenet, convnext, resnext, mamba, embedding, sampler, pooled, running, quantile, recurrent),
-        *(dropped, walks, generator, residual, neighbours, kinematics, kalman, densities),
+        *(dropped, walks, generator, residual, neighbours, kinematics, kalman, densities, siren, particles),
     )
 }
 """``sampler`` has the kinds argmax and sort, ``embedding`` one_hot, ``mamba`` associative_scan, ``recurrent``
 indexed_loop, ``pooled`` pooling, ``running`` cumulative, ``dropped`` and ``walks`` threefry, ``generator`` and
 ``residual`` weight_gradient and pooling_gradient, ``neighbours`` squared_distances, ``kinematics`` and ``kalman``
-batched_product, ``densities`` both that and triangular_solve; the others have convolution."""
+batched_product, ``densities`` both that and triangular_solve, ``siren`` and ``particles`` elementwise; the others have
+convolution."""
 _WITHOUT_GRADIENT = ("sampler",)
 
 

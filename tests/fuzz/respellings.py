@@ -28,7 +28,7 @@ def body(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
     steps = {
         "convolution": _convolution, "cumulative": _cumulative, "window": _window, "one-hot": _one_hot,
         "indexed loop": _indexed_loop, "associative scan": _associative_scan, "reduction": _reduction,
-        "dropout": _dropout, "small matrices": _small_matrices,
+        "dropout": _dropout, "small matrices": _small_matrices, "elementwise": _elementwise,
     }  # fmt: skip
     for n in range(c.pick(f"{at}.count", [1, 2, 3], 0.6)):
         name = c.pick(f"{at}.step {n}", {name: name for name in steps}, 0.8)
@@ -106,6 +106,24 @@ def _dropout(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
         "examples": f"jax.vmap(lambda k, x: jax.random.bernoulli(k, 0.75, x.shape))(jax.random.split({key}, 2), {x})",
     }
     return w.set("x", f"jnp.where({c.pick(f'{at}.mask', mask, 0.5)}, {x} / 0.75, 0)")
+
+
+def _elementwise(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """A function of 256 numbers for each element: fewer are left as they are."""
+    scaled = w.set("scaled", f"(jnp.tanh({x} / 8)[..., None] * jnp.arange(-128.0, 128.0) / 64).astype({x}.dtype)")
+    forms = {
+        "sin": f"jnp.sin({scaled})",
+        "cos": f"jnp.cos({scaled} * {w.choices.pick(f'{at}.turns', [1, 7], 0.3)})",
+        "tan": f"jnp.tan({scaled} / 4)",
+        "power": f"jnp.abs({scaled}) ** {w.choices.pick(f'{at}.exponent', [1.5, 2.2, 0.75], 0.5)}",
+        "inverse": f"(1 + jnp.abs({scaled})) ** -1.5",
+        "exponential": f"1.7 ** {scaled}",
+        "arcsine": f"jnp.arcsin({scaled} / 4) + jnp.arccos({scaled} / 4)",
+        "angle": f"jnp.arctan2({scaled}, 1 + {scaled} * {scaled})",
+        "root": f"jnp.cbrt(1 + {scaled} * {scaled})",
+    }
+    w.features.add("elementwise")
+    return f"({w.choices.pick(f'{at}.form', forms, 0.7)} @ jnp.full((256,), 1 / 256, {x}.dtype)).astype({x}.dtype)"
 
 
 def _convolution(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
