@@ -137,11 +137,10 @@ def _original(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
 def _computed(spec: RespellingSpec, operands: Sequence[jax.Array]) -> jax.Array:
     dtype = spec.results[0][1]
     base, exponent = (_constant(spec, name) for name in ("base", "exponent"))
-    known = lambda value: np.asarray(value, dtype)[()]  # noqa: E731
     if base is not None:
-        return lax.pow(known(base), *operands)
+        return lax.pow(np.asarray(base, dtype)[()], operands[0])
     if exponent is not None:
-        return lax.pow(*operands, known(exponent))
+        return lax.pow(operands[0], np.asarray(exponent, dtype)[()])
     found: jax.Array = getattr(lax, cast(str, spec["function"]))(*operands)
     return found
 
