@@ -160,7 +160,7 @@ def site_rows(site: Site) -> list[tuple[str, str]]:
         ("verdict", _verdict(site)),
         ("reason", site.reason),
         ("inside", site.path),
-        ("implementation", site.implementation or ""),
+        ("implementation" if site.verdict == "applied" else "candidate", site.implementation or ""),
         ("numerics", site.numerics or ""),
         ("block sizes", _block_sizes(site)),
         ("spec", site.spec_line),
