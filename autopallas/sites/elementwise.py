@@ -202,7 +202,7 @@ class ElementwiseProgram:
                 case Constant():
                     return jnp.asarray(i.value, i.dtype)
 
-        return self.run(load, bind)
+        return self.run(load, _selecting())
 
     def run(self, load: Callable[[Input], T], apply: Callable[[Instruction, list[T]], T]) -> T:
         """Interprets the program over any domain: arrays, numpy arrays, intervals."""
@@ -294,10 +294,13 @@ def reproducible(program: ElementwiseProgram) -> ElementwiseProgram:
     def known(register: int) -> bool:
         return Side in reads[register] and Score not in reads[register]
 
+    dtypes = [i.dtype for i in (*program.inputs, *program.instructions)]
     factors = {a for i in program.instructions if i.primitive.name == "mul" for a in i.arguments if known(a)}
 
     def keeps(instruction: Instruction, register: int) -> bool:
         is_product = instruction.primitive.name == "mul" or has_inverse(instruction)
+        if instruction.primitive.name == "convert_element_type" and dtypes[instruction.arguments[0]] == bool:
+            return False  # a truth value is exact
         return register in factors or (is_product and added[register] and Side in reads[register])
 
     wide = [(r, i) for r, i in registers if i.dtype in (np.float32, np.float64)]
@@ -359,6 +362,30 @@ def bind(instruction: Instruction, arguments: list[jax.Array]) -> jax.Array:
         return logical(*operands)
     result: jax.Array = instruction.primitive.bind(*operands, **dict(instruction.params))
     return result
+
+
+def _selecting() -> Callable[[Instruction, list[jax.Array]], jax.Array]:
+    """Returns :func:`bind`, but for products with truth values, such as one-hot labels, which select.
+
+    So XLA compiles a product with what is converted from a truth value of its shape, in 32 and 64 bits: it is 0 where
+    that is false, also of an infinite score.
+    """
+    truths: list[tuple[jax.Array, jax.Array]] = []
+
+    def apply(instruction: Instruction, arguments: list[jax.Array]) -> jax.Array:
+        found, name = bind(instruction, arguments), instruction.primitive.name
+        if instruction.dtype not in (np.float32, np.float64):
+            return found
+        if name == "convert_element_type" and arguments[0].dtype == bool:
+            truths.append((found, arguments[0]))
+        elif name == "mul":
+            for factor, other in (arguments, arguments[::-1]):
+                truth = next((truth for number, truth in truths if number is factor), None)
+                if truth is not None and truth.shape == found.shape:
+                    return jnp.where(truth, other, jnp.zeros((), other.dtype))
+        return found
+
+    return apply
 
 
 def _programs(instruction: Instruction) -> list[tuple[str, ElementwiseProgram]]:

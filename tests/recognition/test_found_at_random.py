@@ -554,3 +554,47 @@ def test_a_scale_behind_the_maximum_is_part_of_a_site_whose_rounding_hides_it(sp
     found, expected = (np.asarray(f(q, k, v), np.float32) for f in (optimized, attend))
     np.testing.assert_allclose(found, expected, atol=1e-5 if dtype == np.float32 else 2e-2)
     assert optimized.report().counts()["attention"] == 1
+
+
+ONE_HOT = {
+    "einsum": lambda z, hot: jnp.einsum("tv,tv->t", z, hot),
+    "product": lambda z, hot: (z * hot).sum(-1),
+    "factor first": lambda z, hot: (hot * z).sum(-1),
+    "negated": lambda z, hot: -(-z * hot).sum(-1),
+    "dot of each": lambda z, hot: jax.vmap(jnp.dot)(z, hot),
+    "log_softmax": lambda z, hot: jax.nn.logsumexp(z, -1) + (jax.nn.log_softmax(z) * hot).sum(-1),
+}
+
+
+@pytest.mark.parametrize("spelling", ONE_HOT)
+def test_one_hot_labels_beside_classes_that_are_masked_with_infinity(spelling):
+    """Compiled, a product with a truth value of its shape selects: 0 times infinity is 0 there, and so it is here."""
+    x, head, labels = array(5, 4, seed=0), array(4, 11, seed=1), jnp.array([0, 3, 8, 2, 5])
+
+    def loss(x, head, labels):
+        z = jnp.where(jnp.arange(11) < 9, x @ head, -jnp.inf)
+        return (jax.nn.logsumexp(z, -1) - ONE_HOT[spelling](z, jax.nn.one_hot(labels, 11))).mean()
+
+    for program in (loss, jax.value_and_grad(loss)):
+        optimized = optimized_like_a_user(program, ops=("cross_entropy",))
+        for found, expected in zip(
+            jax.tree.leaves(optimized(x, head, labels)), jax.tree.leaves(jax.jit(program)(x, head, labels)), strict=True
+        ):
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+            assert np.isfinite(expected).all()
+        assert optimized.report().counts()["cross_entropy"] == 1
+
+
+@pytest.mark.parametrize("shape", [(5, 1), (1, 11)], ids=["of rows", "of classes"])
+def test_a_truth_value_of_another_shape_multiplies_infinity_to_nan_as_compiled(shape):
+    x, head, labels = array(5, 4, seed=0), array(4, 11, seed=1), jnp.array([0, 3, 8, 2, 5])
+    counted = (jnp.arange(max(shape)) < 4).reshape(shape)
+
+    def loss(x, head, labels, counted):
+        z = jnp.where(jnp.arange(11) < 9, x @ head, -jnp.inf)
+        hot = jnp.where(jax.nn.one_hot(labels, 11, dtype=bool), z * counted.astype(z.dtype), 0)
+        return (jax.nn.logsumexp(z, -1) - hot.sum(-1)).mean()
+
+    optimized = optimized_like_a_user(loss, ops=("cross_entropy",))
+    found, expected = optimized(x, head, labels, counted), jax.jit(loss)(x, head, labels, counted)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
