@@ -97,14 +97,31 @@ def _found(graph: Graph) -> dict[int, Forward | Backward]:
         return {}
     regions = _Regions(graph, shifted)
     found: dict[int, Forward | Backward] = {}
-    for scan in regions.scans.values():
-        backwards = regions.backwards(scan)
-        if regions.escapes([scan.result, *(n for b in backwards for n in b.results)]):
-            continue
+    for scan, backwards in _together(regions, [(scan, regions.backwards(scan)) for scan in regions.scans.values()]):
         if all(regions.reaches(backward) for backward in backwards):
             found[scan.result] = scan
             found.update((backward.results[0], backward) for backward in backwards)
     return found
+
+
+_Scan = tuple[Forward, Sequence[Backward]]
+_MOST_ROUNDS = 8
+
+
+def _together(regions: _Regions, scans: Sequence[_Scan]) -> list[_Scan]:
+    """Returns the scans of whose inner values the program needs none but in these scans.
+
+    Scans of the same decays share the products of these, which the program has once.
+    """
+    regions_of = {scan.result: regions.own([scan.result, *(n for b in own for n in b.results)]) for scan, own in scans}
+    left = list(scans)
+    for _ in range(_MOST_ROUNDS):
+        nodes = set[int]().union(*(regions_of[scan.result][1] for scan, _ in left))
+        still = [one for one in left if not regions.escapes(regions_of[one[0].result][0], nodes)]
+        if len(still) == len(left):
+            return still
+        left = still
+    return [one for one in left if not regions.escapes(*regions_of[one[0].result])]
 
 
 def _interior(node: Node) -> bool:
@@ -148,6 +165,7 @@ class _Regions:
         self.values: list[dict[int, Array]] = [{} for _ in range(_POINTS)]
         self._regions: dict[int, tuple[list[Node], tuple[int, ...]] | None] = {}
         self._functions: dict[tuple[str, int, tuple[int, ...]], Array] = {}
+        self._alive = surviving(graph)
         for node in graph.nodes:
             axis = self._axis(node)
             if axis is None:
@@ -331,8 +349,8 @@ class _Regions:
         found = np.asarray(whole % _PRIME, np.int64)
         return np.broadcast_to(found, shape[axis : axis + 1]) if shape else found
 
-    def escapes(self, results: Sequence[int]) -> bool:
-        """Returns whether the program needs a value on the way to results elsewhere too."""
+    def own(self, results: Sequence[int]) -> tuple[set[int], set[int]]:
+        """Returns (the values on the way to results, the identities of the nodes that compute all of them)."""
         inside: set[int] = set()
         nodes: set[int] = set()
         for number in results:
@@ -340,11 +358,13 @@ class _Regions:
             assert found is not None
             inside.update(n for node in found[0] for n in node.outputs)
             nodes.update(id(node) for node in found[0])
-        inside -= set(results)
-        alive = surviving(self.graph)
+        return inside - set(results), nodes
+
+    def escapes(self, inside: set[int], nodes: set[int]) -> bool:
+        """Returns whether the program needs a value elsewhere than in some nodes."""
         return any(
             n in self.graph.returned
-            or any(id(user) not in nodes and not alive.isdisjoint(user.outputs) for user in self.graph.users[n])
+            or any(id(user) not in nodes and not self._alive.isdisjoint(user.outputs) for user in self.graph.users[n])
             for n in inside
         )
 

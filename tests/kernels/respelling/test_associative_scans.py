@@ -183,6 +183,22 @@ def test_in_layers_and_after_second_derivatives():
     assert compare(FORMS["usual"], (random(T, D), random(T, D, seed=1))).complaints == []
 
 
+def test_scans_with_the_same_decays():
+    """The program has the products of decays once; all of the scans that read them are replaced, or none."""
+
+    def several(a, b):
+        a = jnp.tanh(a)
+        return scanned(a, b), scanned(a, jnp.cos(b)) * scanned(a, b * b)
+
+    def read_elsewhere(a, b):
+        a = jnp.tanh(a)
+        return scanned(a, b), jnp.stack(lax.associative_scan(usual, (a, jnp.cos(b))))
+
+    a, b = random(T, D), random(T, D, seed=1)
+    judged(several, a, b, wanted=(0, 0, 0))
+    assert found(read_elsewhere, a, b) == []
+
+
 # ---------------------------------------------------------------------- what is something else
 
 
