@@ -299,7 +299,7 @@ def reproducible(program: ElementwiseProgram) -> ElementwiseProgram:
 
     def keeps(instruction: Instruction, register: int) -> bool:
         is_product = instruction.primitive.name == "mul" or has_inverse(instruction)
-        if instruction.primitive.name == "convert_element_type" and dtypes[instruction.arguments[0]] == bool:
+        if instruction.primitive.name == "convert_element_type" and dtypes[instruction.arguments[0]] == np.bool_:
             return False  # a truth value is exact
         return register in factors or (is_product and added[register] and Side in reads[register])
 
