@@ -14,6 +14,9 @@ from support.respellings import found, random
 from support.tiers import examples
 
 import autopallas
+from autopallas.graph import Graph, flatten
+from autopallas.kernels.respelling.kinds import kind_named
+from autopallas.patterns import find
 
 LAYOUTS = {
     1: (("NWC", "WIO", "NWC"), ("NCW", "OIW", "NCW"), ("WNC", "IOW", "CWN")),
@@ -28,6 +31,18 @@ def operands(numbers, before, after, size, kernel, dtype=jnp.float32, seed=0):
     weights = dict.fromkeys("DHW", kernel) | {"I": before, "O": after}
     x = random(*(sizes[letter] for letter in numbers[0]), dtype=dtype, seed=seed)
     return x, random(*(weights[letter] for letter in numbers[1]), seed=seed + 1, dtype=dtype)
+
+
+@pytest.mark.parametrize(("size", "channels", "wide"), [(4, 64, True), (14, 64, False), (28, 32, False)])
+def test_evidence_of_large_results_is_their_own(size, channels, wide):
+    """Behind the last layers of a network weights are large, and products that are put together cost memory."""
+    numbers = ("NHWC", "HWIO", "NHWC")
+    run = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)  # noqa: E731
+    x, w = jnp.ones((2, size, size, channels)), jnp.ones((3, 3, channels, channels))
+    graph = Graph(flatten(jax.make_jaxpr(step_of(run))(x, w)))
+    (match,) = find(graph, ("weight_gradient",), True)[0]
+    feature = kind_named("weight_gradient").feature(match.spec)
+    assert feature == f"9 taps, plain, channels last{', large result' if wide else ''}"
 
 
 def step_of(convolve):

@@ -228,9 +228,14 @@ def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:
 
 
 def _feature(spec: RespellingSpec) -> str:
-    """Returns the number of positions, how they lie, and where the channels stand."""
+    """Returns the number of positions, how they lie, where the channels stand, and whether the result is what is large.
+
+    A result that is larger than both operands, as behind the last layers of a network, costs memory: the products are
+    put together, while the original writes it in place.
+    """
     own = _of(spec)
     (left, _), (right, _) = spec.operands
+    wide = math.prod(spec.results[0][0]) > _LARGER * max(math.prod(left), math.prod(right))
     taps = math.prod(own.taps)
     size = "one tap" if taps == 1 else next((f"{n} taps" for n in (4, 9, _MOST_TAPS) if taps <= n), "many taps")
     how = "transposed" if own.transposed else "apart" if own.apart else "strided" if max(own.reach) > 1 else "plain"
@@ -238,9 +243,11 @@ def _feature(spec: RespellingSpec) -> str:
     few = ", few channels" if min(channels) <= _FEW else ""
     orders = {len(own.lhs) - 1: "channels last", 1: "channels first"}
     order = orders.get(own.lhs[0], "examples last")  # as in a convolution whose window is as large as its operand
-    return f"{size}, {how}{few}, {order}"
+    return f"{size}, {how}{few}, {order}{', large result' if wide else ''}"
 
 
+_LARGER = 2
+"""How many times as large as both operands a result is that counts as large."""
 _SAMPLES: tuple[tuple[str, int, int, bool, tuple[tuple[int, int, int, int], ...]], ...] = (
     ("1x1", 1, 1, False, ((2, 14, 64, 64), (4, 28, 64, 128), (8, 56, 64, 256))),
     ("1x1-stride", 1, 2, False, ((2, 14, 64, 64), (4, 28, 128, 256), (4, 56, 256, 512))),
