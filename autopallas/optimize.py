@@ -160,14 +160,16 @@ class Optimized(Generic[P, R]):
 
     def _placed(self, use: Callable[..., T], args: Args, kwargs: Kwargs) -> T:
         """Calls ``use``; if its trace asks for the arguments' shardings, retries with them recorded."""
-        with _as_jit_traces(True):
-            if not self._spread:
-                try:
-                    return use(*args, **kwargs)
-                except call_shardings.ShardingsNeeded:
-                    self._spread = True
-            with call_shardings.recording_shardings(args, kwargs):
+        if self._plain and not _as_jit_traces.value and any(map(_is_truth_value, jax.tree.leaves((args, kwargs)))):
+            with _as_jit_traces(True):  # as part of the key, or a call would use what is traced here
+                return self._placed(use, args, kwargs)
+        if not self._spread:
+            try:
                 return use(*args, **kwargs)
+            except call_shardings.ShardingsNeeded:
+                self._spread = True
+        with call_shardings.recording_shardings(args, kwargs):
+            return use(*args, **kwargs)
 
     def _traced(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Traces the original and rewrites its jaxpr; jit traces this function."""
@@ -499,7 +501,7 @@ _as_jit_traces = compat.trace_context(False)
 
 
 def _is_truth_value(leaf: PyTree) -> bool:
-    return compat.is_tracer(leaf) and leaf.dtype == bool and not leaf.shape
+    return isinstance(leaf, bool) or (getattr(leaf, "dtype", None) == bool and not leaf.shape)
 
 
 def _has_flags(args: Args, kwargs: Kwargs) -> bool:
