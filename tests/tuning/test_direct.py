@@ -16,6 +16,7 @@ from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.tuned_block_sizes import infer_block_sizes
 from autopallas.kernels.cross_entropy import cross_entropy
 from autopallas.kernels.grouped_matmul import grouped_matmul
+from autopallas.tuning.coverage import form_of
 from autopallas.tuning.direct import recorded
 from autopallas.tuning.entry import Entry
 from autopallas.tuning.key import key_of
@@ -91,7 +92,7 @@ def test_the_cache_is_read_in_both_directions(op, monkeypatch, user_cache):
 
 def test_what_the_caller_gives_wins_over_the_cache_and_the_cache_over_the_table(monkeypatch, user_cache):
     (forward, _) = asked("attention")
-    table = infer_block_sizes(forward.spec, CPU, "xla")
+    table = infer_block_sizes(forward.spec, CPU, "xla", form=form_of(forward, CPU))
     assert used(monkeypatch, "attention") == table.to_dict()
     user_cache.put(entry(forward, SIZES["attention"]))
     given = BlockSizes(32, 32)
