@@ -109,7 +109,11 @@ def test_convolutions_at_random(data):
     def run(x, w):
         return lax.conv_general_dilated(x, w, strides, padding, spread, dimension_numbers=numbers)
 
-    compared = compare(step_of(run), (x, w), gradients=False, ops="weight_gradient")
+    def step(x, w):
+        """Leaves out x's gradient: that of a dilated operand is not the same in each run of the original (JAX 0.10.2)."""
+        return jax.value_and_grad(lambda w: jnp.sin(run(x, w)).sum())(w)
+
+    compared = compare(step, (x, w), gradients=False, ops="weight_gradient")
     assert compared.complaints == []
 
 
