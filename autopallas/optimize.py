@@ -501,7 +501,7 @@ _as_jit_traces = compat.trace_context(False)
 
 
 def _is_truth_value(leaf: PyTree) -> bool:
-    return isinstance(leaf, bool) or (getattr(leaf, "dtype", None) == bool and not leaf.shape)
+    return isinstance(leaf, bool) or (getattr(leaf, "dtype", None) == jax.numpy.bool_ and not leaf.shape)
 
 
 def _has_flags(args: Args, kwargs: Kwargs) -> bool:

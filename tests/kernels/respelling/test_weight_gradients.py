@@ -110,7 +110,7 @@ def test_convolutions_at_random(data):
         return lax.conv_general_dilated(x, w, strides, padding, spread, dimension_numbers=numbers)
 
     def step(x, w):
-        """Leaves out x's gradient: that of a dilated operand is not the same in each run of the original (JAX 0.10.2)."""
+        """Leaves x out: with dilation, XLA gives another gradient of it in each run (JAX 0.10.2)."""
         return jax.value_and_grad(lambda w: jnp.sin(run(x, w)).sum())(w)
 
     compared = compare(step, (x, w), gradients=False, ops="weight_gradient")
