@@ -58,9 +58,8 @@ class Optimized(Generic[P, R]):
 
         @functools.wraps(self._inner)
         def traced(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            if self._plain and self._run is self._jit and not _as_jit_traces.value:
-                if any(map(_is_truth_value, jax.tree.leaves((args, kwargs)))):
-                    raise _MayHaveFlags
+            if self._plain and self._run is self._jit and _may_have_flags(args, kwargs):
+                raise _MayHaveFlags
             return self._traced(*args, **kwargs)
 
         self._jit = cast(Jitted, jax.jit(traced, **(settings or {})))
@@ -160,7 +159,7 @@ class Optimized(Generic[P, R]):
 
     def _placed(self, use: Callable[..., T], args: Args, kwargs: Kwargs) -> T:
         """Calls ``use``; if its trace asks for the arguments' shardings, retries with them recorded."""
-        if self._plain and not _as_jit_traces.value and any(map(_is_truth_value, jax.tree.leaves((args, kwargs)))):
+        if self._plain and _may_have_flags(args, kwargs):
             with _as_jit_traces(True):  # as part of the key, or a call would use what is traced here
                 return self._placed(use, args, kwargs)
         if not self._spread:
@@ -347,18 +346,19 @@ class Optimized(Generic[P, R]):
                 elif self._holds(static := told_apart(static)):
                     result = use(self._fixed, static, *traced)
                 else:
+                    failed = None  # too many are held: this one is called as it is, and the function stays compiled
                     break
             except Exception as error:
-                if not (static and isinstance(error, TypeError)) and not self._may_be_ours(error, args, kwargs):
+                unhashable = static is not None and isinstance(error, TypeError)
+                if not unhashable and not self._may_be_ours(error, args, kwargs):
                     raise
                 failed = error
                 continue
             if kind is not None:
                 self._ways[kind] = way, None
             return result
-        else:
-            if failed is not None:
-                return self._run_as_it_is(use, failed, args, kwargs)
+        if failed is not None:
+            return self._run_as_it_is(use, failed, args, kwargs)
         return self._uncompiled(use, args, kwargs)
 
     def _attempts(
@@ -500,8 +500,13 @@ _as_jit_traces = compat.trace_context(False)
 """Whether flags are traced, as ``jax.jit`` does, where a function is lowered and not called."""
 
 
-def _is_truth_value(leaf: PyTree) -> bool:
-    return isinstance(leaf, bool) or (getattr(leaf, "dtype", None) == jax.numpy.bool_ and not leaf.shape)
+def _may_have_flags(args: Args, kwargs: Kwargs) -> bool:
+    """Returns whether a call is given a truth value anywhere, traced or not, unless flags are traced anyway."""
+
+    def is_truth_value(leaf: PyTree) -> bool:
+        return isinstance(leaf, bool) or (getattr(leaf, "dtype", None) == jax.numpy.bool_ and not leaf.shape)
+
+    return not _as_jit_traces.value and any(map(is_truth_value, jax.tree.leaves((args, kwargs))))
 
 
 def _has_flags(args: Args, kwargs: Kwargs) -> bool:

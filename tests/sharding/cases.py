@@ -66,7 +66,7 @@ def loss(x, w, y):
 
 
 def attend_and_lose(q, k, v, x, w, y):
-    # Not the sum, of whose size a rounding is: all gradients follow the sine of the result.
+    # Not the sum, of whose size a rounding is: all gradients follow a function of the result.
     return jnp.mean(jnp.tanh(attend(q, k, v))) + loss(x, w, y)
 
 
