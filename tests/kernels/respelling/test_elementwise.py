@@ -349,6 +349,16 @@ def test_vmap_around_it():
     np.testing.assert_allclose(jax.vmap(optimized(few))(x), few(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("function", [jnp.sin, lambda x: jnp.abs(x) ** 1.5], ids=["sin", "power"])
+@pytest.mark.parametrize("mapped", [False, True], ids=["alone", "vmap"])
+def test_the_ways_are_branches_of_which_one_runs_and_little_beside_them_is_compiled(function, mapped):
+    run, x = optimized(function), random(256, 1024)
+    text = jax.jit(jax.vmap(run) if mapped else run).lower(x).compile().as_text()
+    assert text.count(" conditional(") == 1
+    assert " while(" not in text
+    assert "reduce-window" not in text  # a count of integers in three steps, each a kernel
+
+
 def test_scans_branches_and_checkpoints():
     x = random(3, 1024)
 

@@ -200,8 +200,7 @@ def _respelt(spec: RespellingSpec, first: jax.Array, second: jax.Array) -> list[
             total = left * right if total is None else total + left * right
         return cast(jax.Array, total).astype(dtype)
 
-    every, one = functools.partial(summed, places), functools.partial(summed, places[:1])
-    result = unfused(every, one, first, second)
+    result = unfused(functools.partial(summed, places), functools.partial(summed, places[:1]), first, second)
     if product.is_batch_last:
         count, own = len(product.batch[0]), result.ndim - len(product.batch[0])
         result = lax.transpose(result, (*range(own, own + count), *range(own)))

@@ -5,8 +5,8 @@ that of :mod:`autopallas.kernels.respelling.elementary`: in float64, and rounded
 exact ones than the original's.
 
 Sines, cosines and tangents of numbers from 2^23 on need more digits of pi than that has.  Where there is such a number,
-the original is computed.  Which of the two it is, loops decide that have one step or none; they also keep the compiler
-from computing the function anew in all that reads it.
+the original is computed.  Both stand in branches, which also keep the compiler from computing the function anew in all
+that reads it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from autopallas.graph.edit import surviving
 from autopallas.kernels.respelling import elementary
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.spec import RespellingSpec
+from autopallas.kernels.respelling.unfused import unfused
 
 __all__ = ["KIND"]
 
 _LEAST, _MOST = 1024, 2**31
-"""Elements from which the loops cost less than what they save, and up to which large numbers are counted in 32 bits."""
+"""Elements of the least and of the largest array that is looked at: branches cost more than fewer would save."""
 _PERIODIC = ("sin", "cos", "tan")
 _FUNCTIONS: Mapping[str, Callable[..., jax.Array]] = {
     "sin": elementary.sin,
@@ -146,23 +147,29 @@ def _computed(spec: RespellingSpec, operands: Sequence[jax.Array]) -> jax.Array:
 
 
 def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
-    """Replaces one operand by the result in a loop, so that nothing can be moved out of it."""
+    """Computes a function in one branch of two, so that nothing of it can be moved elsewhere."""
     shape, dtype = spec.results[0]
     place = next(i for i, x in enumerate(operands) if x.shape == shape)
 
-    def step(function: Callable[[Sequence[jax.Array]], jax.Array]) -> Callable[[int, jax.Array], jax.Array]:
-        return lambda _, x: function([*operands[:place], x, *operands[place + 1 :]])
-
-    def arithmetic(given: Sequence[jax.Array]) -> jax.Array:
+    def arithmetic(*given: jax.Array) -> jax.Array:
         return _function(spec)(*(x.astype(jnp.float32) for x in given)).astype(dtype)
 
-    zero, one = np.int32(0), np.int32(1)
     if spec["function"] not in _PERIODIC or float(jnp.finfo(dtype).max) < elementary.LARGE:
-        unknown = lax.optimization_barrier(jnp.int32(1))
-        return [lax.fori_loop(zero, unknown, step(arithmetic), operands[place])]
-    original = _any_large(operands[place].astype(jnp.float32)).astype(jnp.int32)
-    found = lax.fori_loop(zero, one - original, step(arithmetic), operands[place])
-    return [lax.fori_loop(zero, original, step(lambda given: _computed(spec, given)), found)]
+        return [unfused(arithmetic, lambda *given: given[place], *operands)]
+
+    # Under vmap a condition for each example would have both branches computed; one for all of them has not.
+    @jax.custom_batching.custom_vmap
+    def chosen(*given: jax.Array) -> jax.Array:
+        large = _any_large(given[place].astype(jnp.float32))
+        found: jax.Array = lax.cond(large, lambda *given: _computed(spec, given), arithmetic, *given)
+        return found
+
+    @chosen.def_vmap
+    def over_examples(size: int, are_mapped: Sequence[bool], *given: jax.Array) -> tuple[jax.Array, bool]:
+        mapped = zip(given, are_mapped, strict=True)
+        return chosen(*(x if own else jnp.broadcast_to(x, (size, *x.shape)) for x, own in mapped)), True
+
+    return [chosen(*operands)]
 
 
 def _function(spec: RespellingSpec) -> Callable[..., jax.Array]:
@@ -175,10 +182,14 @@ def _function(spec: RespellingSpec) -> Callable[..., jax.Array]:
 
 
 def _any_large(x: jax.Array) -> jax.Array:
-    """Returns whether a finite number is too large for the arithmetic; counting is faster than ``any``."""
+    """Returns whether a finite number is too large for the arithmetic.
+
+    A sum of float32 numbers is faster than ``any`` and than a count in integers, and XLA has a routine for it, where it
+    compiles three kernels for those.
+    """
     size = jnp.abs(x)
     large = (size >= np.float32(elementary.LARGE)) & (size < np.float32(math.inf))
-    return jnp.sum(large.astype(jnp.int32), dtype=jnp.int32) != 0
+    return jnp.sum(large.astype(jnp.float32)) != 0
 
 
 # ---------------------------------------------------------------------- evidence
