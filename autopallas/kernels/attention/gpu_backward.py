@@ -397,7 +397,9 @@ class _Block(NamedTuple):
 
     @staticmethod
     def of(plan: _Plan, memory: _Memory) -> _Block:
-        outer, number = _home(plan, lax.axis_index("block"))
+        # The warpgroups that compute and the one that loads compute it each for itself: kept for the latter, it would
+        # leave the registers of the former.
+        outer, number = _home(plan, lax.optimization_barrier(lax.axis_index("block")))
         steps = plan.visits.steps(memory.table, outer[0], number)
         return _Block(plan, memory, lax.axis_index("warpgroup"), outer, number, steps, tuple(plan.visits.loops(steps)))
 
@@ -464,9 +466,9 @@ def _call(plan: _Plan, operands: Operands, rows: ScaledRows) -> dict[str | int, 
 
 
 def _kernel(plan: _Plan, *refs: Ref) -> None:
-    own = _Block.of(plan, _Memory.of(plan, refs))
-    pl.when(own.warpgroup < plan.warpgroups)(partial(_compute, own))
-    pl.when(own.warpgroup == plan.warpgroups)(partial(_load, own))
+    memory, warpgroup = _Memory.of(plan, refs), lax.axis_index("warpgroup")
+    pl.when(warpgroup < plan.warpgroups)(lambda: _compute(_Block.of(plan, memory)))
+    pl.when(warpgroup == plan.warpgroups)(lambda: _load(_Block.of(plan, memory)))
 
 
 def _load(own: _Block) -> None:
