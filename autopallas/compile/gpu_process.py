@@ -2,7 +2,8 @@
 
 It reads names of files with serialized modules, as JSON strings, one to a line, compiles each for the GPU that the file
 TARGET describes, and answers with a line of JSON.  DUMP is the folder into which Mosaic GPU was told to write its
-output.  It imports nothing of autopallas.
+output.  It imports nothing of autopallas.  A program with a kernel of an earlier one is answered with "repeated": only
+a new process writes that kernel down.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _LAUNCH = re.compile(r"dynamic_shared_memory_size (%\w+)")
 _FIRST_PASSES = 4 * 2**20
 """Size of the beginning of Mosaic's log of passes that contains the launch; the whole log is ten times as long."""
 _KERNEL = re.compile(r'custom_call_target="mosaic_gpu')
+_HASH = re.compile(r'kernel_hash = "((?:[^"\\]|\\.)*)"')
+"""What Mosaic tells a kernel by that it has compiled before: such a one it does not write down again."""
 _COPY = re.compile(r" = [a-z]+(\d*)\w*\[([\d,]*)\]\S* (?:transpose|copy)\(")
 """An instruction that only moves an array: bits of a number, none for a boolean, and the array's shape."""
 
@@ -89,6 +92,8 @@ def main(target: str, dump: str) -> None:
     topology = topologies.get_topology_desc(platform="cuda", target_config=described, topology="1x1x1")
     sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("device",)), PartitionSpec())
 
+    known: set[str] = set()
+
     def compiled(path: str) -> dict[str, object]:
         shutil.rmtree(dump, ignore_errors=True)
         os.makedirs(dump)
@@ -96,6 +101,10 @@ def main(target: str, dump: str) -> None:
         types = [jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=sharding) for t in module.in_avals]
         done: Any = jax.jit(module.call).lower(*types).compile()
         memory, text = done.memory_analysis(), done.as_text()
+        hashes = set(_HASH.findall(text))
+        if hashes & known:
+            return {"repeated": True}
+        known.update(hashes)
         return {
             "temporary_bytes": int(memory.temp_size_in_bytes),
             "argument_bytes": int(memory.argument_size_in_bytes),

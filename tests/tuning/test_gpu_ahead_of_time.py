@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import autopallas
 from autopallas.compile import gpu_process
 from autopallas.compile.gpu import Compilation, Compiler, Kernel, compile_for, missing
 
@@ -84,3 +85,18 @@ def test_programs_without_kernels_and_failures_are_results_too():
         assert (found.failure, found.kernels, found.output_bytes) == (None, (), 2 * 256 * 256)
         assert found.seconds > 0
     assert compile_for(lambda x: jnp.tanh(x), (x,)).argument_bytes == 2 * 256 * 256
+
+
+@needs_compiler
+@pytest.mark.skipif(os.environ.get("FULL_GRID") != "1", reason="make check-gpu runs it")
+def test_a_kernel_of_an_earlier_program_is_told_of_too():
+    @autopallas.optimize(implementation="pallas_gpu", objective="always", strict=True)
+    def normed(x):
+        wide = x.astype(jnp.float32)
+        return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+    x = jax.ShapeDtypeStruct((256, 1024), jnp.bfloat16)
+    with Compiler() as compiler:
+        first, second = (compiler.compile(normed, (x,)) for _ in range(2))
+    assert len(first.kernels) == 1
+    assert second.kernels == first.kernels
