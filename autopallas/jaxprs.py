@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import DebugInfo
+from jax.extend.core import DebugInfo, Primitive
 from jax.typing import ArrayLike
 
 from autopallas import compat
@@ -259,9 +259,15 @@ def with_weak_types(program: ClosedJaxpr, like: ClosedJaxpr) -> ClosedJaxpr:
 
 def reader(like: JaxprEqn, operands: Sequence[Var], result: Var) -> JaxprEqn:
     """Returns an equation that stands for anything that reads some operands and gives a result; it is never run."""
+    params = {"result": result.aval}
     return like.replace(
-        primitive=jax.lax.copy_p, invars=list(operands), outvars=[result], params={}, effects=frozenset()
+        primitive=reads_p, invars=list(operands), outvars=[result], params=params, effects=frozenset()
     )
+
+
+reads_p = Primitive("autopallas_reads")
+"""Reads any operands and gives one result, whose type is a parameter; it is never bound."""
+reads_p.def_abstract_eval(lambda *_, result: result)
 
 
 def without_casts(program: JaxprLike) -> JaxprLike:

@@ -111,6 +111,14 @@ def test_a_spelling_is_found_with_its_backward_and_right(name):
     assert [site.direction for site in report.sites if site.op == "gated_mlp"] == ["forward+backward"]
 
 
+@pytest.mark.parametrize("precision", ["high", "highest"])
+def test_a_precision_that_is_asked_for_reaches_the_kernel(precision):
+    with jax.default_matmul_precision(precision):
+        outcome = compare(SPELLINGS["written out"][0], PLAIN)
+    assert outcome.complaints == []
+    assert outcome.counts("gated_mlp") == 1, outcome.reasons()
+
+
 @pytest.mark.parametrize(
     ("dtype", "scale"),
     [

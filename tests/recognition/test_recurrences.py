@@ -38,6 +38,14 @@ def test_its_backward_is_found_in_a_program_that_holds_it(name):
     assert [e.primitive.name for e in flatten(program).equations].count("scan") == 0
 
 
+def test_a_backward_is_found_where_jax_checks_each_jaxpr():
+    case = next(case for case in FOUND.values() if case.trained)
+    with jax.enable_checks(True):
+        outcome = compare(with_gradients(case.function, case.arguments), case.arguments, gradients=False, **ONLY)
+    assert outcome.complaints == []
+    assert [site.direction for site in outcome.report.sites] == ["forward+backward"]
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_another_loop_is_left_alone_with_a_reason(name):
     case = REFUSED[name]

@@ -108,7 +108,8 @@ _SILU = ElementwiseProgram(
 
 def product(spec: GatedMlpSpec, a: jax.Array, b: jax.Array) -> jax.Array:
     """Multiplies matrices [B|1, I, J] and [B|1, J, L] and sums in the accumulation dtype; the result is [B|1, I, L]."""
-    return jnp.matmul(a, b, precision=spec.precision, preferred_element_type=spec.accumulation_dtype)
+    precision = None if spec.precision is None else lax.Precision[spec.precision]
+    return jnp.matmul(a, b, precision=precision, preferred_element_type=spec.accumulation_dtype)
 
 
 def hidden(spec: GatedMlpSpec, gate: jax.Array, up: jax.Array, *vectors: jax.Array | None) -> jax.Array:
