@@ -214,6 +214,15 @@ def test_other_dtypes_are_left_alone():
         assert found(lambda x: [jnp.sin(x), x**1.5], jnp.asarray(x)) == []
 
 
+def test_operands_that_are_repeated_along_axes_of_each_other_are_left_alone():
+    """Two ``vmap`` give operands with one axis of size 1 each, and a result with none."""
+    angles = jax.vmap(jax.vmap(lax.atan2, (0, None)), (None, 0))
+    y, x = random(2, 4, 256, seed=1), random(3, 4, 256, seed=2)
+    run = optimized(angles)
+    np.testing.assert_allclose(run(y, x), jax.jit(angles)(y, x), rtol=1e-5)
+    assert not run.report().sites
+
+
 def test_what_the_compiler_writes_otherwise_itself_is_left_alone():
     x = random(2048)
     assert found(lambda x: [lax.pow(x, np.float32(y)) for y in (0, 0.5, 1, 2, 3, -1)], x) == []

@@ -65,6 +65,8 @@ def _match(graph: Graph, node: Node) -> Found | None:
         return None
     if any(value is not None for value in node.equation.params.values()):  # an accuracy that is asked for
         return None
+    if not any(graph.shape(number) == result.aval.shape for number in node.inputs):
+        return None  # each operand is repeated along an axis of the other, as under two ``vmap``
     if _is_taken(graph, node):
         return None
     constants = [graph.literals.get(number) for number in node.inputs]
