@@ -260,9 +260,7 @@ def with_weak_types(program: ClosedJaxpr, like: ClosedJaxpr) -> ClosedJaxpr:
 def reader(like: JaxprEqn, operands: Sequence[Var], result: Var) -> JaxprEqn:
     """Returns an equation that stands for anything that reads some operands and gives a result; it is never run."""
     params = {"result": result.aval}
-    return like.replace(
-        primitive=reads_p, invars=list(operands), outvars=[result], params=params, effects=frozenset()
-    )
+    return like.replace(primitive=reads_p, invars=list(operands), outvars=[result], params=params, effects=frozenset())
 
 
 reads_p = Primitive("autopallas_reads")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -58,9 +59,10 @@ class Optimized(Generic[P, R]):
 
         @functools.wraps(self._inner)
         def traced(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            if self._plain and self._run is self._jit and _may_have_flags(args, kwargs):
+            if self._plain and _may_have_flags(args, kwargs):
                 raise _MayHaveFlags
-            return self._traced(*args, **kwargs)
+            with _as_jit_traces(False):  # what is called in the function has flags of its own
+                return self._traced(*args, **kwargs)
 
         self._jit = cast(Jitted, jax.jit(traced, **(settings or {})))
         self._fixed = cast(Jitted, jax.jit(self._traced_fixed, static_argnums=0))
@@ -341,8 +343,9 @@ class Optimized(Generic[P, R]):
             if way < first:
                 continue
             try:
-                if static is None:
-                    result = use(self._jit, *args, **kwargs)
+                if static is None:  # as part of the key: another thread may just call it with a flag in that place
+                    with _as_jit_traces(True) if _may_have_flags(args, kwargs) else contextlib.nullcontext():
+                        result = use(self._jit, *args, **kwargs)
                 elif self._holds(static := told_apart(static)):
                     result = use(self._fixed, static, *traced)
                 else:
@@ -497,7 +500,8 @@ class _MayHaveFlags(Exception):
 
 
 _as_jit_traces = compat.trace_context(False)
-"""Whether flags are traced, as ``jax.jit`` does, where a function is lowered and not called."""
+"""Whether truth values are traced, as ``jax.jit`` does: where a function is lowered and not called, and where none of
+them is a flag."""
 
 
 def _may_have_flags(args: Args, kwargs: Kwargs) -> bool:

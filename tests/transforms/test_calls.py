@@ -262,6 +262,36 @@ def test_flags_inside_of_other_arguments_are_held_fixed_too(inside, lowered_befo
         np.testing.assert_array_equal(wrapped(qkv[0], inside(flag)), use(qkv[0], inside(flag)))
 
 
+def test_flags_of_calls_from_several_threads_are_held_fixed(qkv):
+    """The first call learns that there are flags while others, under way, are traced."""
+
+    def use(x, config):
+        return x * 2 if config["twice"] is True else x
+
+    for _ in range(3):
+        wrapped, start, found = autopallas.optimize(use), threading.Barrier(8), {}
+
+        def call(n, wrapped=wrapped, start=start, found=found):
+            start.wait()
+            found[n] = wrapped(qkv[0], {"twice": n % 2 == 1})
+
+        threads = [threading.Thread(target=call, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for n in range(8):
+            np.testing.assert_array_equal(found[n], qkv[0] * (1 + n % 2))
+
+
+def test_flags_within_a_function_that_is_lowered_are_held_fixed(qkv):
+    inner = autopallas.optimize(lambda x, config: x * 2 if config["twice"] is True else x)
+    outer = autopallas.optimize(lambda x, config: inner(x, {"twice": True}) + config["more"])
+    lowered = outer.lower(qkv[0], {"more": True})
+    np.testing.assert_array_equal(lowered.compile()(qkv[0], {"more": True}), qkv[0] * 2 + 1)
+    np.testing.assert_array_equal(outer(qkv[0], {"more": jnp.array(True)}), qkv[0] * 2 + 1)
+
+
 def test_truth_values_that_are_arrays_are_traced():
     traces = []
 
