@@ -100,6 +100,7 @@ if TYPE_CHECKING:  # declares what this package uses of classes whose attributes
         outvars: list[Var | Literal]
         eqns: list[JaxprEqn]
         effects: Set[object]
+        is_high: bool
 
         def __init__(
             self,
@@ -334,6 +335,7 @@ def emit(program: ClosedJaxpr, arguments: Sequence[ArrayLike]) -> Sequence[jax.A
             return value
         return known[atom]
 
+    trace.frame.is_high |= jaxpr.is_high
     for equation in jaxpr.eqns:
         source = equation.source_info
         if here.name_stack.stack:
@@ -341,7 +343,6 @@ def emit(program: ClosedJaxpr, arguments: Sequence[ArrayLike]) -> Sequence[jax.A
         operands = [read(atom, source) for atom in equation.invars]
         avals = [v.aval for v in equation.outvars]
         params, effects = equation.params, equation.effects
-        trace.frame.is_high |= is_high(equation)
         outputs = trace.emit_eqn(operands, avals, equation.primitive, params, effects, source, equation.ctx)
         known.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom, here) for atom in jaxpr.outvars]
@@ -369,9 +370,14 @@ def is_high(equation: JaxprEqn) -> bool:
     if not equation.params:
         return False
     primitive: Any = equation.primitive
-    if getattr(primitive.is_high, "__func__", None) is _ASKS_BODIES:
+    if _asks_bodies(primitive):
         return any(value.is_high for value in equation.params.values() if isinstance(value, _JAXPRS))
     return bool(primitive.is_high(*(a.aval for a in equation.invars), **equation.params))
+
+
+@functools.lru_cache(maxsize=1024)
+def _asks_bodies(primitive: Any) -> bool:
+    return getattr(primitive.is_high, "__func__", None) is _ASKS_BODIES
 
 
 _ASKS_BODIES = getattr(Primitive, "is_high", None)
@@ -534,8 +540,12 @@ def array_type(
 
 def varying_axes(avals: Sequence[object]) -> frozenset[str]:
     """Returns the manual mesh axes over which any of some arrays varies, by their types."""
-    kinds = (getattr(aval, "manual_axis_type", None) for aval in avals)
-    return frozenset[str]().union(*(kind.varying for kind in kinds if kind is not None))
+    found = frozenset[str]()
+    for aval in avals:  # of most programs none
+        kind = getattr(aval, "manual_axis_type", None)
+        if kind is not None and kind.varying:
+            found |= kind.varying
+    return found
 
 
 def varying_equation(atom: JaxprAtom, like: ShapedArray, beside: JaxprEqn) -> JaxprEqn:

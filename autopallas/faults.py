@@ -101,6 +101,8 @@ class contained(contextlib.AbstractContextManager["contained", bool]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         _around.reset(self._token)
+        if error is None:
+            return False
         failures = _failures.get()
         if not isinstance(error, Exception) or isinstance(error, MEANT) or failures is None or failures.strict:
             return False

@@ -320,7 +320,7 @@ def live_equations(equations: Sequence[JaxprEqn], results: Sequence[Var | Litera
     read = {atom for atom in results if isinstance(atom, Var)}
     found: list[JaxprEqn] = []
     for equation in reversed(equations):
-        if compat.has_side_effects(equation) or not read.isdisjoint(equation.outvars):
+        if not read.isdisjoint(equation.outvars) or equation.effects and compat.has_side_effects(equation):
             found.append(equation)
             read.update([atom for atom in equation.invars if isinstance(atom, Var)])
     return found[::-1]

@@ -21,7 +21,7 @@ from autopallas.errors import OptionError
 from autopallas.fallback.bisect import is_bisecting, no_site_is_allowed
 from autopallas.fallback.rerun import is_users_error, mark_users_error, record_failures, rerun
 from autopallas.faults import MEANT
-from autopallas.gc_pause import paused
+from autopallas.gc_pause import paused, rare
 from autopallas.options import OptionArguments, Options, resolve, validated
 from autopallas.report import Failure, Report, at_exit
 from autopallas.report.late import LiveReport
@@ -184,7 +184,7 @@ class Optimized(Generic[P, R]):
         def program_of(*arrays: ArrayLike) -> PyTree:
             return self._as_written(*join(static, arrays))
 
-        with pipeline.inside(True):
+        with pipeline.inside(True), rare():
             program, shapes = compat.make_jaxpr_and_shapes(program_of, *arrays)
         if call_shardings.needs_shardings(program, self._settings):
             raise call_shardings.ShardingsNeeded

@@ -127,7 +127,8 @@ def without_nested(graph: Graph, matches: Sequence[Match], decisions: Sequence[D
         still = surviving(graph, reads, reads) | set(reads)
         return [pair for pair in some if not still.isdisjoint(pair[0].results)]
 
-    others = [pair for pair in pairs if pair not in custom and pair not in last]
+    special = {id(pair) for pair in (*custom, *last)}
+    others = [pair for pair in pairs if id(pair) not in special]
     custom = outside(custom, others)
     left = [*custom, *outside(others, custom)]
     given = {number for match, decision in left if decision.verdict == "applied" for number in match.reads}

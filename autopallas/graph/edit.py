@@ -54,7 +54,11 @@ def rebuild(body: Body, edits: dict[Body, Edit]) -> JaxprLike:
             equations.append(equation)
     equations += edit.added
     if edit.renamed:
-        equations = [_with_names(e, edit.renamed) for e in equations]
+        renamed = edit.renamed.keys()
+        equations = [
+            e if renamed.isdisjoint([a for a in e.invars if isinstance(a, Var)]) else _with_names(e, edit.renamed)
+            for e in equations
+        ]
     results = [*body.outvars, *(inner for inner, _ in edit.stacked)]
     outvars = [_renamed(a, edit.renamed) for a in results]
     if edit.added:
@@ -64,8 +68,6 @@ def rebuild(body: Body, edits: dict[Body, Edit]) -> JaxprLike:
 
 
 def _with_names(equation: JaxprEqn, names: dict[Var, Var]) -> JaxprEqn:
-    if names.keys().isdisjoint([atom for atom in equation.invars if isinstance(atom, Var)]):
-        return equation
     return equation.replace(invars=[_renamed(atom, names) for atom in equation.invars])
 
 
@@ -257,7 +259,7 @@ def _walked(graph: Graph, given: frozenset[int], reads: Mapping[int, Iterable[in
         if not given.isdisjoint(own):
             read.update(number for n in own if n in given and n in read for number in reads.get(n, ()))
             own = [n for n in own if n not in given]
-        if not read.isdisjoint(own) or compat.has_side_effects(node.equation):
+        if not read.isdisjoint(own) or node.equation.effects and compat.has_side_effects(node.equation):
             if node.name not in CUSTOM_RULES:
                 alive.update(own)
                 read.update(node.inputs)
@@ -297,12 +299,13 @@ def _remaining(graph: Graph, given: frozenset[int], least: int = 0) -> frozenset
             if n not in given and readers.get(n, 0) > lost.get(n, 0):
                 break
         else:
-            if node not in idle and not compat.has_side_effects(node.equation):
+            if node not in idle and not (node.equation.effects and compat.has_side_effects(node.equation)):
                 idle.add(node)
-                freed += graph.needs(node)
+                freed += graph.needs(node) if node.name in CUSTOM_RULES else {*node.inputs}
         for n in freed:
-            lost[n] = lost.get(n, 0) + 1
-        todo += [n for n in freed if readers.get(n, 0) == lost[n] and n in everything]
+            count = lost[n] = lost.get(n, 0) + 1
+            if readers.get(n, 0) == count and n in everything:
+                todo.append(n)
     return everything.difference(given, gone, [number for node in idle for number in node.outputs])
 
 
@@ -315,14 +318,14 @@ def _needed(graph: Graph) -> tuple[frozenset[int], dict[int, int]]:
     for node in reversed(graph.nodes):
         own = node.outputs
         read = [n for n in own if n in readers]
-        if not read and not compat.has_side_effects(node.equation):
+        if not read and not (node.equation.effects and compat.has_side_effects(node.equation)):
             continue
         if node.name in CUSTOM_RULES:
             alive += graph.kept(node, own, read)
             needed = [*graph.needs(node), *graph.results_needed(node, read)]
         else:
             alive += own
-            needed = list(node.inputs) if len(node.inputs) < 2 else list({*node.inputs})
+            needed = [*node.inputs] if len(node.inputs) < 2 else [*{*node.inputs}]
         for number in needed:
             readers[number] = readers.get(number, 0) + 1
     return frozenset(alive), readers

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import jax
 
 from autopallas import compat, jaxprs
-from autopallas.compat import Jaxpr, JaxprEqn, JaxprLike, Literal, Var
+from autopallas.compat import Jaxpr, JaxprAtom, JaxprEqn, JaxprLike, Literal, Var
 from autopallas.graph.custom_rules import is_elementwise_call, restates_casts
 
 _CALLS = frozenset({"closed_call", "core_call", "eval_jaxpr"})
@@ -118,7 +118,9 @@ def _inline(
     around = jaxprs.name_stacks(calls)
     for equation in jaxpr.eqns:
         leaf = jaxprs.is_leaf(equation)
-        inputs = [atom if isinstance(atom, Literal) else known.get(atom, atom) for atom in equation.invars]
+        inputs: list[JaxprAtom] = equation.invars
+        if known:
+            inputs = [atom if isinstance(atom, Literal) else known.get(atom, atom) for atom in inputs]
         called = None if leaf else _called(equation)
         if called is None and not leaf and (called := _outside_of_kernels(equation)) is not None:
             inputs = inputs[1:]
@@ -137,7 +139,7 @@ def _inline(
             equation = jaxprs.inline_equation(equation, inputs, outputs, calls, around)
             if calls and outputs:
                 body.calls[outputs[0]] = calls
-        elif any(map(operator.is_not, inputs, equation.invars)):
+        elif known and any(map(operator.is_not, inputs, equation.invars)):
             equation = equation.replace(invars=inputs)
         body.equations.append(equation)
         if not leaf and may_hold_bodies(equation):

@@ -18,6 +18,7 @@ from typing import Protocol
 import jax
 import numpy as np
 from jax import numpy as jnp
+from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
 from autopallas import compat, jaxprs
@@ -71,15 +72,13 @@ _PLACES = frozenset({"dynamic_update_slice", "scatter", "scatter-add"})
 class Node:
     """One computation: a primitive applied to numbered values.  ``equation`` is its first occurrence, in ``body``."""
 
-    __slots__ = ("body", "equation", "inputs", "name", "outputs")
+    __slots__ = ("body", "equation", "inputs", "name", "outputs", "params")
 
     def __init__(self, equation: JaxprEqn, inputs: tuple[int, ...], outputs: tuple[int, ...], body: Body):
-        self.name = jaxprs.operation_name(equation)
+        name = equation.primitive.name
+        self.name = jaxprs.operation_name(equation) if name == "scatter" else name
         self.equation, self.inputs, self.outputs, self.body = equation, inputs, outputs, body
-
-    @property
-    def params(self) -> Params:
-        return self.equation.params
+        self.params: Params = equation.params
 
 
 class Outside(Protocol):
@@ -147,8 +146,11 @@ class Graph:
         self._table: dict[Hashable, tuple[int, ...]] = {}
         self._occurrences: dict[int, list[tuple[Body, int]]] | None = None
         self._meshes: dict[Hashable, int] = {}
-        self._said: dict[int, tuple[Params, Hashable | None]] = {}
-        """By the identity of an equation's parameters, which calls of one function share: (parameters, their key)."""
+        self._said: dict[int, tuple[Params, int | None]] = {}
+        """By the identity of an equation's parameters, which calls of one function share: (parameters, number)."""
+        self._meanings: list[Hashable] = [()]
+        """By these numbers, the keys of parameters, which are long to compare."""
+        self._numbered: dict[Hashable, int] = {(): 0}
         self._loops = Loops(self._read, self._held)
         self._slices: dict[tuple[int, int], int] = {}
         """Array of each slice, by the slice and the number of loops around it."""
@@ -161,7 +163,9 @@ class Graph:
         self.notes: dict[str, Sequence[Hashable]] = {}
         self.objective = ""
         self.named: frozenset[str] = frozenset()
-        self._several_meshes = any(enters_mesh(equation) for body in root.walk() for equation in body.equations)
+        self._several_meshes = "reshard" in self.primitives and any(
+            enters_mesh(equation) for body in root.walk() for equation in body.equations
+        )
         self.outside: dict[int, tuple[Outside, int]] = {}
         self.returned.update(self._add(root, [self._new(v.aval) for v in root.invars], frame=()))
         for body in self.numbers:
@@ -172,14 +176,15 @@ class Graph:
     @functools.cached_property
     def primitives(self) -> frozenset[str]:
         """Names of the primitives of all equations, those of functions with rules of their own included."""
-        found: set[str] = set()
-        todo = [equation for body in self.root.walk() for equation in body.equations]
+        found: set[Primitive] = set()
+        todo = [body.equations for body in self.root.walk()]
         while todo:
-            equation = todo.pop()
-            found.add(equation.primitive.name)
-            if not may_hold_bodies(equation):  # the others' are walked
-                todo += [inner for body in jaxprs.bodies(equation) for inner in jaxprs.open_jaxpr(body[2])[0].eqns]
-        return frozenset(found)
+            equations = todo.pop()
+            found.update([equation.primitive for equation in equations])
+            for equation in equations:
+                if not jaxprs.is_leaf(equation) and not may_hold_bodies(equation):  # the others' are walked
+                    todo += [jaxprs.open_jaxpr(body)[0].eqns for _, _, body in jaxprs.bodies(equation)]
+        return frozenset([primitive.name for primitive in found])
 
     def shape(self, number: int) -> tuple[int, ...]:
         return tuple(self.avals[number].shape)
@@ -211,7 +216,7 @@ class Graph:
                 return found[0]
             number = self.further(equation.outvars[0].aval)
             self.definitions[number] = Node(equation, tuple(operands), (number,), self.root)
-        key = self.key(equation, operands, frame)
+        key = self.key_here(equation, operands, frame)
         if key is not None and not self.furthers.isdisjoint(operands):  # others would take it for one that is computed
             self._table[key] = (number,)
         return number
@@ -281,13 +286,16 @@ class Graph:
     ) -> Sequence[int]:
         if children:
             return self._holding(body, equation, operands, children, frame)
-        same = self._same(equation, operands)
+        same = self._same(equation, operands) if equation.primitive.name in _MAY_BE_KNOWN else None
         if same is not None:
             return same
-        key = None if compat.has_side_effects(equation) else self.key(equation, operands, frame)
+        has_effects = equation.effects and compat.has_side_effects(equation)
+        key = None if has_effects else self.key_here(equation, operands, frame)
         if key is not None and (known := self._known(key, equation)) is not None:
             return known
-        outputs = tuple([self._new(v.aval) for v in equation.outvars])
+        first = len(self.avals)
+        self.avals += [v.aval for v in equation.outvars]
+        outputs = tuple(range(first, len(self.avals)))
         if key is not None:
             self._table.setdefault(key, outputs)
         self._node(equation, tuple(operands), outputs, body)
@@ -295,9 +303,9 @@ class Graph:
 
     def _same(self, equation: JaxprEqn, operands: list[int]) -> list[int] | None:
         """Returns the numbers of an equation's results if these are known values: its operands, a scalar that was made
-        an array of one element (to leave a shard_map) and is made a scalar again, a literal, or a slice."""
-        if equation.primitive.name not in _MAY_BE_KNOWN:
-            return None
+        an array of one element (to leave a shard_map) and is made a scalar again, a literal, or a slice.
+
+        The primitive is one of ``_MAY_BE_KNOWN``."""
         if is_identity(equation):
             return operands
         if equation.primitive.name in ("squeeze", "reshape") and equation.outvars[0].aval.shape == ():
@@ -327,10 +335,10 @@ class Graph:
 
     def find(self, equation: JaxprEqn, operands: list[int], frame: tuple[int, ...]) -> list[int] | None:
         """Returns the numbers of an equation's results if the program computes them, else None."""
-        same = self._same(equation, operands)
+        same = self._same(equation, operands) if equation.primitive.name in _MAY_BE_KNOWN else None
         if same is not None:
             return same
-        key = self.key(equation, operands, frame)
+        key = self.key_here(equation, operands, frame)
         found = None if key is None else self._known(key, equation)
         return None if found is None or not self.supposed.isdisjoint(found) else list(found)
 
@@ -455,7 +463,7 @@ class Graph:
     ) -> None:
         node = Node(equation, inputs, outputs, body)
         self.nodes.append(node)
-        for number in {n for i, n in enumerate(inputs) if i not in shared} if shared else set(inputs):
+        for number in {n for i, n in enumerate(inputs) if i not in shared} if shared else {*inputs}:
             self.users[number].append(node)
         for number in outputs:
             if number not in inputs:  # a loop may stack all slices of an array that it reads
@@ -480,7 +488,19 @@ class Graph:
         return [self.inner[n] for n in read if n in self.inner]
 
     def key(self, equation: JaxprEqn, operands: Sequence[int], frame: tuple[int, ...]) -> Hashable | None:
-        """Returns a key that is equal for equations that compute the same from the same, or None."""
+        """Returns a key that is equal for equations that compute the same from the same, or None.
+
+        Of equations without operands, those of other programs have the same key.
+        """
+        found = self.key_here(equation, operands, frame)
+        if found is None or type(found[3]) is not int:
+            return found
+        return *found[:3], self._meanings[found[3]], *found[4:]
+
+    def key_here(
+        self, equation: JaxprEqn, operands: Sequence[int], frame: tuple[int, ...]
+    ) -> tuple[Hashable, ...] | None:
+        """Returns a key as :meth:`key` does, which is quicker to compare and stands for nothing in other programs."""
         name = equation.primitive.name
         if name in _PLACES and operands and (slice_of := placed(self, equation, operands)) is not None:
             aval = equation.outvars[0].aval
@@ -495,7 +515,7 @@ class Graph:
             elif name == "transpose":
                 repeated = self.as_broadcast(equation, operands)
                 if repeated is not None:
-                    return self.key(repeated[0], [repeated[1]], frame)
+                    return self.key_here(repeated[0], [repeated[1]], frame)
                 operands, params = self._transpose(equation, operands[0])
             else:
                 operands, params = self._unstack(equation, operands[0])
@@ -510,23 +530,28 @@ class Graph:
             mesh = tuple(compat.axis_types(v.aval) for v in equation.outvars)
         return name, frame, tuple(ordered), params, types, mesh
 
-    def _parameters(self, equation: JaxprEqn) -> Hashable | None:
-        """Returns a key for what an equation's parameters mean; None if they cannot be compared."""
+    def _parameters(self, equation: JaxprEqn) -> int | None:
+        """Returns a number for what an equation's parameters mean; None if they cannot be compared."""
         given = equation.params
+        if not given:
+            return 0
         known = self._said.get(id(given))
         if known is not None:
             return known[1]
-        said: Hashable | None
+        said: Hashable
         if is_elementwise_call(equation):
             said = called_program(equation)
         else:
             left_out = _IGNORED | _UPDATE if equation.primitive.name in _UPDATES else _IGNORED
             said = tuple([(name, given[name]) for name in sorted(given) if name not in left_out])
-            if not _can_be_hashed(said):
-                said = hashable(said)
-                said = said if _can_be_hashed(said) else None
-        self._said[id(given)] = given, said
-        return said
+        if not _can_be_hashed(said) and not _can_be_hashed(said := hashable(said)):
+            self._said[id(given)] = given, None
+            return None
+        number = self._numbered.setdefault(said, len(self._meanings))
+        if number == len(self._meanings):
+            self._meanings.append(said)
+        self._said[id(given)] = given, number
+        return number
 
     def _broadcast(
         self, equation: JaxprEqn, operands: Sequence[int]
@@ -572,7 +597,7 @@ class Graph:
 
     def suppose(self, equation: JaxprEqn, operands: list[int], frame: tuple[int, ...]) -> list[int] | None:
         """Returns a number for a transpose that the program lacks, since the program may have what follows it."""
-        key = self.key(equation, operands, frame)
+        key = self.key_here(equation, operands, frame)
         if equation.primitive.name != "transpose" or key is None:
             return None
         if key in self._table:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar, cast, overload
 
-from autopallas.compat import Dtype, ShapedArray
+from autopallas.compat import Dtype, JaxprEqn, ShapedArray
 from autopallas.graph.custom_rules import called_program, is_elementwise_call, same_rule
 from autopallas.graph.flatten import Body
 from autopallas.graph.numbering import Graph, Node
@@ -216,7 +216,8 @@ class _Form:
         avals, definitions, literals, constants = graph.avals, graph.definitions, graph.literals, graph.constants
         image: dict[int, int] = {}
         bodies: dict[Body, Body] = {}
-        if not self._complete or not _same(start, node, image, bodies):
+        nodes: dict[Node, Node] = {}
+        if not self._complete or not _same(start, node, image, bodies, nodes):
             return None
         for there, expected, fixed, aval, readers, places, computed in self._steps:
             number = image[there]
@@ -230,14 +231,15 @@ class _Form:
             if definition is None or expected is None:
                 if definition is not expected:
                     return None
-            elif not _same(expected, definition, image, bodies):
+            elif nodes.get(expected) is not definition and not _same(expected, definition, image, bodies, nodes):
                 return None
             if readers is not None:
                 users = graph.users[number]
                 if len(users) != len(readers):
                     return None
-                if not all(_same(a, b, image, bodies) for a, b in zip(readers, users, strict=True)):
-                    return None
+                for a, b in zip(readers, users, strict=True):
+                    if nodes.get(a) is not b and not _same(a, b, image, bodies, nodes):
+                        return None
             for body, known in places:
                 if body not in bodies or (number in graph.positions[bodies[body]]) != known:
                     return None
@@ -257,8 +259,9 @@ def _homes(graph: Graph, number: int) -> list[Body]:
     return [body for body, _ in graph.occurrences(number)]
 
 
-def _same(a: Node, b: Node, image: dict[int, int], bodies: dict[Body, Body]) -> bool:
-    """Returns whether two nodes compute the same from corresponding values; records which values correspond."""
+def _same(a: Node, b: Node, image: dict[int, int], bodies: dict[Body, Body], nodes: dict[Node, Node]) -> bool:
+    """Returns whether two nodes compute the same from corresponding values; records which values and nodes
+    correspond."""
     first, second = a.equation, b.equation
     if first.primitive is not second.primitive or first.effects != second.effects:
         return False
@@ -269,11 +272,16 @@ def _same(a: Node, b: Node, image: dict[int, int], bodies: dict[Body, Body]) -> 
     for i, j in zip((*a.inputs, *a.outputs), (*b.inputs, *b.outputs), strict=True):
         if image.setdefault(i, j) != j:
             return False
-    if first.params is second.params:
-        return True
-    if is_elementwise_call(first) and is_elementwise_call(second):
-        return called_program(first) == called_program(second) and same_rule(first, second)
+    if a.params is not b.params and not _same_parameters(first, second):
+        return False
+    nodes[a] = b
+    return True
+
+
+def _same_parameters(a: JaxprEqn, b: JaxprEqn) -> bool:
+    if is_elementwise_call(a) and is_elementwise_call(b):
+        return called_program(a) == called_program(b) and same_rule(a, b)
     try:
-        return bool(first.params == second.params)
+        return bool(a.params == b.params)
     except Exception:  # arrays among them, for example
         return False

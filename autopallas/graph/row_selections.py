@@ -168,7 +168,7 @@ class _Mover:
             name = equation.primitive.name
             if name in ("exp", "exp2") or (name in layout and not found.isdisjoint(equation.outvars)):
                 found.update(a for a in equation.invars[: 1 if name in SELECTIONS else None] if isinstance(a, Var))
-            elif is_contraction(equation) and equation.outvars[0] in found:
+            elif name == "dot_general" and equation.outvars[0] in found and is_contraction(equation):
                 own.add(equation.outvars[0])
         return own
 
@@ -178,7 +178,7 @@ class _Mover:
         scores = set(self._own)
         for equation in self.body.equations if scores else ():
             name = equation.primitive.name
-            if name in _KEEPS_ROWS and not scores.isdisjoint(a for a in equation.invars if isinstance(a, Var)):
+            if name in _KEEPS_ROWS and not scores.isdisjoint([a for a in equation.invars if isinstance(a, Var)]):
                 if selection(equation) is not None:
                     return True
                 if name == "gather" and any(f(equation) for f in (label_set, picked_from_several, picked_labels)):

@@ -8,6 +8,7 @@ equation that reads the cotangent.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -78,7 +79,6 @@ class Lookup:
     def __init__(self, graph: Graph):
         self.graph = graph
         self._index: dict[Hashable, dict[int, list[Node]]] = {}
-        self._sizes: dict[Hashable, dict[int, None]] = {}
         self._derivatives: dict[Hashable, _Derivative] = {}
         self._children: dict[int, list[Child]] = {}
         """Bodies that equations of derivatives hold, by the identity of the equation."""
@@ -93,22 +93,28 @@ class Lookup:
                 equation, operand = repeated
                 same = Node(equation, (operand,), node.outputs, node.body)
                 self._named.setdefault(equation.primitive.name, []).append(same)
-        for aval in graph.avals:
+
+    @functools.cached_property
+    def _sizes(self) -> dict[Hashable, dict[int, None]]:
+        """By the type of the elements along the first axis of a value: the sizes of such axes."""
+        found: dict[Hashable, dict[int, None]] = {}
+        for aval in self.graph.avals:
             own: tuple[int, ...] = getattr(aval, "shape", ())
             if own:
-                self._sizes.setdefault((tuple(own[1:]), aval.dtype), {})[int(own[0])] = None
+                found.setdefault((tuple(own[1:]), aval.dtype), {})[int(own[0])] = None
+        return found
 
     def _readers(self, equation: JaxprEqn, frame: tuple[int, ...]) -> dict[int, list[Node]]:
         """Returns the nodes that do what an equation does, by the values they read; the key ``_ANY`` gives all of
         them."""
         for node in self._named.pop(equation.primitive.name, ()):
-            key = self.graph.key(node.equation, (), self.graph.frames[node.body])
+            key = self.graph.key_here(node.equation, (), self.graph.frames[node.body])
             readers = self._index.setdefault(key, {})
             for number in {*node.inputs, _ANY}:
                 readers.setdefault(number, []).append(node)
         known = self._known_readers.get((id(equation), frame))
         if known is None or known[0] is not equation:
-            readers = self._index.get(self.graph.key(equation, (), frame), {})
+            readers = self._index.get(self.graph.key_here(equation, (), frame), {})
             known = self._known_readers[id(equation), frame] = equation, readers
         return known[1]
 
@@ -255,7 +261,7 @@ class Lookup:
     def _transposed(self, equation: JaxprEqn, mapped: int | None) -> Body:
         """Returns the equations of the transpose of a layout operation."""
         before, after = equation.invars[0].aval, equation.outvars[0].aval
-        key = (self.graph.key(equation, (), ()), before.shape, str(before.dtype), mapped, compat.axis_types(after))
+        key = (self.graph.key_here(equation, (), ()), before.shape, before.dtype, mapped, compat.axis_types(after))
         if key not in self._transposes:
             operand = equation.invars[0]
             assert isinstance(operand, Var)
@@ -310,7 +316,7 @@ class Lookup:
     def _read(self, equation: JaxprEqn, numbers: dict[Var, int]) -> list[int] | None:
         operands: list[int] = []
         for atom in equation.invars:
-            number = self._atom(atom, numbers)
+            number = self.graph.find_literal(atom) if isinstance(atom, Literal) else numbers.get(atom)
             if number is None:
                 return None
             operands.append(number)
@@ -323,14 +329,14 @@ class Lookup:
         program.  Adds to ``numbers`` the values that are found before it."""
         aliases = {cotangent}
         for equation in equations:
+            if equation.outvars[0] in numbers and len(equation.outvars) == 1:
+                continue  # found without the cotangent
             reads = [isinstance(a, Var) and a in aliases for a in equation.invars]
-            if any(reads):
+            if True in reads:
                 if is_identity(equation):
                     aliases.update(equation.outvars)
                     continue
                 return self._candidates(equation, reads, numbers, frame)
-            if equation.outvars[0] in numbers and len(equation.outvars) == 1:
-                continue
             operands = self._read(equation, numbers)
             results = None if operands is None else self._results(equation, operands, frame)
             if results is None:

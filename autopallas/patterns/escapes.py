@@ -7,7 +7,7 @@ for. If the program holds it, and nothing else reads inner values, forward and b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -51,7 +51,8 @@ def complete(graph: Graph, sites: Sequence[tuple[Match, Node]]) -> tuple[list[Ma
         if not leaking:
             break
         leaks += leaking
-        alone = [pair for pair in alone if pair not in leaking]
+        gone = set(map(id, leaking))
+        alone = [pair for pair in alone if id(pair) not in gone]
     matches = [match for match, _ in alone]
     waiting: list[tuple[Match, Node, Search | None]] = []
     for match, node in leaks:
@@ -119,7 +120,7 @@ def _with_backwards(graph: Graph, waiting: Sequence[tuple[Match, Search | None]]
         found: dict[tuple[int, ...], Match] = {}
         for (match, search), own in zip(left, read, strict=True):
             with contained(match.location):
-                beside = _Beside(graph, still, kernels - Counter(own))
+                beside = _Beside(graph, still, kernels, own)
                 if (whole := _with_backward(match, search, beside)) is not None:
                     found[match.results] = whole
         if len(found) == len(left):
@@ -190,11 +191,23 @@ def _gradients(backward: Backward, numbers: Sequence[int], beside: _Beside) -> l
 
 @dataclass(frozen=True, slots=True)
 class _Beside:
-    """What is computed beside a site: the values that the program still computes, and those that other kernels read."""
+    """What is computed beside a site: the values that the program still computes, and those that other kernels read.
+
+    Attributes:
+      graph: the program.
+      still: the values that the program still computes.
+      kernels: for each value, the number of sites whose kernels read it.
+      own: the values that the kernels of this site read.
+    """
 
     graph: Graph
     still: frozenset[int]
     kernels: Mapping[int, int]
+    own: Set[int]
+
+    def _another_reads(self, number: int) -> bool:
+        """Returns whether the kernels of another site read a value."""
+        return self.kernels.get(number, 0) > (number in self.own)
 
     def _readers(self, number: int) -> list[Node]:
         """Returns the nodes that read a value."""
@@ -204,7 +217,7 @@ class _Beside:
         """Returns whether values go into one sum and into nothing else before it, and ``number`` goes into it once."""
         chain = [number]
         while len(chain) < _LONGEST and len(users := self._readers(chain[-1])) == 1:
-            if users[0].name != "add_any" or self.kernels.get(chain[-1]):
+            if users[0].name != "add_any" or self._another_reads(chain[-1]):
                 break
             chain.append(users[0].outputs[0])
         return not others or any(
@@ -215,7 +228,7 @@ class _Beside:
         """Counts how often a value is added into ``total``; 0 where the value, or a sum with it, goes anywhere else."""
         if number == total:
             return 1
-        if number > total or number in self.graph.returned or self.kernels.get(number):
+        if number > total or number in self.graph.returned or self._another_reads(number):
             return 0
         times = 0
         for user in self._readers(number):

@@ -152,7 +152,7 @@ class Forward:
             atoms: tuple[Hashable, ...] = tuple(
                 (a.aval, literal_key(a)) if isinstance(a, Literal) else places.get(a, a.aval) for a in equation.invars
             )
-            key = self.graph.key(equation, (), ())
+            key = self.graph.key_here(equation, (), ())
             lines.append((id(equation) if key is None else key, rule_key(equation), atoms))
             places.update({v: len(places) + k for k, v in enumerate(equation.outvars)})
         return tuple(lines)

@@ -32,7 +32,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
         for kind in kinds.get(node.name, ()):
             if kind.on_request and kind.name not in graph.named:
                 continue
-            with contained(jaxprs.location(node.equation), OPERATION.name, "recognition"):
+            with contained(node, OPERATION.name, "recognition"):
                 place = kind.match(graph, node)
                 match = None if place is None else _match(graph, node, kind, place)
                 if match is not None and match.spec.assumptions() and not assume_finite:

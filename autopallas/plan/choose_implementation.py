@@ -63,9 +63,10 @@ def plan(
         key: Hashable = None
         try:
             key = (match.op, tuple(part.site for part in match.passes), match.direction, match.obstacle, match.denied)
-            if key not in known:
-                known[key] = _decide(match, device, options, tuner, prober, lock)
-            decision = known[key]
+            found = known.get(key)
+            if found is None:
+                found = known[key] = _decide(match, device, options, tuner, prober, lock)
+            decision = found
         except MEANT:
             raise
         except Exception as error:

@@ -32,7 +32,7 @@ class Describer:
         for match, decision in zip(matches, decisions, strict=True):
             if decision.verdict == "applied":
                 with contained(match.location, match.op, "report") as attempt:
-                    self._record(match, decision)
+                    self._described(match, decision)
                 if attempt.error:
                     reason = f"it could not be described: {attempt.error}"
                     decision = replace(decision, verdict="kept", reason=reason)
@@ -49,10 +49,15 @@ class Describer:
         return _outcome(match, decision)
 
     def _record(self, match: Match, decision: Decision) -> Site:
+        return replace(self._described(match, decision), location=match.location, path=" > ".join(match.body.path))
+
+    def _described(self, match: Match, decision: Decision) -> Site:
+        """Returns the record of an equal site, perhaps of one at another place."""
         key = (match.site, match.direction, match.assumptions, decision)
-        if key not in self._known:
-            self._known[key] = _describe(match, decision)
-        return replace(self._known[key], location=match.location, path=" > ".join(match.body.path))
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = _describe(match, decision)
+        return found
 
 
 def _outcome(match: Match, decision: Decision) -> Site:

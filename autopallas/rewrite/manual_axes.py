@@ -69,14 +69,14 @@ def with_casts(program: JaxprLike) -> JaxprLike:
     for equation in jaxpr.eqns:
         operands = list(equation.invars)
         results = [v.aval for v in equation.outvars]
+        axes = compat.varying_axes(results)
         lacking: list[int] = []
         if equation.primitive.name.startswith(_SITES):
-            further = compat.varying_axes(results) - compat.varying_axes([atom.aval for atom in operands])
-            lacking = [0] if further and operands else []
+            if axes and operands and axes - compat.varying_axes([atom.aval for atom in operands]):
+                lacking = [0]
         elif jaxprs.bodies(equation):
             equation = jaxprs.with_bodies(equation, with_casts)
-        elif len(results) == 1 and len(operands) > 1:
-            axes = compat.varying_axes(results)
+        elif axes and len(results) == 1 and len(operands) > 1:
             lacking = [i for i, atom in enumerate(operands) if not axes <= compat.varying_axes([atom.aval])]
         for position in lacking:
             widest = max(results, key=lambda aval: len(compat.varying_axes([aval])))

@@ -92,7 +92,7 @@ def spread(program: JaxprLike) -> bool:
         seen.add(id(jaxpr))
         values = [*jaxpr.invars, *jaxpr.constvars]
         for equation in jaxpr.eqns:
-            bodies = jaxprs.bodies(equation)
+            bodies = () if jaxprs.is_leaf(equation) else jaxprs.bodies(equation)
             if bodies:
                 todo += [body for _, _, body in bodies]
             else:

@@ -296,7 +296,7 @@ def _exponents(graph: Graph) -> set[int]:
     """Returns the values that flow into an exponential elementwise."""
     found: set[int] = set()
     for node in reversed(graph.nodes):
-        if node.name in ("exp", "exp2") or (_flows(node) and not found.isdisjoint(node.outputs)):
+        if node.name in ("exp", "exp2") or (not found.isdisjoint(node.outputs) and _flows(node)):
             for number in node.inputs:
                 found.add(number)
                 if number in graph.inner:  # the result of a custom rule's call is that of its body

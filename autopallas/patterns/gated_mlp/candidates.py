@@ -44,16 +44,16 @@ class _Origins:
     def __init__(self, graph: Graph):
         self.of: dict[int, _Sources] = {}
         self.cut: set[int] = set()
+        of = self.of
         for node in graph.nodes:
             if node.name == "dot_general" and not is_product(node):
-                self.of[node.outputs[0]] = frozenset(node.outputs)
+                of[node.outputs[0]] = frozenset(node.outputs)
             elif node.name in MOVES or node.name == "dot_general" or is_elementwise(node):
-                given = [self.of[i] for i in node.inputs if i in self.of]
+                given = [of[i] for i in node.inputs if i in of]
                 if given:
-                    union = given[0].union(*given[1:])
-                    own = union if len(union) <= 2 else _MANY
-                    self.of.update(dict.fromkeys(node.outputs, own))
-                    if node.name in _CUT or any(i in self.cut for i in node.inputs):
+                    own = given[0] if len(given) == 1 else given[0].union(*given[1:])
+                    of.update(dict.fromkeys(node.outputs, own if len(own) <= 2 else _MANY))
+                    if node.name in _CUT or not self.cut.isdisjoint(node.inputs):
                         self.cut.update(node.outputs)
 
     def joins(self, node: Node) -> bool:
@@ -61,7 +61,7 @@ class _Origins:
         another part of the same."""
         if not (node.name in _JOINS or is_product(node)) or len(node.inputs) != 2:
             return False
-        first, second = (self.of.get(i, _NONE) for i in node.inputs)
+        first, second = self.of.get(node.inputs[0], _NONE), self.of.get(node.inputs[1], _NONE)
         if len(first) != 1 or len(second) != 1 or node.inputs[0] == node.inputs[1]:
             return False
         return first != second or all(i in self.cut for i in node.inputs)

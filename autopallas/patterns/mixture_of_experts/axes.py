@@ -164,24 +164,31 @@ def passed_on(graph: Graph, node: Node, output: int, axes: Sequence[int]) -> int
         return axes[node.outputs.index(output)]
     if name in _KEEPS_AXES:
         return _any(axes)
-    shapes = [graph.shape(i) for i in node.inputs]
+    shape = graph.avals[node.inputs[0]].shape
     if name in _REDUCTIONS:
-        return _moved(axes[0], [d for d in range(len(shapes[0])) if d not in node.params["axes"]])
+        return _moved(axes[0], [d for d in range(len(shape)) if d not in node.params["axes"]])
     if name == "transpose":
-        return _moved(axes[0], [int(d) for d in node.params["permutation"]])
+        return _moved(axes[0], node.params["permutation"])
     if name == "dot_general":
         (left, right), batch = node.params["dimension_numbers"]
-        bits = [axes[0] >> int(d) & 1 | axes[1] >> int(e) & 1 for d, e in zip(*batch, strict=True)]
-        for own, shape, gone, shared in zip(axes, shapes, (left, right), batch, strict=True):
-            bits += [own >> d & 1 for d in range(len(shape)) if d not in gone and d not in shared]
-        return sum(bit << d for d, bit in enumerate(bits))
+        other = graph.avals[node.inputs[1]].shape
+        found = 0
+        place = len(batch[0])
+        for i, (d, e) in enumerate(zip(*batch, strict=True)):
+            found |= (axes[0] >> int(d) & 1 | axes[1] >> int(e) & 1) << i
+        for own, ndim, gone, shared in ((axes[0], len(shape), left, batch[0]), (axes[1], len(other), right, batch[1])):
+            for d in range(ndim):
+                if d not in gone and d not in shared:
+                    found |= (own >> d & 1) << place
+                    place += 1
+        return found
     if name == "broadcast_in_dim":
         targets = node.params["broadcast_dimensions"]
-        if not shapes[0]:
+        if not shape:
             return EVERYTHING
-        return sum((axes[0] >> d & 1) << int(target) for d, target in enumerate(targets))
+        return sum([(axes[0] >> d & 1) << int(target) for d, target in enumerate(targets)])
     if name in ("reshape", "squeeze", "expand_dims"):
-        return _reshaped(axes[0], shapes[0], graph.shape(output))
+        return _reshaped(axes[0], shape, graph.avals[output].shape)
     if name in ("stack", "unstack"):
         return EVERYTHING
     return 0
@@ -196,7 +203,10 @@ def _any(axes: Sequence[int]) -> int:
 
 def _moved(axes: int, order: Sequence[int]) -> int:
     """Returns the axes of a value whose dimensions are those of ``order``, in that order."""
-    return sum((axes >> d & 1) << i for i, d in enumerate(order))
+    found = 0
+    for i, d in enumerate(order):
+        found |= (axes >> int(d) & 1) << i
+    return found
 
 
 def _reshaped(axes: int, before: Sequence[int], after: Sequence[int]) -> int:

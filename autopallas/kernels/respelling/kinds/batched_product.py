@@ -29,7 +29,7 @@ from autopallas.kernels.respelling.unfused import unfused
 __all__ = ["KIND"]
 
 _Axes = tuple[int, ...]
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
+_DTYPES = frozenset(map(jnp.dtype, ("bfloat16", "float16", "float32", "float64")))
 _PRECISIONS = {one.name: one for one in (lax.Precision.DEFAULT, lax.Precision.HIGH, lax.Precision.HIGHEST)}
 
 _LEAST_BATCH = 64
@@ -161,7 +161,10 @@ def _of(spec: RespellingSpec) -> _Product:
 def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
     """Returns the parameters of a product of many small matrices."""
     params, types = equation.params, [variable.aval for variable in (*equation.invars, *equation.outvars)]
-    first, second, result = (str(t.dtype) for t in types)
+    contracted, _ = params["dimension_numbers"]
+    if math.prod(types[0].shape[axis] for axis in contracted[0]) > _LONGEST_SUM:  # as in most products
+        return None
+    first, second, result = (t.dtype for t in types)
     if first != second or first not in _DTYPES or result not in _DTYPES:
         return None
     if jnp.promote_types(first, result) != result or params.get("out_sharding") is not None:

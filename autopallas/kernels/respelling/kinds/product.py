@@ -26,7 +26,7 @@ from autopallas.kernels.respelling.spec import RespellingSpec
 __all__ = ["KIND"]
 
 _Axes = tuple[int, ...]
-_DTYPES = (jnp.bfloat16, jnp.float32)
+_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 
 def _match(graph: Graph, node: Node) -> Found | None:
@@ -68,7 +68,7 @@ def _is_product(graph: Graph, node: Node) -> bool:
         return False  # which the transposition changes with the axes
     numbers, (summed, batch) = (*node.inputs, *node.outputs), node.params["dimension_numbers"]
     first, second, result = map(graph.dtype, numbers)
-    known = first == second and {first, result} <= set(map(jnp.dtype, _DTYPES))
+    known = first == second and first in _DTYPES and result in _DTYPES
     empty = any(number in graph.literals or 0 in graph.shape(number) for number in numbers)
     return known and not empty and bool(summed[0]) and not any(batch)
 

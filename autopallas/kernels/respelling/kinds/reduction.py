@@ -21,6 +21,7 @@ from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 
 __all__ = ["KIND"]
 
+_DTYPES = (jnp.dtype("float32"), jnp.dtype("float64"))
 _LONGEST = 64
 """Elements of the last axes up to which they are short: longer ones fill vectors by themselves."""
 
@@ -39,7 +40,7 @@ def _split(axes: tuple[int, ...], rank: int) -> tuple[int, int]:
 def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
     (operand,) = equation.invars
     shape, axes = operand.aval.shape, tuple(sorted(equation.params["axes"]))
-    if str(operand.aval.dtype) not in ("float32", "float64") or 0 in shape:
+    if operand.aval.dtype not in _DTYPES or 0 in shape:
         return None
     begin, end = _split(axes, len(shape))
     short = 1 < math.prod(shape[end:]) <= _LONGEST
