@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections import Counter
 
 import jax
@@ -12,7 +13,9 @@ from support import mixtures
 
 from autopallas.graph import Graph, flatten
 from autopallas.graph.steps import OutOfSteps, Steps
+from autopallas.options import resolve
 from autopallas.patterns import find
+from autopallas.pipeline import rewrite
 from recognition.stacks import (
     LAYERS,
     attention,
@@ -34,6 +37,8 @@ from recognition.stacks import (
     slots,
     stack,
 )
+
+OPTIONS = resolve({"objective": "always", "autotune": False})
 
 
 def recognised(function, args):
@@ -191,6 +196,25 @@ def test_deep_chains_around_a_softmax_end(deep, place, gradient):
         function = jax.value_and_grad(lambda p, x, inner=function: jnp.sum(jnp.sin(inner(p, x))))
     graph, _, _ = recognised(function, (mixtures.P, mixtures.X))
     assert graph.steps.spent < 100 * len(graph.nodes)
+
+
+def test_each_function_of_the_pipeline_is_called_in_proportion_to_the_layers_of_a_train_step():
+    """What is called for each pair of layers is seen long before it takes most of the time."""
+    counts = {}
+    for depth in (4, 12, 20):
+        function, args = stack([attention, norm, hidden], depth, one_hot_tokens, loss=True)
+        program = jax.make_jaxpr(function)(*args)
+        rewrite(program, OPTIONS, probes=False)
+        calls = counts[depth] = Counter()
+        sys.setprofile(lambda frame, event, _, calls=calls: calls.update([frame.f_code] if event == "call" else ()))
+        try:
+            rewrite(program, OPTIONS, probes=False)
+        finally:
+            sys.setprofile(None)
+    few, some, many = counts.values()
+    for code, count in many.items():
+        growth = some[code] - few[code], count - some[code]
+        assert growth[1] <= 1.5 * growth[0] + 100, (code.co_filename, code.co_qualname, few[code], some[code], count)
 
 
 def test_functions_within_functions_end():

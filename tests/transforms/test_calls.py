@@ -24,7 +24,7 @@ from support.catalogue import array
 import autopallas
 from autopallas import AutopallasWarning, jaxprs
 from autopallas.errors import RequirementError, UnsupportedError
-from autopallas.gc_pause import paused
+from autopallas.gc_pause import paused, rare
 from transforms.test_transforms import attend, optimized, primitives, same
 
 T, S, D = 5, 7, 3
@@ -694,6 +694,47 @@ def test_the_garbage_collector_is_left_as_it_was(qkv, collects):
         assert gc.isenabled() == collects
     finally:
         (gc.enable if was else gc.disable)()
+
+
+def test_collections_are_rare_while_a_function_is_traced_and_as_before_afterwards(qkv):
+    was, thresholds = gc.isenabled(), gc.get_threshold()
+    gc.enable()
+    gc.set_threshold(700, 10, 10)
+    counts = []
+
+    def function(*qkv):
+        before = gc.get_stats()[0]["collections"]
+        assert [[] for _ in range(7000)]
+        counts.append(gc.get_stats()[0]["collections"] - before)
+        return attend(*qkv)
+
+    try:
+        jax.jit(lambda *qkv: function(*qkv)).trace(*qkv)
+        optimized(function).trace(*qkv)
+        assert gc.get_threshold() == (700, 10, 10)
+        with pytest.raises(ZeroDivisionError):
+            optimized(lambda *qkv: 1 // 0).trace(*qkv)
+        assert gc.get_threshold() == (700, 10, 10)
+    finally:
+        gc.set_threshold(*thresholds)
+        (gc.enable if was else gc.disable)()
+    as_written, traced = counts
+    assert traced <= 1 < as_written
+
+
+def test_rare_collections_leave_thresholds_that_are_higher_or_that_are_set_meanwhile():
+    thresholds = gc.get_threshold()
+    try:
+        for given in ((0, 10, 10), (50_000, 5, 5)):
+            gc.set_threshold(*given)
+            with rare():
+                assert gc.get_threshold()[0] == given[0]
+        gc.set_threshold(700, 10, 10)
+        with rare():
+            gc.set_threshold(900, 10, 10)
+        assert gc.get_threshold()[0] == 900
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def test_what_is_made_in_a_pause_of_the_collector_is_not_gone_through_right_after_it():
