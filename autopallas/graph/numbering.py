@@ -274,18 +274,19 @@ class Graph:
             positions.setdefault(number, (-1, variable))
         for position, equation in enumerate(body.equations):
             operands = [self._literal(a) if isinstance(a, Literal) else numbers[a] for a in equation.invars]
-            results = self._equation(body, equation, operands, body.children.get(position, ()), frame)
+            held = body.children.get(position)
+            if held is None:
+                results = self._equation(body, equation, operands, frame)
+            else:
+                results = self._holding(body, equation, operands, held, frame)
             for variable, number in zip(equation.outvars, results, strict=True):
                 numbers[variable] = number
                 if number not in positions:
                     positions[number] = position, variable
         return [self._literal(a) if isinstance(a, Literal) else numbers[a] for a in body.outvars]
 
-    def _equation(
-        self, body: Body, equation: JaxprEqn, operands: list[int], children: Sequence[Child], frame: tuple[int, ...]
-    ) -> Sequence[int]:
-        if children:
-            return self._holding(body, equation, operands, children, frame)
+    def _equation(self, body: Body, equation: JaxprEqn, operands: list[int], frame: tuple[int, ...]) -> Sequence[int]:
+        """Numbers an equation that holds no bodies; returns the numbers of its results."""
         same = self._same(equation, operands) if equation.primitive.name in _MAY_BE_KNOWN else None
         if same is not None:
             return same
@@ -502,13 +503,13 @@ class Graph:
     ) -> tuple[Hashable, ...] | None:
         """Returns a key as :meth:`key` does, which is quicker to compare and stands for nothing in other programs."""
         name = equation.primitive.name
-        if name in _PLACES and operands and (slice_of := placed(self, equation, operands)) is not None:
+        if operands and name in _PLACES and (slice_of := placed(self, equation, operands)) is not None:
             aval = equation.outvars[0].aval
             return "placed", frame, slice_of, tuple(aval.shape), aval.dtype
-        params = self._parameters(equation)
+        params: Hashable = self._parameters(equation) if equation.params else 0
         if params is None:
             return None
-        if name in _MERGED and operands:
+        if operands and name in _MERGED:
             if name == "broadcast_in_dim":
                 operands, shape, dimensions = self._broadcast(equation, operands)
                 params = shape, dimensions
@@ -533,8 +534,6 @@ class Graph:
     def _parameters(self, equation: JaxprEqn) -> int | None:
         """Returns a number for what an equation's parameters mean; None if they cannot be compared."""
         given = equation.params
-        if not given:
-            return 0
         known = self._said.get(id(given))
         if known is not None:
             return known[1]
@@ -784,8 +783,8 @@ class Graph:
         counter = number if made is None else made[0]
         if self.counters.get(counter) != (length, loops(body)):
             return None
-        (steps,) = self._equation(body, counting(self.dtype(counter), length), [], [], frame)
-        return steps if made is None else self._equation(body, made[1], [steps], [], frame)[0]
+        (steps,) = self._equation(body, counting(self.dtype(counter), length), [], frame)
+        return steps if made is None else self._equation(body, made[1], [steps], frame)[0]
 
     def _part(self, number: int, spec: PartitionSpec, aval: ShapedArray, inside: tuple[int, ...]) -> int:
         """Returns what each device of a mesh has of a value: the whole, if the value is the same on all devices."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeAlias
+from weakref import WeakKeyDictionary
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
@@ -81,8 +82,17 @@ class _Holder:
     sharding: object
 
 
+_SPREAD: WeakKeyDictionary[JaxprLike, bool] = WeakKeyDictionary()
+
+
 def spread(program: JaxprLike) -> bool:
     """Returns whether the compiler shards a program: whether a type or constraint names a mesh of several devices."""
+    if program not in _SPREAD:
+        _SPREAD[program] = _is_spread(program)
+    return _SPREAD[program]
+
+
+def _is_spread(program: JaxprLike) -> bool:
     divided: dict[int, bool] = {}  # one answer per mesh: a program has few meshes and many values
     todo, seen = [program], set()
     while todo:

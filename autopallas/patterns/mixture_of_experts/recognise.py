@@ -15,8 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
 from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.faults import contained
@@ -27,7 +25,7 @@ from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
 from autopallas.graph.labels import is_product
 from autopallas.graph.proof_cache import ProofCache
 from autopallas.kernels.mixture_of_experts.operation import OPERATION
-from autopallas.numerics.casts import kind_of
+from autopallas.numerics.casts import is_floating, kind_of
 from autopallas.patterns.advice import AT_HAND, EXPERTS_APART, SIDE_EFFECTS, WHOLE_GRADIENT
 from autopallas.patterns.backward import Backward, Lookup, Search, settle
 from autopallas.patterns.carry import is_available
@@ -174,7 +172,7 @@ class _Refusal(NamedTuple):
 
 def _result(graph: Graph, node: Node, alive: frozenset[int]) -> int:
     """Returns the result of a sum; for a loop, what it adds up rather than what it counts."""
-    floating = [n for n in node.outputs if n in alive and jnp.issubdtype(graph.dtype(n), jnp.floating)]
+    floating = [n for n in node.outputs if n in alive and is_floating(graph.dtype(n))]
     return floating[0] if floating else next(iter(node.outputs), -1)
 
 
@@ -265,7 +263,7 @@ def _with_loops_again(graph: Graph, drafts: dict[int, Draft], matches: dict[int,
                 still = surviving(graph, given | search.replaced())
                 ends = {levels[0].cotangent for b in search.found for levels in b.levels.values()}
                 loops = [node for n in ends if (node := graph.definitions.get(n)) is not None and node.name == "scan"]
-                left = {n for node in loops for n in node.outputs if jnp.issubdtype(graph.dtype(n), jnp.floating)}
+                left = {n for node in loops for n in node.outputs if is_floating(graph.dtype(n))}
                 if loops and not (left - ends) & still:
                     matches[root] = draft.match_with(search)
 
@@ -317,7 +315,7 @@ def _candidates(graph: Graph, alive: frozenset[int]) -> list[Node]:
 
 def _may_pick(graph: Graph, node: Node, product: Sequence[int], gathered: Sequence[int]) -> bool:
     """Returns whether a node may pick what experts compute, or add it to tokens, or multiply with gathered matrices."""
-    if not node.outputs or not jnp.issubdtype(graph.dtype(node.outputs[0]), jnp.floating):
+    if not node.outputs or not is_floating(graph.dtype(node.outputs[0])):
         return False
     if node.name in ("scatter", "scatter-add"):
         return bool(product[node.inputs[2]])

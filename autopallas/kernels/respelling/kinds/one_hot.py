@@ -20,6 +20,7 @@ from autopallas.graph import Graph, Node
 from autopallas.kernels.respelling.exact_sums import Sums, added_exactly
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
+from autopallas.numerics.casts import is_floating
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.indexing import is_position
 
@@ -32,7 +33,7 @@ _BLOCK = 512
 def _match(graph: Graph, node: Node) -> Found | None:
     """Returns a product that is contracted over the classes of a one-hot matrix, or over all of its other axes."""
     (left, right), batch = node.equation.params["dimension_numbers"]
-    if any(batch) or not all(jnp.issubdtype(graph.dtype(n), jnp.floating) for n in (*node.inputs, *node.outputs)):
+    if any(batch) or not all(is_floating(graph.dtype(n)) for n in (*node.inputs, *node.outputs)):
         return None
     for side, (summed, others) in enumerate(((left, right), (right, left))):
         value, other = node.inputs[side], node.inputs[1 - side]
