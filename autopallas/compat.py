@@ -376,8 +376,9 @@ def is_high(equation: JaxprEqn) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _asks_bodies(primitive: Any) -> bool:
-    return getattr(primitive.is_high, "__func__", None) is _ASKS_BODIES
+def _asks_bodies(primitive: Primitive) -> bool:
+    rule: object = getattr(primitive, "is_high", None)
+    return getattr(rule, "__func__", None) is _ASKS_BODIES
 
 
 _ASKS_BODIES = getattr(Primitive, "is_high", None)
