@@ -48,8 +48,6 @@ def shard_sites(
     outside = None if shardings is None else shardings.mesh
 
     def typed(match: Match) -> Match:
-        if outside is None and not _names_mesh(match):
-            return match
         if reason := _unsupported(match, outside):
             return _with_obstacle(match, reason)
         if _divisible_axes(match, shardings) and not all(hasattr(part.site, "shardable_axes") for part in match.passes):
@@ -126,13 +124,8 @@ def _mesh(match: Match) -> MeshLike | None:
     return next(iter(_meshes(match.original.in_avals)), None)
 
 
-def _names_mesh(match: Match) -> bool:
-    """Returns whether the type of an operand or result of a site names a mesh."""
-    return any(_meshes([*part.original.in_avals, *part.original.out_avals]) for part in match.passes)
-
-
 def _meshes(avals: Sequence[object]) -> list[MeshLike]:
-    meshes = (getattr(getattr(a, "sharding", None), "mesh", None) for a in avals)
+    meshes = [getattr(getattr(a, "sharding", None), "mesh", None) for a in avals]
     return [m for m in meshes if m is not None and not m.empty]
 
 
