@@ -138,7 +138,7 @@ def _archived(file: str) -> list[Entry]:
         if file == "-":
             data = sys.stdin.buffer.read(_MOST_BYTES + 1)
         elif not os.path.isfile(file):
-            raise CommandError(f"there is no file {file}")
+            raise CommandError(f"{file} is no file" if os.path.exists(file) else f"there is no file {file}")
         else:
             with open(file, "rb") as opened:
                 data = opened.read(_MOST_BYTES + 1)

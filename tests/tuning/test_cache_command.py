@@ -146,13 +146,17 @@ def test_one_bad_entry_spoils_the_import(user_cache, capsys, tmp_path):
 
 def test_files_that_are_not_there_or_cannot_be_written_are_refused(filled, capsys, tmp_path):
     assert "no file" in refused(capsys, "import", str(tmp_path / "absent"))
-    assert "no file" in refused(capsys, "import", str(tmp_path))
+    assert f"{tmp_path} is no file" in refused(capsys, "import", str(tmp_path))
     assert "cannot be written" in refused(capsys, "export", str(tmp_path / "absent" / "file"))
 
 
 @pytest.mark.parametrize("arguments", [[], ["frobnicate"], ["show"], ["list", "--jsn"], ["export"]])
 def test_a_bad_command_line_is_told_in_one_line(capsys, arguments):
     assert "--help" in refused(capsys, *arguments)
+
+
+def test_an_option_that_does_not_exist_is_told_by_the_command_that_lacks_it(capsys):
+    assert "autopallas cache list: unrecognized arguments: --jsn" in refused(capsys, "list", "--jsn")
 
 
 def test_a_bad_variable_is_told_in_one_line(capsys, monkeypatch):
