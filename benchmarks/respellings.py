@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,9 @@ from jax import lax
 import autopallas
 from autopallas.tuning import measure
 from benchmarks import environment
+from benchmarks.recurrent_models import Arrays, Model, mamba2, rwkv6
 
 RESULTS = Path(__file__).parent / "results" / "respellings-cpu.json"
-Arrays: TypeAlias = dict[str, jax.Array]
-Model: TypeAlias = Callable[[Arrays, jax.Array], jax.Array]
 
 _KEY = jax.random.key(0)
 
@@ -376,13 +375,14 @@ MODELS = {
     for f in (
         *(mobilenet, convnext, resnext, mamba, embedding, sampler, pooled, running, quantile, recurrent),
         *(dropped, walks, generator, residual, neighbours, kinematics, kalman, densities, siren, particles),
+        *(mamba2, rwkv6),
     )
 }
 """``sampler`` has the kinds argmax and sort, ``embedding`` one_hot, ``mamba`` associative_scan, ``recurrent``
 indexed_loop, ``pooled`` pooling, ``running`` cumulative, ``dropped`` and ``walks`` threefry, ``generator`` and
 ``residual`` weight_gradient and pooling_gradient, ``neighbours`` squared_distances, ``kinematics`` and ``kalman``
 batched_product, ``densities`` both that and triangular_solve, ``siren`` and ``particles`` elementwise; the others have
-convolution."""
+convolution, ``mamba2`` and ``rwkv6`` four recurrences."""
 _WITHOUT_GRADIENT = ("sampler",)
 
 

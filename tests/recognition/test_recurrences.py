@@ -24,6 +24,7 @@ def test_a_spelling_is_found_and_right_with_gradients_taken_outside(name):
     assert outcome.complaints == []
     (site,) = outcome.report.sites
     assert (site.op, site.verdict, site.spec["decay"]) == ("recurrence", "applied", case.decay)
+    assert len(set(site.assumptions)) == len(site.assumptions)
 
 
 @pytest.mark.parametrize("name", FOUND)

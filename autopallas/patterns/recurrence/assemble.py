@@ -146,7 +146,6 @@ class Assembly:
             body=scan.outer,
             location=jaxprs.location(scan.equation),
             backwards=backwards,
-            assumptions=site.spec.assumptions(),
         )
 
     # ------------------------------------------------------------------ operands
