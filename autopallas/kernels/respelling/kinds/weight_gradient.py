@@ -247,13 +247,15 @@ def _feature(spec: RespellingSpec) -> str:
 
 
 _LARGER = 2
-"""How many times as large as both operands a result is that counts as large: chosen between the samples, whose results
-are up to twice as large but for one, and layers of VGG, 4.5 times and more."""
+"""How many times as large as both operands a result is that counts as large: chosen between layers in the middle of a
+network, whose results are up to twice as large, and the last ones of VGG, 4.5 times and more."""
 _SAMPLES: tuple[tuple[str, int, int, bool, tuple[tuple[int, int, int, int], ...]], ...] = (
     ("1x1", 1, 1, False, ((2, 14, 64, 64), (4, 28, 64, 128), (8, 56, 64, 256))),
     ("1x1-stride", 1, 2, False, ((2, 14, 64, 64), (4, 28, 128, 256), (4, 56, 256, 512))),
+    ("1x1-late", 1, 1, False, ((4, 3, 256, 256), (4, 6, 512, 512), (4, 7, 2048, 2048))),
     ("3x3", 3, 1, False, ((2, 14, 64, 64), (4, 28, 128, 128), (4, 112, 64, 64))),
     ("3x3-stride", 3, 2, False, ((2, 14, 64, 64), (4, 28, 128, 256), (4, 112, 64, 128))),
+    ("3x3-stride-few", 3, 2, False, ((1, 96, 3, 32), (4, 96, 3, 32), (16, 224, 3, 32))),
     ("3x3-few", 3, 1, False, ((1, 32, 3, 32), (8, 32, 3, 64), (8, 112, 3, 64))),
     ("7x7-stride-few", 7, 2, False, ((1, 32, 3, 64), (2, 112, 3, 64), (8, 224, 3, 64))),
     ("2x2-patches", 2, 2, False, ((2, 14, 96, 192), (4, 28, 96, 192), (4, 112, 96, 192))),
