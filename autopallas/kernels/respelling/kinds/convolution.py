@@ -340,27 +340,26 @@ def _feature(spec: RespellingSpec) -> str:
     return f"{what}{many}, {taps} taps of the {where}{dilated}, {order}{', in fours' if fours else ''}"
 
 
-_WINDOWS: tuple[tuple[str, tuple[int, ...], int], ...] = (
-    ("causal", (4,), 1),
-    ("3x3", (3, 3), 1),
-    ("3x3-stride", (3, 3), 2),
-    ("5x5", (5, 5), 1),
-    ("7x7", (7, 7), 1),
-    ("3x3-grouped", (3, 3), 1),
+_LINES = (1, 128, 256), (2, 1024, 256), (8, 2048, 512)
+_IMAGES = (1, 14, 14, 160), (4, 28, 28, 160), (4, 56, 56, 192)
+"""Shapes with the channels last: one size for each bucket."""
+_WINDOWS: tuple[tuple[str, tuple[int, ...], int, tuple[tuple[int, ...], ...]], ...] = (
+    ("causal", (4,), 1, _LINES),
+    ("3x3", (3, 3), 1, _IMAGES),
+    ("3x3-stride", (3, 3), 2, _IMAGES),
+    ("5x5", (5, 5), 1, _IMAGES),
+    ("5x5-stride", (5, 5), 2, _IMAGES),
+    ("7x7", (7, 7), 1, _IMAGES),
+    ("7x7-late", (7, 7), 1, ((1, 4, 4, 768),)),
+    ("3x3-grouped", (3, 3), 1, _IMAGES),
 )
-"""Name, window and stride of each sample."""
-_SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
-    ((1, 128, 256), (1, 14, 14, 160)),
-    ((2, 1024, 256), (4, 28, 28, 160)),
-    ((8, 2048, 512), (4, 56, 56, 192)),
-)
-"""Shapes with the channels last, in one and in two dimensions of space: one size for each bucket."""
+"""Name, window, stride and shapes of each sample."""
 
 
 def _samples() -> Iterator[tuple[str, Sample]]:
     """Yields depthwise convolutions in one and two dimensions and grouped ones, and the gradients of each."""
-    for (name, window, stride), shapes in itertools.product(_WINDOWS, _SHAPES):
-        shape, groups = shapes[len(window) - 1], 32 if "grouped" in name else shapes[len(window) - 1][-1]
+    for name, window, stride, shape in ((*found, shape) for *found, shapes in _WINDOWS for shape in shapes):
+        groups = 32 if "grouped" in name else shape[-1]
         padding = "SAME" if len(window) == 2 else ((3, 0),)
         letters = "HW"[: len(window)]
         for order in ("last", "first"):
