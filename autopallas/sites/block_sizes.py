@@ -8,10 +8,34 @@ from typing import ClassVar, cast
 
 from autopallas.sites.spec import BlockSizesClass, SiteSpec, Sizes
 
-__all__ = ["Candidates", "DeclaredBlockSizes", "block_sizes_class"]
+__all__ = ["Candidates", "DeclaredBlockSizes", "block_sizes_class", "dividing"]
 
 Candidates = Callable[..., Sequence[Sizes]]
 """``candidates(spec)`` returns all block sizes that are valid for a spec, the best guess first."""
+
+_LEAST = 64
+"""Smaller blocks stay as they are: a vector more or less is a good part of their time."""
+
+
+def dividing(block: int, length: int) -> int:
+    """Returns the size next to ``block``, at most a quarter away, of which ``length`` is a multiple; else ``block``.
+
+    A shorter last block has loops of its own, for each block of the other axis, and a loop takes as long to compile as
+    any other: along two axes a multiple is half or a quarter of the kernels.
+
+    Args:
+      block: a size of blocks.
+      length: that of an axis.
+
+    Example:
+      >>> dividing(256, 1500), dividing(256, 1536), dividing(256, 1009)
+      (300, 256, 256)
+    """
+    if not _LEAST <= block < length or length % block == 0:
+        return block
+    counts = range(-(-4 * length // (5 * block)), 4 * length // (3 * block) + 1)
+    near = (length // count for count in counts if length % count == 0)
+    return min(near, key=lambda size: (size % 8 > 0, size % 4 > 0, abs(size - block)), default=block)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from autopallas.kernels.attention.fills import fill_of, tile_states
 from autopallas.kernels.attention.intervals import Ranges
 from autopallas.kernels.attention.spec import AttentionSpec, Weight
 from autopallas.kernels.attention.tiles import FULL, HIDDEN, PARTIAL, Edges, increasing, simplified
+from autopallas.sites.block_sizes import dividing
 from autopallas.sites.elementwise import ElementwiseProgram
 
 __all__ = [
@@ -276,7 +277,8 @@ def tile_programs(
 @lru_cache(maxsize=256)
 def schedule(spec: AttentionSpec, block_sizes: BlockSizes) -> Schedule:
     """Returns the schedule of an attention, computed once, from positions alone."""
-    blocks = block_sizes.fitted(spec)
+    fitted = block_sizes.fitted(spec)
+    blocks = BlockSizes(dividing(fitted.query_block, spec.query_length), dividing(fitted.key_block, spec.key_length))
     rows, columns = edges(spec.query_length, blocks.query_block), edges(spec.key_length, blocks.key_block)
     states, least = tile_states(spec, rows, columns)
     general, full = tile_programs(spec, rows, columns, states)

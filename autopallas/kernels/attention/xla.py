@@ -6,7 +6,8 @@ logsumexp.  The score program is evaluated tile by tile; its derivative is that 
 
 Letters: B batch, K key heads, G query heads per key head, T query length, S key length, D and Dv head sizes.  A tile is
 [b, k, G, t, s]; axes b, k and G of size 1 are dropped, because XLA's CPU loops vectorise worse with them.  Nothing is
-padded: a block size that does not divide its axis leaves a shorter last block.
+padded: blocks have a size near the one that is asked for that divides the axis; where there is none, the last block is
+shorter.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from autopallas.kernels.cross_entropy.operands import Operands
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec
+from autopallas.sites.block_sizes import dividing
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram, reproducible
 
@@ -164,7 +165,11 @@ def stored(array: Array, update: Array, block: Block, axis: int) -> Array:
 
 
 def over(length: int, block: int, body: Callable[[Block, Carry], Carry], carry: Carry) -> Carry:
-    """``carry`` after ``body`` for each block of an axis, the shorter last one included."""
+    """``carry`` after ``body`` for each block of an axis, the shorter last one included.
+
+    Blocks have a size near by that divides the axis, where there is one.
+    """
+    block = dividing(block, length)
     count, rest = divmod(length, block)
     if count == 1:
         carry = body((0, block), carry)

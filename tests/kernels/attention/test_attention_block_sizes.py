@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import Case
 
+import autopallas
 from autopallas.kernels.attention import tpu_block_sizes
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.programs import causal
+from autopallas.kernels.attention.schedule import schedule
 from autopallas.kernels.attention.tuned_block_sizes import BUCKETS, TABLE, find, infer_block_sizes, table_key
 from autopallas.kernels.tpu import generation
+from autopallas.sites.block_sizes import dividing
 from autopallas.sites.device import Device
 from autopallas.sites.operation import IMPLEMENTATIONS
 from autopallas.tuning.table import LEAST_MEMORY, Bucket, Row, bucket_of, lookup
@@ -46,6 +50,28 @@ def test_fitted_block_sizes_are_valid(seed):
 
 def test_a_prime_length_keeps_its_block():
     assert BlockSizes.get_default().fitted(spec_of(1009, 1009)) == BlockSizes(256, 256)
+
+
+@pytest.mark.parametrize(
+    "block, length, taken",
+    [(256, 1500, 300), (256, 1000, 200), (512, 2044, 511), (256, 1536, 256), (256, 1009, 256), (16, 40, 16)],
+)
+def test_blocks_of_the_streaming_kernel_divide_the_length_where_a_size_near_by_does(block, length, taken):
+    plan = schedule(spec_of(length, 2 * length), BlockSizes(block, block))
+    assert plan.query_block == dividing(block, length) == taken
+    assert (2 * length) % plan.key_block == 0 or plan.key_block == block
+
+
+def test_a_shorter_last_block_is_not_compiled_where_blocks_can_divide_the_length():
+    def loops(length):
+        x = jax.ShapeDtypeStruct((2, length, 4, 8), jnp.float32)
+        run = autopallas.optimize(
+            lambda q, k, v: jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k), -1), v),
+            implementation="xla", ops=["attention"], objective="always",
+        )  # fmt: skip
+        return run.lower(x, x, x).as_text().count("stablehlo.while")
+
+    assert loops(1500) == loops(1536) < loops(1009)
 
 
 @pytest.mark.parametrize("value", [0, -8, 2.0, "8", True])
