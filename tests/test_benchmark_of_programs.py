@@ -24,7 +24,8 @@ def row(**changed: Any) -> dict[str, Any]:
     return {
         "program": "a library's model train B1 f32", "cpu_ratio": [2.0, 1.9, 2.1], "temporary_bytes": BYTES,
         "first_step_cpu_seconds": FIRST, "difference": 1e-6, "vector_extensions": "avx2", "versions": {"jax": "0.12"},
-        "sites": [{"op": "attention", "kind": None, "verdict": "applied"}], **changed,
+        "sites": [{"op": "attention", "kind": None, "verdict": "applied"}],
+        "cpu_seconds": {"original": 0.2, "optimized": 0.1}, **changed,
     }  # fmt: skip
 
 
@@ -111,6 +112,11 @@ def test_what_falls_short_is_named() -> None:
     assert measure.verdicts(row(temporary_bytes=more)) == []
     assert "first step 1.40" in measure.verdicts(row(first_step_cpu_seconds=FIRST | {"optimized": 1.4}))[0]
     assert measure.verdicts(row(first_step_cpu_seconds=FIRST | {"optimized": 1.3})) == []
+    longer = FIRST | {"optimized": 1.375}
+    for optimized, paid in ((0.125, "after 3 steps"), (0.1875, "after 6 steps"), (0.25, "never"), (None, "never")):
+        seconds = {"original": 0.25, "optimized": optimized}
+        assert paid in measure.verdicts(row(first_step_cpu_seconds=longer, cpu_seconds=seconds))[0]
+    assert measure.paid_after(row(first_step_cpu_seconds=FIRST | {"optimized": 0.9})) == 0
     assert measure.verdicts(row(failure="steps: no luck")) == ["failed: steps: no luck"]
 
 

@@ -118,8 +118,20 @@ def verdicts(row: Row) -> list[str]:
         found.append(f"temporary memory {memory[OPTIMIZED] / memory[ORIGINAL]:.2f}")
     first = row["first_step_cpu_seconds"]
     if first[OPTIMIZED] > max(FIRST_STEP_MOST * first[ORIGINAL], first[ORIGINAL] + FIRST_STEP_SECONDS):
-        found.append(f"first step {first[OPTIMIZED] / first[ORIGINAL]:.2f}")
+        steps = paid_after(row)
+        paid = "never paid" if steps is None else f"paid after {steps} steps"
+        found.append(f"first step {first[OPTIMIZED] / first[ORIGINAL]:.2f}, {paid}")
     return found
+
+
+def paid_after(row: Row) -> int | None:
+    """The number of steps after which a longer first step is gained back; None where a step gains nothing."""
+    first, step = row["first_step_cpu_seconds"], row["cpu_seconds"]
+    longer = first[OPTIMIZED] - first[ORIGINAL]
+    if longer <= 0:
+        return 0
+    gain = step[ORIGINAL] - step[OPTIMIZED] if None not in (step[ORIGINAL], step[OPTIMIZED]) else 0.0
+    return math.ceil(longer / gain) if gain > 0 else None
 
 
 def line(row: Row) -> str:
