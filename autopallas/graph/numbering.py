@@ -118,6 +118,7 @@ class Graph:
         and of custom rules are, those of loops, branches and shard_map are not.
       replaced: the values that sites found so far give, of operations that were looked for before.
       read: the values that those sites read.
+      reads: per value that those sites give, the values from which it is computed there.
       objective, named: what replacements are to improve, and the operations and kinds of sites that are asked for by
         name: some kinds are looked for under one objective alone, or by name.
       notes: by name, what a pattern found out about each of the values, once asked for.
@@ -160,6 +161,7 @@ class Graph:
         self.has_plain_bodies = True
         self.replaced: frozenset[int] = frozenset()
         self.read: frozenset[int] = frozenset()
+        self.reads: dict[int, tuple[int, ...]] = {}
         self.notes: dict[str, Sequence[Hashable]] = {}
         self.objective = ""
         self.named: frozenset[str] = frozenset()

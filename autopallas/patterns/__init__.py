@@ -46,7 +46,8 @@ def find(
                 misses += missed
                 if found:
                     graph.replaced = frozenset(number for match in matches for number in match.replaced)
-                    graph.read = frozenset(n for match in matches for read in match.reads.values() for n in read)
+                    graph.reads = {number: read for match in matches for number, read in match.reads.items()}
+                    graph.read = frozenset(n for read in graph.reads.values() for n in read)
     if patterns := [pattern for pattern in declared() if looks_for(asked, pattern.name)]:
         with contained(op="own patterns", stage="recognition"):
             own = importlib.import_module("autopallas.patterns.spellings")

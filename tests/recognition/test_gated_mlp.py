@@ -224,6 +224,18 @@ def test_other_sites_stay_where_it_is_found_and_not_applied():
     assert {site.op for site in report.sites} == {"gated_mlp", "respelling"}
 
 
+def test_it_is_found_where_all_that_the_program_gives_is_a_loss():
+    """The loss is another site, whose activations are computed all the same."""
+    program, arguments = SPELLINGS["silu"][0], (*PLAIN, array(N, 12, seed=9))
+
+    def loss(*arguments):
+        return jax.nn.logsumexp(program(*arguments[:4]) @ arguments[4], axis=-1).mean()
+
+    outcome = compare(loss, arguments, gradients=False)
+    assert outcome.complaints == []
+    assert (outcome.counts("gated_mlp"), outcome.counts("cross_entropy")) == (1, 1)
+
+
 def test_its_first_step_waits_for_a_measurement_only_where_memory_counts():
     operation = operation_named("gated_mlp")
     assert not operation.may_gain("xla", "time")

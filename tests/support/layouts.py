@@ -303,6 +303,20 @@ def a_cache_written_at_a_dynamic_position(sizes, q, k, v, keys, values, position
     return softmax(scores) @ values, keys, values
 
 
+def pages(sizes, dtype):
+    """q [B, T, H, D]; pages of keys and values, [P, S, H, D], and the three pages of each sequence, [B, 3]."""
+    q = bthd(sizes, dtype)[0]
+    keys, values = (array(6, 5, sizes.heads, sizes.size, dtype=dtype, seed=seed) for seed in (2, 3))
+    return q, keys, values, jnp.arange(3 * sizes.batch).reshape(-1, 3) % 6
+
+
+@spelling(pages)
+def keys_and_values_in_pages(sizes, q, keys, values, table):
+    """The reshape behind the gather is all that shows that the axis of the keys is two."""
+    k, v = (x[table].reshape(sizes.batch, -1, sizes.heads, sizes.size) for x in (keys, values))
+    return jnp.einsum("bhts,bshd->bthd", softmax(jnp.einsum("bthd,bshd->bhts", q, k)), v)
+
+
 @spelling(
     lambda sizes, dtype: [
         *bhtd(sizes, dtype)[:2],

@@ -485,7 +485,6 @@ class _Attempt:
         several, the one that sums over the most elements is tried first.
         """
         space = self.scope.space
-        axis = set(space.resolve(softmax.axis))
         found: list[tuple[int, int, Ref, Ref, Ref, list[Dimension]]] = []
         obstacle: tuple[int, Mismatch] | None = None  # what hides the scores, if nothing is found
         first: dict[int, bool] = {}  # whether the queries are the first operand
@@ -501,7 +500,9 @@ class _Attempt:
             contraction = space.contraction(ref)
             if contraction is not None:
                 a, b, contracted = contraction
-                left, right = space.atoms(space.canonical(a)) & axis, space.atoms(space.canonical(b)) & axis
+                first_source, second_source = space.canonical(a), space.canonical(b)
+                axis = set(space.resolve(softmax.axis))  # keys behind a reshape have just split it
+                left, right = space.atoms(first_source) & axis, space.atoms(second_source) & axis
                 if under and left != right:
                     query, keys = (b, a) if right < left else (a, b)
                     first[ref.value] = not right < left

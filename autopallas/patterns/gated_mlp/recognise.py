@@ -37,7 +37,8 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     """
     if not any(node.name == "dot_general" for node in graph.nodes):
         return [], []
-    alive = surviving(graph, graph.replaced)
+    # what another site reads is computed as well, such as the activations of a loss that is all that the program gives
+    alive = surviving(graph, graph.replaced, graph.reads) if graph.replaced else surviving(graph)
     misses: list[NearMiss] = []
     waiting: list[list[tuple[Match, Node]]] = []
     for tries in candidates(graph, alive):
