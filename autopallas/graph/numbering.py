@@ -330,9 +330,14 @@ class Graph:
         if equation.primitive.name != "convert_element_type" or operands[0] not in self.literals:
             return None
         aval, value = equation.outvars[0].aval, self.literals[operands[0]]
-        cast = value.astype(aval.dtype)
-        kept = cast.astype(value.dtype) == value or value != value  # NaN stays NaN
-        return self._literal(Literal(cast, aval)) if kept else None
+        to_complex = aval.dtype.kind == "c"
+        if value.dtype.kind == "c" and not to_complex:
+            return None
+        with np.errstate(all="ignore"):  # what the dtype cannot hold, numpy warns of
+            cast = value.astype(aval.dtype)
+            kept = cast == value if to_complex else cast.astype(value.dtype) == value
+        not_a_number = value != value and cast != cast  # NaN stays NaN, but as a whole number
+        return self._literal(Literal(cast, aval)) if kept or not_a_number else None
 
     # ------------------------------------------------------------------ looking up
 

@@ -3,6 +3,8 @@ rounds is what the original rounds, or less."""
 
 from __future__ import annotations
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -468,3 +470,24 @@ def test_nothing_is_read_through_a_cast_to_a_quantised_or_whole_number(name):
     dtype = jnp.dtype(name)
     assert not rounds(jnp.dtype("float32"), dtype)
     assert not rounds(dtype, jnp.dtype("float32"))
+
+
+CAST_LITERALS = {
+    "too large a fill": (lambda x: jax.nn.softmax(jnp.where(x @ x.T > 0, x @ x.T, -1e30)) @ x, f16),
+    "an infinity to a whole number": (lambda x: x + jax.jit(lambda n: n.astype(jnp.int32))(jnp.inf), f32),
+    "a number too large for a whole one": (lambda x: x + jax.jit(lambda n: n.astype(jnp.int8))(1e10), f32),
+    "not a number to a whole one": (lambda x: x + jax.jit(lambda n: n.astype(jnp.int32))(jnp.nan), f32),
+    "a real number to a complex one": (lambda x: x * jax.jit(lambda n: n.astype(jnp.complex64))(2.0), f32),
+}
+
+
+@pytest.mark.parametrize("name", CAST_LITERALS)
+def test_a_literal_that_a_cast_changes_is_no_warning_and_stays_cast(name):
+    """Numpy warns of such a cast, which the program does and JAX does not warn of."""
+    function, dtype = CAST_LITERALS[name]
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)), dtype)
+    optimized = autopallas.optimize(lambda x: function(x), objective="always", strict=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        given, expected = optimized(x), jax.jit(function)(x)
+    np.testing.assert_allclose(*(np.asarray(y, np.complex128) for y in (given, expected)), rtol=5e-3)
