@@ -178,6 +178,7 @@ __all__ = [
     "Var",
     "ad",
     "array_type",
+    "at_width",
     "axis_types",
     "batching",
     "cuda_runtime",
@@ -198,6 +199,7 @@ __all__ = [
     "is_plain_jit",
     "is_tracer",
     "is_transposed",
+    "is_wide",
     "jaxpr_as_fun",
     "jit_settings",
     "lowered_call",
@@ -404,10 +406,28 @@ def multiplication_params() -> Params:
 
 
 def make_jaxpr(function: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> ClosedJaxpr:
-    """Returns the closed jaxpr of a function."""
-    made: Any = jax.make_jaxpr(function)(*args, **kwargs)
+    """Returns the closed jaxpr of a function; of one with arguments of 64 bits, as where these are enabled, for a
+    program that enables them itself holds such parts."""
+    with at_width(any(map(is_wide, jax.tree.leaves((args, kwargs))))):
+        made: Any = jax.make_jaxpr(function)(*args, **kwargs)
     closed: ClosedJaxpr = made
     return closed
+
+
+_WIDE = frozenset(map(np.dtype, ("float64", "int64", "uint64", "complex128")))
+
+
+def is_wide(x: object) -> bool:
+    """Returns whether something has a dtype that exists only where 64-bit types are enabled."""
+    return getattr(x, "dtype", None) in _WIDE
+
+
+def at_width(wide: bool) -> AbstractContextManager[None]:
+    """Enables 64-bit types for a block that traces what is ``wide``."""
+    if not wide or numeric_setting()[0]:
+        return contextlib.nullcontext()
+    enabled: AbstractContextManager[None] = jax.enable_x64(True)
+    return enabled
 
 
 def make_jaxpr_and_shapes(function: ArrayFunction, *args: PyTree) -> tuple[ClosedJaxpr, PyTree]:

@@ -35,6 +35,7 @@ __all__ = [
     "frames",
     "inline_equation",
     "is_leaf",
+    "is_wide",
     "live_equations",
     "location",
     "name_stack",
@@ -102,6 +103,18 @@ def bodies(equation: JaxprEqn) -> list[tuple[str, int | None, JaxprLike]]:
         elif isinstance(value, _JAXPRS):
             found.append((name, None, value))
     return found
+
+
+def is_wide(program: JaxprLike) -> bool:
+    """Returns whether a program computes anything with types that exist only where 64-bit types are enabled."""
+    todo: list[JaxprLike] = [program]
+    while todo:
+        jaxpr, _ = open_jaxpr(todo.pop())
+        variables = (*jaxpr.invars, *jaxpr.constvars, *(v for equation in jaxpr.eqns for v in equation.outvars))
+        if any(compat.is_wide(v.aval) for v in variables):
+            return True
+        todo += [inner for equation in jaxpr.eqns for _, _, inner in bodies(equation)]
+    return False
 
 
 def with_bodies(equation: JaxprEqn, change: Callable[[JaxprLike], JaxprLike]) -> JaxprEqn:

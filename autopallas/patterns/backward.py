@@ -189,7 +189,7 @@ class Lookup:
             if mapped is not None:
                 pulled = jax.vmap(pulled, in_axes=(0, *(None for _ in forward.uses)))
                 shapes[0] = jax.ShapeDtypeStruct((mapped, *shapes[0].shape), shapes[0].dtype)
-            with compat.on_mesh_of(avals):
+            with compat.on_mesh_of(avals), compat.at_width(jaxprs.is_wide(program)):
                 derivative = compat.make_jaxpr(pulled, *shapes)
                 if forward.dissolved:
                     derivative = compat.make_jaxpr(_without_rules(derivative), *shapes)

@@ -9,7 +9,7 @@ from typing import Literal, cast
 
 import jax
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.autotune.probe import Prober
 from autopallas.autotune.tuner import Tuner
 from autopallas.compat import Shaped
@@ -21,7 +21,7 @@ from autopallas.faults import MEANT
 from autopallas.numerics.classes import allows
 from autopallas.options import Options
 from autopallas.patterns.match import Match
-from autopallas.plan.decision import NOTHING_TO_COMPUTE, Decision
+from autopallas.plan.decision import NOTHING_TO_COMPUTE, WIDER_THAN_ENABLED, Decision
 from autopallas.report.late import Entry
 from autopallas.sharding.local import local_match
 from autopallas.sites.calls import kernel_backward, kernel_forward
@@ -94,6 +94,8 @@ def _decide(
         return Decision("kept", match.denied, device.platform)
     if any(0 in aval.shape for part in match.passes for aval in (*part.original.in_avals, *part.original.out_avals)):
         return Decision("kept", NOTHING_TO_COMPUTE, device.platform)
+    if not compat.numeric_setting()[0] and any(jaxprs.is_wide(part.original) for part in match.passes):
+        return Decision("kept", WIDER_THAN_ENABLED, device.platform)
     if match.obstacle:
         return _decide_obstructed(match, device, options)
     pattern = pattern_of(match.site)

@@ -10,10 +10,17 @@ from autopallas.report.late import Entry
 from autopallas.sites.spec import BlockSizes
 from autopallas.tuning.row import Row
 
-__all__ = ["NOTHING_TO_COMPUTE", "Decision", "size_unknown"]
+__all__ = ["NOTHING_TO_COMPUTE", "WIDER_THAN_ENABLED", "Decision", "size_unknown"]
 
 NOTHING_TO_COMPUTE = "an axis of size 0 leaves nothing to compute"
 """Why a site with an empty array keeps its original, whatever the operation: kernels cut axes into blocks."""
+
+WIDER_THAN_ENABLED = (
+    "it computes with 64-bit types, which are not enabled where the function is called; call it with "
+    "jax.enable_x64(True) around"
+)
+"""Why a site from the middle of a program that enables these types itself keeps its original: a kernel would compute
+with 32 bits."""
 
 
 def size_unknown(size: object) -> str:

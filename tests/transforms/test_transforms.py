@@ -275,6 +275,34 @@ def test_in_64_bits(qkv):
         same(given, jax.value_and_grad(loss(attend))(*wide), 1e-12)
 
 
+WIDE_PARTS = {
+    "attention": lambda x: jax.nn.softmax(x @ x.T) @ x,
+    "layer_norm": lambda x: (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-9),
+    "gated_mlp": lambda x: jax.nn.silu(x @ x.T) * (x @ (x.T + 1)),
+    "respelling": lambda x: jnp.cumsum(x, 0),
+}
+
+
+@pytest.mark.parametrize("name", WIDE_PARTS)
+@pytest.mark.parametrize("derivative", [False, True])
+def test_a_part_that_enables_64_bits_itself_computes_with_64_bits(name, derivative):
+    """A kernel would be traced where they are not enabled, and compute with 32."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((6, 8)) + 1000, jnp.float32)
+
+    def function(x):
+        with jax.enable_x64(True):
+            result = WIDE_PARTS[name](lax.convert_element_type(x, jnp.float64) - 999)
+            return lax.convert_element_type(result, jnp.float32)
+
+    program = jax.grad(lambda x: jnp.sum(jnp.sin(function(x)))) if derivative else function
+    run = autopallas.optimize(lambda x: program(x), objective="always", strict=True)
+    given, expected = run(x), jax.jit(program)(x)
+    np.testing.assert_array_equal(given, expected)
+    kept = [site for site in run.report().sites if site.op == name]
+    assert all(site.verdict == "kept" and "64-bit types" in site.reason for site in kept)
+    assert kept or derivative
+
+
 def test_under_strict_promotion(qkv):
     with jax.numpy_dtype_promotion("strict"):
         same(jax.jit(jax.grad(loss(optimized(require={"attention": 1}))))(*qkv), jax.grad(loss(attend))(*qkv))
