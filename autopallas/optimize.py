@@ -61,12 +61,21 @@ class Optimized(Generic[P, R]):
         def traced(*args: PyTree, **kwargs: PyTree) -> PyTree:
             if self._plain and _may_have_flags(args, kwargs):
                 raise _MayHaveFlags
+            if (
+                self._plain
+                and not self._knows_names
+                and not _as_jit_traces.value
+                and _has_integers_inside(args, kwargs)
+            ):
+                raise _MayHaveNames
             with _as_jit_traces(False):  # what is called in the function has flags of its own
                 return self._traced(*args, **kwargs)
 
         self._jit = cast(Jitted, jax.jit(traced, **(settings or {})))
         self._fixed = cast(Jitted, jax.jit(self._traced_fixed, static_argnums=0))
         self._run: Callable[..., R] = self._jit
+        self._knows_names = False
+        """Whether it was looked up if integers inside of other arguments have names, which a trace does not tell."""
         self._as_it_is: Exception | None = None
         self._ways: dict[Hashable, tuple[int, Exception | None]] = {}
         """Kinds of calls that jit cannot trace: the way in which they are made, and jit's error until one works."""
@@ -101,6 +110,11 @@ class Optimized(Generic[P, R]):
             return self(*args, **kwargs)
         except _MayHaveFlags:
             self._run = functools.partial(self._plain_call, _call)
+            return self(*args, **kwargs)
+        except _MayHaveNames:
+            self._knows_names = True
+            if any(is_flag(type(leaf)) for leaf in jax.tree.leaves((args, kwargs))):
+                self._run = functools.partial(self._plain_call, _call)
             return self(*args, **kwargs)
         except Exception as error:
             failed = error if run is self._jit and self._may_be_ours(error, args, kwargs) else None
@@ -161,7 +175,8 @@ class Optimized(Generic[P, R]):
 
     def _placed(self, use: Callable[..., T], args: Args, kwargs: Kwargs) -> T:
         """Calls ``use``; if its trace asks for the arguments' shardings, retries with them recorded."""
-        if self._plain and _may_have_flags(args, kwargs):
+        traces_flags = self._plain and not _as_jit_traces.value
+        if traces_flags and (_may_have_flags(args, kwargs) or _has_integers_inside(args, kwargs)):
             with _as_jit_traces(True):  # as part of the key, or a call would use what is traced here
                 return self._placed(use, args, kwargs)
         if not self._spread:
@@ -336,6 +351,7 @@ class Optimized(Generic[P, R]):
         """
         if self._as_it_is is not None:
             return self._uncompiled(use, args, kwargs)
+        self._knows_names = True  # each call is looked through
         arrays, fixed = split(args, kwargs)
         kind = _kind(fixed)
         first, failed = self._ways.get(kind, (0, None))  # each trace that fails takes as long as another
@@ -499,6 +515,11 @@ class _MayHaveFlags(Exception):
     """Aborts the trace of a plain function that is given a truth value somewhere, which may be a flag."""
 
 
+class _MayHaveNames(Exception):
+    """Aborts the first trace of a plain function that is given an integer inside of another argument, which may have a
+    name."""
+
+
 _as_jit_traces = compat.trace_context(False)
 """Whether truth values are traced, as ``jax.jit`` does: where a function is lowered and not called, and where none of
 them is a flag."""
@@ -511,6 +532,19 @@ def _may_have_flags(args: Args, kwargs: Kwargs) -> bool:
         return isinstance(leaf, bool) or (getattr(leaf, "dtype", None) == jax.numpy.bool_ and not leaf.shape)
 
     return not _as_jit_traces.value and any(map(is_truth_value, jax.tree.leaves((args, kwargs))))
+
+
+def _has_integers_inside(args: Args, kwargs: Kwargs) -> bool:
+    """Returns whether a call is given one of Python's integers, traced or not, inside of another argument."""
+
+    def is_integer(leaf: PyTree) -> bool:
+        if isinstance(leaf, int):
+            return True
+        weak = getattr(leaf, "weak_type", False) and not leaf.shape
+        return weak and jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer)
+
+    inside = [one for one in (*args, *kwargs.values()) if not jax.tree_util.all_leaves([one])]
+    return any(map(is_integer, jax.tree.leaves(inside)))
 
 
 def _has_flags(args: Args, kwargs: Kwargs) -> bool:

@@ -262,6 +262,34 @@ def test_flags_inside_of_other_arguments_are_held_fixed_too(inside, lowered_befo
         np.testing.assert_array_equal(wrapped(qkv[0], inside(flag)), use(qkv[0], inside(flag)))
 
 
+@pytest.mark.parametrize("inside", [lambda mode: {"mode": mode}, lambda mode: [(mode,)]], ids=["dictionary", "list"])
+@pytest.mark.parametrize("lowered_before", [False, True])
+def test_integers_with_names_inside_of_other_arguments_are_held_fixed(inside, lowered_before, qkv):
+    def use(x, config):
+        (mode,) = jax.tree.leaves(config)
+        return x * 2 if mode is Mode.TWICE else x
+
+    wrapped = autopallas.optimize(use)
+    if lowered_before:
+        wrapped.lower(qkv[0], inside(Mode.TWICE))
+    for mode in (Mode.TWICE, Mode.PLAIN, 1, Mode.TWICE):
+        np.testing.assert_array_equal(wrapped(qkv[0], inside(mode)), use(qkv[0], inside(mode)))
+
+
+def test_integers_without_names_inside_of_other_arguments_are_traced_once():
+    traces = []
+
+    def step(state):
+        traces.append(1)
+        return {"step": state["step"] + 1, "x": state["x"] * 2}
+
+    wrapped, state = autopallas.optimize(step), {"step": 0, "x": jnp.float32(1)}
+    for _ in range(4):
+        state = wrapped(state)
+    assert (int(state["step"]), float(state["x"]), len(traces)) == (4, 16, 1)
+    assert wrapped._run is wrapped._jit
+
+
 def test_flags_of_calls_from_several_threads_are_held_fixed(qkv):
     """The first call learns that there are flags while others, under way, are traced."""
 
