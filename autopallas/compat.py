@@ -185,6 +185,7 @@ __all__ = [
     "dce_jaxpr",
     "distributed_store",
     "divided_like",
+    "draws_by_position",
     "emit",
     "explicit_sharding",
     "exported",
@@ -234,6 +235,13 @@ __all__ = [
     "versions",
     "whole_type",
 ]
+
+
+def draws_by_position(equation: JaxprEqn) -> bool:
+    """Returns whether random bits are those of ``jax_threefry_partitionable`` where an equation was traced, which JAX
+    keeps with the equation."""
+    config: Any = jax.config
+    return bool(getattr(equation.ctx, "threefry_partitionable", config.jax_threefry_partitionable))
 
 
 def is_plain_jit(equation: JaxprEqn) -> bool:

@@ -536,6 +536,8 @@ class Graph:
         mesh: Hashable = ()
         if self._several_meshes and all(number in self.literals for number in operands):  # otherwise the operands tell
             mesh = tuple(compat.axis_types(v.aval) for v in equation.outvars)
+        if name.startswith("random_"):
+            mesh = mesh, compat.draws_by_position(equation)
         return name, frame, tuple(ordered), params, types, mesh
 
     def _parameters(self, equation: JaxprEqn) -> int | None:

@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from autopallas import compat
 from autopallas.compat import Dtype, Shaped
 from autopallas.graph import Graph, Node
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
@@ -52,7 +53,7 @@ def _match(graph: Graph, node: Node) -> Found | None:
     if node.name == "random_fold_in":
         return None if params else _fold_in(graph, node, others[0].aval)
     shape, width = params.pop("shape"), params.pop("bit_width", 32)
-    if params or not getattr(jax.config, _FLAG):
+    if params or not (getattr(jax.config, _FLAG) and compat.draws_by_position(node.equation)):
         return None
     if not all(isinstance(size, int) for size in shape) or not 0 < math.prod(shape) <= _MOST:
         return None
