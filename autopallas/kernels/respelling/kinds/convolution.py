@@ -360,7 +360,8 @@ _WINDOWS: tuple[tuple[str, tuple[int, ...], int, tuple[tuple[int, ...], ...]], .
 
 def _samples() -> Iterator[tuple[str, Sample]]:
     """Yields depthwise convolutions in one and two dimensions and grouped ones, and the gradients of each."""
-    for name, window, stride, shape in ((*found, shape) for *found, shapes in _WINDOWS for shape in shapes):
+    measured = ((name, window, stride, shape) for name, window, stride, shapes in _WINDOWS for shape in shapes)
+    for name, window, stride, shape in measured:
         groups = 32 if "grouped" in name else shape[-1]
         padding = "SAME" if len(window) == 2 else ((3, 0),)
         letters = "HW"[: len(window)]
