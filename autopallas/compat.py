@@ -240,8 +240,8 @@ __all__ = [
 def draws_by_position(equation: JaxprEqn) -> bool:
     """Returns whether random bits are those of ``jax_threefry_partitionable`` where an equation was traced, which JAX
     keeps with the equation."""
-    config: Any = jax.config
-    return bool(getattr(equation.ctx, "threefry_partitionable", config.jax_threefry_partitionable))
+    current = getattr(jax.config, "jax_threefry_partitionable", True)
+    return bool(getattr(equation.ctx, "threefry_partitionable", current))
 
 
 def is_plain_jit(equation: JaxprEqn) -> bool:
