@@ -108,8 +108,12 @@ def bodies(equation: JaxprEqn) -> list[tuple[str, int | None, JaxprLike]]:
 def is_wide(program: JaxprLike) -> bool:
     """Returns whether a program computes anything with types that exist only where 64-bit types are enabled."""
     todo: list[JaxprLike] = [program]
+    seen: set[int] = set()  # calls of one function share its body
     while todo:
         jaxpr, _ = open_jaxpr(todo.pop())
+        if id(jaxpr) in seen:
+            continue
+        seen.add(id(jaxpr))
         variables = (*jaxpr.invars, *jaxpr.constvars, *(v for equation in jaxpr.eqns for v in equation.outvars))
         if any(compat.is_wide(v.aval) for v in variables):
             return True
@@ -333,7 +337,7 @@ def live_equations(equations: Sequence[JaxprEqn], results: Sequence[Var | Litera
     read = {atom for atom in results if isinstance(atom, Var)}
     found: list[JaxprEqn] = []
     for equation in reversed(equations):
-        if not read.isdisjoint(equation.outvars) or equation.effects and compat.has_side_effects(equation):
+        if not read.isdisjoint(equation.outvars) or compat.has_side_effects(equation):
             found.append(equation)
             read.update([atom for atom in equation.invars if isinstance(atom, Var)])
     return found[::-1]

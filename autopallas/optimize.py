@@ -61,12 +61,7 @@ class Optimized(Generic[P, R]):
         def traced(*args: PyTree, **kwargs: PyTree) -> PyTree:
             if self._plain and _may_have_flags(args, kwargs):
                 raise _MayHaveFlags
-            if (
-                self._plain
-                and not self._knows_names
-                and not _as_jit_traces.value
-                and _has_integers_inside(args, kwargs)
-            ):
+            if self._plain and not self._knows_names and _may_have_names(args, kwargs):
                 raise _MayHaveNames
             with _as_jit_traces(False):  # what is called in the function has flags of its own
                 return self._traced(*args, **kwargs)
@@ -175,8 +170,7 @@ class Optimized(Generic[P, R]):
 
     def _placed(self, use: Callable[..., T], args: Args, kwargs: Kwargs) -> T:
         """Calls ``use``; if its trace asks for the arguments' shardings, retries with them recorded."""
-        traces_flags = self._plain and not _as_jit_traces.value
-        if traces_flags and (_may_have_flags(args, kwargs) or _has_integers_inside(args, kwargs)):
+        if self._plain and (_may_have_flags(args, kwargs) or _may_have_names(args, kwargs)):
             with _as_jit_traces(True):  # as part of the key, or a call would use what is traced here
                 return self._placed(use, args, kwargs)
         if not self._spread:
@@ -534,8 +528,11 @@ def _may_have_flags(args: Args, kwargs: Kwargs) -> bool:
     return not _as_jit_traces.value and any(map(is_truth_value, jax.tree.leaves((args, kwargs))))
 
 
-def _has_integers_inside(args: Args, kwargs: Kwargs) -> bool:
-    """Returns whether a call is given one of Python's integers, traced or not, inside of another argument."""
+def _may_have_names(args: Args, kwargs: Kwargs) -> bool:
+    """Returns whether a call is given one of Python's integers, traced or not, inside of another argument, unless flags
+    are traced anyway."""
+    if _as_jit_traces.value:
+        return False
 
     def is_integer(leaf: PyTree) -> bool:
         if isinstance(leaf, int):

@@ -54,11 +54,7 @@ def rebuild(body: Body, edits: dict[Body, Edit]) -> JaxprLike:
             equations.append(equation)
     equations += edit.added
     if edit.renamed:
-        renamed = edit.renamed.keys()
-        equations = [
-            e if renamed.isdisjoint([a for a in e.invars if isinstance(a, Var)]) else _with_names(e, edit.renamed)
-            for e in equations
-        ]
+        equations = [_with_names(e, edit.renamed) for e in equations]
     results = [*body.outvars, *(inner for inner, _ in edit.stacked)]
     outvars = [_renamed(a, edit.renamed) for a in results]
     if edit.added:
@@ -68,6 +64,8 @@ def rebuild(body: Body, edits: dict[Body, Edit]) -> JaxprLike:
 
 
 def _with_names(equation: JaxprEqn, names: dict[Var, Var]) -> JaxprEqn:
+    if names.keys().isdisjoint([atom for atom in equation.invars if isinstance(atom, Var)]):
+        return equation
     return equation.replace(invars=[_renamed(atom, names) for atom in equation.invars])
 
 
@@ -259,7 +257,7 @@ def _walked(graph: Graph, given: frozenset[int], reads: Mapping[int, Iterable[in
         if not given.isdisjoint(own):
             read.update(number for n in own if n in given and n in read for number in reads.get(n, ()))
             own = [n for n in own if n not in given]
-        if not read.isdisjoint(own) or node.equation.effects and compat.has_side_effects(node.equation):
+        if not read.isdisjoint(own) or compat.has_side_effects(node.equation):
             if node.name not in CUSTOM_RULES:
                 alive.update(own)
                 read.update(node.inputs)
@@ -299,7 +297,7 @@ def _remaining(graph: Graph, given: frozenset[int], least: int = 0) -> frozenset
             if n not in given and readers.get(n, 0) > lost.get(n, 0):
                 break
         else:
-            if node not in idle and not (node.equation.effects and compat.has_side_effects(node.equation)):
+            if node not in idle and not compat.has_side_effects(node.equation):
                 idle.add(node)
                 freed += graph.needs(node) if node.name in CUSTOM_RULES else {*node.inputs}
         for n in freed:
@@ -318,7 +316,7 @@ def _needed(graph: Graph) -> tuple[frozenset[int], dict[int, int]]:
     for node in reversed(graph.nodes):
         own = node.outputs
         read = [n for n in own if n in readers]
-        if not read and not (node.equation.effects and compat.has_side_effects(node.equation)):
+        if not read and not compat.has_side_effects(node.equation):
             continue
         if node.name in CUSTOM_RULES:
             alive += graph.kept(node, own, read)

@@ -289,11 +289,10 @@ class Graph:
 
     def _equation(self, body: Body, equation: JaxprEqn, operands: list[int], frame: tuple[int, ...]) -> Sequence[int]:
         """Numbers an equation that holds no bodies; returns the numbers of its results."""
-        same = self._same(equation, operands) if equation.primitive.name in _MAY_BE_KNOWN else None
+        same = self._same(equation, operands)
         if same is not None:
             return same
-        has_effects = equation.effects and compat.has_side_effects(equation)
-        key = None if has_effects else self.key_here(equation, operands, frame)
+        key = None if compat.has_side_effects(equation) else self.key_here(equation, operands, frame)
         if key is not None and (known := self._known(key, equation)) is not None:
             return known
         first = len(self.avals)
@@ -306,9 +305,9 @@ class Graph:
 
     def _same(self, equation: JaxprEqn, operands: list[int]) -> list[int] | None:
         """Returns the numbers of an equation's results if these are known values: its operands, a scalar that was made
-        an array of one element (to leave a shard_map) and is made a scalar again, a literal, or a slice.
-
-        The primitive is one of ``_MAY_BE_KNOWN``."""
+        an array of one element (to leave a shard_map) and is made a scalar again, a literal, or a slice."""
+        if equation.primitive.name not in _MAY_BE_KNOWN:
+            return None
         if is_identity(equation):
             return operands
         if equation.primitive.name in ("squeeze", "reshape") and equation.outvars[0].aval.shape == ():
@@ -343,7 +342,7 @@ class Graph:
 
     def find(self, equation: JaxprEqn, operands: list[int], frame: tuple[int, ...]) -> list[int] | None:
         """Returns the numbers of an equation's results if the program computes them, else None."""
-        same = self._same(equation, operands) if equation.primitive.name in _MAY_BE_KNOWN else None
+        same = self._same(equation, operands)
         if same is not None:
             return same
         key = self.key_here(equation, operands, frame)

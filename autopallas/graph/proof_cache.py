@@ -231,15 +231,14 @@ class _Form:
             if definition is None or expected is None:
                 if definition is not expected:
                     return None
-            elif nodes.get(expected) is not definition and not _same(expected, definition, image, bodies, nodes):
+            elif not _same(expected, definition, image, bodies, nodes):
                 return None
             if readers is not None:
                 users = graph.users[number]
                 if len(users) != len(readers):
                     return None
-                for a, b in zip(readers, users, strict=True):
-                    if nodes.get(a) is not b and not _same(a, b, image, bodies, nodes):
-                        return None
+                if not all(_same(a, b, image, bodies, nodes) for a, b in zip(readers, users, strict=True)):
+                    return None
             for body, known in places:
                 if body not in bodies or (number in graph.positions[bodies[body]]) != known:
                     return None
@@ -262,6 +261,8 @@ def _homes(graph: Graph, number: int) -> list[Body]:
 def _same(a: Node, b: Node, image: dict[int, int], bodies: dict[Body, Body], nodes: dict[Node, Node]) -> bool:
     """Returns whether two nodes compute the same from corresponding values; records which values and nodes
     correspond."""
+    if nodes.get(a) is b:
+        return True
     first, second = a.equation, b.equation
     if first.primitive is not second.primitive or first.effects != second.effects:
         return False

@@ -125,7 +125,7 @@ def _mesh(match: Match) -> MeshLike | None:
 
 
 def _meshes(avals: Sequence[object]) -> list[MeshLike]:
-    meshes = [getattr(getattr(a, "sharding", None), "mesh", None) for a in avals]
+    meshes = (getattr(getattr(a, "sharding", None), "mesh", None) for a in avals)
     return [m for m in meshes if m is not None and not m.empty]
 
 

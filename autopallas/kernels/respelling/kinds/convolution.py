@@ -197,7 +197,6 @@ def _from(array: jax.Array, start: int | jax.Array, size: int, axis: int) -> jax
 
 def _weighted(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
     """Computes a depthwise convolution: the sum of shifted slices, each times a weight for each channel."""
-    # By lax alone, whose equations take less time to trace than those of jax.numpy.
     weights = lax.transpose(w, (*own.rhs[2:], own.rhs[1], own.rhs[0])).astype(own.accumulation)
     weights = lax.squeeze(weights, (weights.ndim - 2,))
 
