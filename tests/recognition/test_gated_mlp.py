@@ -19,6 +19,8 @@ def array(*shape, seed=0, dtype=jnp.float32, scale=1.0):
 
 X, GATE, UP, DOWN = array(2, 5, K), array(K, H, seed=1), array(K, H, seed=2), array(H, N, seed=3)
 BOTH = array(K, 2 * H, seed=4)
+ROWS = array(300, K)
+"""More rows than the smallest block has, and no multiple of it."""
 SIDE = array(H, seed=5), array(H, seed=6)
 
 
@@ -144,20 +146,45 @@ def test_blocks_of_rows_give_what_all_rows_give():
 
     rows = OPERATION.part("block_sizes").BlockSizes
 
-    def both(size, x, gate, up, down, bias, models):
-        x = x if models == 1 else x[None]
+    def both(size, gate, up, down, bias, models):
         weights = [w if models == 1 else jnp.stack([w, 2 * w])[:, None][:, 0] for w in (gate, up, down)]
 
         def loss(*given):
-            return gated_mlp(*given, gate_bias=bias, block_sizes=rows(rows=size), activation="gelu").sum()
+            sizes = rows(rows=size)
+            return gated_mlp(*given, gate_bias=bias, block_sizes=sizes, activation="gelu", implementation="xla").sum()
 
-        x = x.reshape(-1, K) if models == 1 else jnp.broadcast_to(x.reshape(1, -1, K), (2, 10, K))
+        x = ROWS if models == 1 else jnp.broadcast_to(ROWS, (2, *ROWS.shape))
         return jax.value_and_grad(loss, (0, 1, 2, 3))(x, *weights)
 
     for models in (1, 2):
-        whole, parts = (both(size, *PLAIN, SIDE[0], models) for size in (64, 3))
+        whole, parts = (both(size, *PLAIN[1:], SIDE[0], models) for size in (512, 256))
         for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [lambda g: jnp.sqrt(jnp.abs(g)), lambda g: 1 / g, lambda g: jnp.log(g * g)],
+    ids=["sqrt", "reciprocal", "log"],
+)
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "with a bias"])
+def test_rows_that_fill_up_a_block_add_nothing_where_zeros_have_no_derivative(act, biased):
+    from autopallas.kernels.gated_mlp import gated_mlp
+    from autopallas.kernels.gated_mlp.operation import OPERATION
+
+    rows = OPERATION.part("block_sizes").BlockSizes
+
+    def loss(size, *given):
+        *given, bias = given
+        sizes = rows(rows=size)
+        bias = bias if biased else None
+        return gated_mlp(*given, gate_bias=bias, block_sizes=sizes, activation=act, implementation="xla").sum()
+
+    given = (ROWS, GATE, UP, DOWN, 0 * SIDE[0])  # with a bias of 0, rows of zeros stay what they are
+    whole, parts = (jax.value_and_grad(loss, (1, 2, 3, 4, 5))(size, *given) for size in (512, 256))
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
+        assert np.isfinite(a).all()
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3 * np.abs(a).max())
 
 
 def test_a_backward_stores_no_hidden_units_but_those_of_a_block():

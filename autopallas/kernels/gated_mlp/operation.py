@@ -113,11 +113,11 @@ def product(spec: GatedMlpSpec, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def hidden(spec: GatedMlpSpec, gate: jax.Array, up: jax.Array, *vectors: jax.Array | None) -> jax.Array:
-    """Evaluates the hidden units [B, M, H] from both products and the vectors [B|1, H|1], None for one that is lacking;
-    in the dtype that the product with ``down`` reads, or in that of the result where there is none."""
+    """Evaluates the hidden units [B, M, H] from both products and the vectors [B|1, H|1], or [B|1, M, H|1] with one for
+    each row, None for one that is lacking; in the dtype that the product with ``down`` reads, or in that of the result where there is none."""
     program = spec.program
     dtypes = {i.position: i.dtype for i in program.inputs if isinstance(i, Side)}
-    given = [up, *(None if v is None else v[:, None] for v in vectors)]
+    given = [up, *(v[:, None] if v is not None and v.ndim == 2 else v for v in vectors)]
     sides = [gate if s is None or i not in dtypes else s.astype(dtypes[i]) for i, s in enumerate(given)]
     units = jnp.broadcast_to(program.evaluate(gate, None, None, sides), gate.shape)
     return units.astype(spec.result_dtype if spec.down_dtype is None else spec.down_dtype)

@@ -75,12 +75,14 @@ def backward(
     kinds = {name: jax.ShapeDtypeStruct(weights[name].shape, spec.accumulation_dtype) for name in summed}
     sums = {name: jnp.zeros(kind.shape, kind.dtype) for name, kind in kinds.items()}
 
-    def block(sums: dict[str, jax.Array], given: tuple[jax.Array, jax.Array]) -> tuple[dict[str, jax.Array], jax.Array]:
-        x, given_cotangent = given
-        found, of_x = _block_gradients(layout, x, given_cotangent, wanted)
+    def block(
+        sums: dict[str, jax.Array], given: tuple[jax.Array, jax.Array, jax.Array | None]
+    ) -> tuple[dict[str, jax.Array], jax.Array]:
+        found, of_x = _block_gradients(layout, *given, wanted)
         return {name: sums[name] + summed_to(found[name], kinds[name].shape) for name in summed}, of_x
 
-    sums, blocks = layout.scan(block, sums, (layout.blocks(operands["x"]), layout.blocks(cotangent)))
+    given = layout.blocks(operands["x"]), layout.blocks(cotangent), layout.present
+    sums, blocks = layout.scan(block, sums, given)
     gradients = {name: sums[name].astype(operands[name].dtype) for name in summed}
     if "x" in wanted:
         of_x = layout.whole(blocks)
@@ -89,26 +91,38 @@ def backward(
 
 
 def _block_gradients(
-    layout: _Layout, x: jax.Array, cotangent: jax.Array, wanted: frozenset[str]
+    layout: _Layout, x: jax.Array, cotangent: jax.Array, present: jax.Array | None, wanted: frozenset[str]
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Returns the gradients of weights and vectors from one block, in the accumulation dtype, and that of its rows."""
+    """Returns the gradients of weights and vectors from one block, in the accumulation dtype, and that of its rows.
+
+    Rows that only fill the block up are left out of all sums: of the zeros in them, the hidden units or their
+    derivatives may be infinite, and are NaN times a cotangent of zero.
+    """
     spec, weights = layout.spec, layout.weights
     names = [name for name in VECTORS if name in weights]
+    vectors = [weights[name] for name in names]
+    if present is not None:
+        vectors = [jnp.broadcast_to(v[:, None], (v.shape[0], layout.block, v.shape[-1])) for v in vectors]
+
+    def of_present(rows: jax.Array) -> jax.Array:
+        return rows if present is None else jnp.where(present[:, None], rows, jnp.zeros((), rows.dtype))
 
     def units_of(gate: jax.Array, up: jax.Array, *vectors: jax.Array) -> jax.Array:
         given = dict(zip(names, vectors, strict=True))
         return hidden(spec, gate, up, *(given.get(name) for name in VECTORS))
 
     products = product(spec, x, weights["gate"]), product(spec, x, weights["up"])
-    units, pull = jax.vjp(units_of, *products, *(weights[name] for name in names))
+    units, pull = jax.vjp(units_of, *products, *vectors)
     found: dict[str, jax.Array] = {}
     of_units = cotangent
     if "down" in weights:
         of_units = product(spec, cotangent, turned(weights["down"]))
         if "down" in wanted:
-            found["down"] = product(spec, turned(units), cotangent)
-    of_gate, of_up, *of_vectors = pull(of_units.astype(units.dtype))
-    found.update({name: of.astype(spec.accumulation_dtype) for name, of in zip(names, of_vectors, strict=True)})
+            found["down"] = product(spec, turned(of_present(units)), cotangent)
+    of_gate, of_up, *of_vectors = map(of_present, pull(of_units.astype(units.dtype)))
+    for name, of in zip(names, of_vectors, strict=True):
+        wide = of.astype(spec.accumulation_dtype)
+        found[name] = wide if present is None else wide.sum(1)
     score, side = program_dtypes(spec)
     of_gate, of_up = of_gate.astype(score), of_up.astype(side)
     if "gate" in wanted:
@@ -138,6 +152,10 @@ class _Layout:
         size = None if block_sizes is None else block_sizes.to_dict()["rows"]
         self.block = self.rows if size is None else min(int(size), self.rows)
         self.count = -(-self.rows // self.block)
+        self.present: jax.Array | None = None
+        """Which rows of each block there are, [count, block]; None where all of them are."""
+        if self.count * self.block != self.rows:
+            self.present = (jnp.arange(self.count * self.block) < self.rows).reshape(self.count, self.block)
 
     def blocks(self, array: jax.Array) -> jax.Array:
         """Cuts rows [B|1, M, ...] into blocks: [count, B|1, block, ...]."""
