@@ -114,7 +114,8 @@ def product(spec: GatedMlpSpec, a: jax.Array, b: jax.Array) -> jax.Array:
 
 def hidden(spec: GatedMlpSpec, gate: jax.Array, up: jax.Array, *vectors: jax.Array | None) -> jax.Array:
     """Evaluates the hidden units [B, M, H] from both products and the vectors [B|1, H|1], or [B|1, M, H|1] with one for
-    each row, None for one that is lacking; in the dtype that the product with ``down`` reads, or in that of the result where there is none."""
+    each row, None for one that is lacking; in the dtype that the product with ``down`` reads, or in that of the result
+    where there is none."""
     program = spec.program
     dtypes = {i.position: i.dtype for i in program.inputs if isinstance(i, Side)}
     given = [up, *(v[:, None] if v is not None and v.ndim == 2 else v for v in vectors)]
