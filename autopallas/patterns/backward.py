@@ -36,6 +36,8 @@ _ANY = -1
 _ROUNDS = 20
 """Most rounds in which incomplete sites are dropped; without them, others may become incomplete."""
 
+_MOST_TERMS = 16
+"""Most cotangents of one value that are compared whatever the order is in which they are added up."""
 _STARTS = 8
 """Most values that are tried as the cotangent with which a backward loop starts."""
 
@@ -283,6 +285,7 @@ class Lookup:
         what only those need.
         """
         loops = any(self._is_loop(equation) for equation in equations) if self._children else False
+        open_sums: dict[Var, list[int]] = {}
         for equation in equations:
             if equation.outvars[0] in numbers and len(equation.outvars) == 1:
                 continue
@@ -294,12 +297,59 @@ class Lookup:
                 results = self.graph.held(equation, self._children[id(equation)], given, frame)
             elif operands is not None:
                 results = self.graph.find(equation, operands, frame) or self.graph.suppose(equation, operands, frame)
-            if results is None and loops:
+            if results is None and equation.primitive.name == "add_any":
+                results = self._summed(equation, numbers, open_sums)
+            if results is None and (loops or equation.outvars[0] in open_sums):
                 continue
             if results is None:
                 return False
             numbers.update((v, n) for v, n in zip(equation.outvars, results, strict=True) if n is not None)
         return True
+
+    def _summed(
+        self, equation: JaxprEqn, numbers: dict[Var, int], open_sums: dict[Var, list[int]]
+    ) -> Sequence[int] | None:
+        """Returns the value that is the sum of the same cotangents, added up in another order: where a value is read
+        inside of a function that is called, JAX adds up what comes from there first.
+
+        A sum that the program lacks is kept in ``open_sums``, with the numbers of what is added up, for the next one.
+        """
+        terms: list[int] = []
+        for atom in equation.invars:
+            known = self._atom(atom, numbers)
+            if known is None and not (isinstance(atom, Var) and atom in open_sums):
+                return None
+            terms += open_sums[atom] if known is None else self._terms(known)
+            if len(terms) > _MOST_TERMS:
+                return None
+        total: int | None = terms[0]
+        wanted = sorted(terms)
+        for _ in range(_MOST_TERMS):
+            self.graph.steps.spend()
+            total = next((n.outputs[0] for n in self.graph.users[total] if n.name == "add_any"), None)
+            if total is None:
+                break
+            if sorted(self._terms(total)) == wanted:
+                return [total]
+        (result,) = equation.outvars
+        open_sums[result] = terms
+        return None
+
+    def _terms(self, number: int) -> list[int]:
+        """Returns the values of which a value is the sum of cotangents; the value itself where it is none, or a long
+        one."""
+        found: list[int] = []
+        todo = [number]
+        while todo:
+            own = todo.pop()
+            node = self.graph.definitions.get(own)
+            if node is not None and node.name == "add_any":
+                todo += node.inputs
+            else:
+                found.append(own)
+            if len(found) + len(todo) > _MOST_TERMS:
+                return [number]
+        return found
 
     def _results(self, equation: JaxprEqn, operands: list[int], frame: tuple[int, ...]) -> Sequence[int | None] | None:
         """Returns the numbers of an equation's results, if the program has them; for a loop, those that it has."""

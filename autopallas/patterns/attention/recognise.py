@@ -34,6 +34,7 @@ from autopallas.patterns.advice import (
 )
 from autopallas.patterns.attention.blocks import BlockDraft, blocks, sum_with
 from autopallas.patterns.attention.draft import AttentionDraft, Escape, Proved, match_of
+from autopallas.patterns.attention.resemblance import Normalised
 from autopallas.patterns.attention.row_factor import RowFactor, row_factor
 from autopallas.patterns.attention.score_terms import Product
 from autopallas.patterns.attention.taken_over import TakenOver
@@ -66,6 +67,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             (sums.add if node.name == "reduce_sum" else sums.discard)(score)
 
     proofs = _Proofs(graph, reach, assume_finite)
+    normalised = Normalised(graph, reach, _THROUGH, _holds_softmax)
     for node in graph.nodes:
         if node.name not in ("dot_general", "reduce_sum"):
             continue
@@ -86,6 +88,8 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                     except Mismatch as mismatch:
                         reason, operand, advice = mismatch.reason, mismatch.operand, mismatch.advice
                 if reason is not None and outcome.score is not None and not _in_backward(node):
+                    if proved is None and not _resembles(outcome, node, side, normalised):
+                        continue
                     reason = describe_reason(graph, reason, operand)
                     missed(outcome.score, node, jaxprs.location(node.equation), reason, advice)
     waiting = {score: draft for score, draft in drafts.items() if score not in matches}
@@ -93,6 +97,14 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
         _with_backward(graph, waiting, matches, misses)
     ordered = [matches[score] for score in sorted(matches)]
     return ordered, [miss for score, miss in misses.items() if score not in matches and score in alive]
+
+
+def _resembles(outcome: _Outcome, node: Node, side: int, normalised: Normalised) -> bool:
+    """Returns whether what is no attention is nearly one: values have an axis that the scores lack, and a sum of
+    exponentials normalises; or nothing but that sum is missing, which may stand after the second contraction."""
+    if not outcome.values:
+        return False
+    return outcome.bare and node.name == "dot_general" or node.inputs[side if len(node.inputs) > 1 else 0] in normalised
 
 
 def _in_backward(node: Node) -> bool:
@@ -200,6 +212,8 @@ class _Outcome:
       draft: the proof itself, where it was not taken over from another place.
       advice: what to write instead of what a reason is about.
       model: where it was taken over, the proof and the values here that correspond to those there.
+      values: whether what is multiplied with weights has an axis that these lack, as values have.
+      bare: whether all that fails is that no sum over the keys was found, of scores of two batched operands.
     """
 
     score: int | None
@@ -209,6 +223,8 @@ class _Outcome:
     draft: AttentionDraft | None = None
     advice: str = ""
     model: tuple[AttentionDraft, Mapping[int, int]] | None = None
+    values: bool = True
+    bare: bool = False
 
     def at(self, image: Mapping[int, int]) -> _Outcome:
         """Returns the same outcome with corresponding values."""
@@ -216,7 +232,7 @@ class _Outcome:
         operand = None if self.operand is None else image.get(self.operand)
         proved = None if self.proved is None else self.proved.at(image)
         model = None if self.draft is None else (self.draft, image)
-        return _Outcome(score, proved, self.reason, operand, advice=self.advice, model=model)
+        return replace(self, score=score, proved=proved, operand=operand, draft=None, model=model)
 
 
 class _Proofs:
@@ -263,8 +279,14 @@ class _Proofs:
             with bounded(graph):
                 draft = attempt.draft(node, side)
         except Mismatch as mismatch:
-            score = attempt.scope.score
-            return _Outcome(score, reason=mismatch.reason, operand=mismatch.operand, advice=mismatch.advice)
+            return _Outcome(
+                attempt.scope.score,
+                reason=mismatch.reason,
+                operand=mismatch.operand,
+                advice=mismatch.advice,
+                values=attempt.has_values,
+                bare=isinstance(mismatch, NoNormaliser) and attempt.is_batched_alike,
+            )
         return _Outcome(attempt.scope.score, None if draft is None else draft.proved, draft=draft)
 
 
@@ -283,6 +305,11 @@ class _Attempt:
         """Scores whose outcome is known already: anything else computed from them is their backward."""
         self.scope = Scope(graph)
         self.query_first = True
+        self.has_values = True
+        """Whether what is multiplied with the weights has an axis that these lack; True before that is known."""
+        self.is_batched_alike = True
+        """Whether queries and keys have axes of the batch, if values have: a matrix that all examples share gives
+        features, as those of linear attention, and no scores."""
         self._chosen: int | None = None  # among several contractions under the exponential, the one taken as scores
         self._others: list[int] = []
         self._further: list[Product] = []  # the other contractions, which may be added to the scores
@@ -418,6 +445,7 @@ class _Attempt:
         scope, space, graph = self.scope, self.scope.space, self.graph
         weights, value = contraction[:2] if side == 0 else contraction[1::-1]
         weights = space.canonical(weights)
+        self.has_values = not space.atoms(value) <= space.atoms(weights)
         contracted = space.resolve([a for _, atoms in contraction[2] for a in atoms])
         if not contracted:
             return None
@@ -430,6 +458,8 @@ class _Attempt:
         if scores is None:
             return None
         score, query, key, head_axis = scores
+        batch = (space.atoms(weights) & space.atoms(value)) - set(key_axis)
+        self.is_batched_alike = not batch or all(batch & space.atoms(operand) for operand in (query, key))
         further = self._further
         scope.score = score.value
         if score.value in self.settled:

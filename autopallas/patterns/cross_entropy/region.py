@@ -14,6 +14,7 @@ from jax import lax
 from autopallas import compat, jaxprs
 from autopallas.compat import Dtype
 from autopallas.graph import Graph, Node, Ref, Space
+from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.equal_loops import loops
 from autopallas.graph.labels import Atom, Dimension, View
 from autopallas.patterns.advice import (
@@ -42,6 +43,7 @@ from autopallas.patterns.expressions import (
     parts_of,
     precision_of,
 )
+from autopallas.patterns.forward import LAYOUT
 from autopallas.patterns.indexing import picked
 from autopallas.patterns.match import Mismatch
 
@@ -49,6 +51,9 @@ __all__ = ["HeadLogits", "Region", "Terminal"]
 
 _DEEPEST = 128
 """Most operations on one path from statistics to a number per row."""
+_LONGEST_STRIPE = 40
+"""Most values from which a mask of columns is computed."""
+_COUNTS = ELEMENTWISE | LAYOUT | {"iota"}
 
 
 @dataclass(slots=True)
@@ -217,13 +222,31 @@ class Region:
                 if inner is None:
                     break
                 if inner.name == "eq" and operand not in self.inside:
-                    return not self.touches(operand)
+                    return not self.touches(operand) and not self._is_stripe(operand)
                 if len(inner.inputs) != 1:
                     break
                 operand = inner.inputs[0]
         return False
 
     # ------------------------------------------------------------------ labels
+
+    def _is_stripe(self, value: int) -> bool:
+        """Returns whether a value is the same in all rows, and computed from positions and numbers in the source alone,
+        as a mask of every other column is: such a comparison compares no labels."""
+        graph = self.graph
+        if sum(n > 1 for n in graph.shape(value)) > 1:
+            return False
+        todo, seen = [value], set[int]()
+        while todo:
+            number = todo.pop()
+            if number in seen or number in graph.literals:
+                continue
+            seen.add(number)
+            node = graph.definitions.get(number)
+            if node is None or len(seen) > _LONGEST_STRIPE or node.name not in _COUNTS:
+                return False
+            todo += node.inputs
+        return True
 
     def _anchor(self, node: Node) -> bool:
         """Fixes the labels by a sum of exponentials over the axis of one operand; returns whether the end is such a

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from autopallas.patterns.gated_mlp.units import Unlike
 from autopallas.patterns.match import Mismatch
 from autopallas.sites.elementwise import ElementwiseProgram, Input, Instruction, Score, Side
 
@@ -29,15 +30,19 @@ _BOTH = (
 )
 
 
-def roles(program: ElementwiseProgram) -> bool:
+def roles(program: ElementwiseProgram, alone: bool = False) -> bool:
     """Returns whether the first product, the score, is the gate, and side input 0 what it is multiplied with; False
-    where they have changed places.
+    where they have changed places. ``alone`` tells that no further product sums over the hidden units.
 
     Raises:
       Mismatch: neither product is activated, or both are.
+      Unlike: neither is, and there is no further product either: any two products may be multiplied, such as the
+        derivatives of a layer along two directions.
     """
     first, second = program.run(_degrees_of, _applied)
     if max(first, second) <= _LINEAR:
+        if alone:
+            raise Unlike("two products are multiplied, and nothing else is done to them")
         raise Mismatch(_BILINEAR[0], advice=_BILINEAR[1])
     if min(first, second) == _ANY:
         raise Mismatch(_BOTH[0], advice=_BOTH[1])

@@ -105,10 +105,13 @@ def _match(graph: Graph, units: Node, reader: Node | None) -> Match | None:
     projections = _projections(space, reading.products)
     if any(_is_chosen(space, use) for use in (projections.gate, projections.up)):
         raise Unlike("the matrices are those of experts")
-    if not roles(program):
-        program, projections = _exchanged(program), replace(projections, gate=projections.up, up=projections.gate)
-    place = _Place(graph, space, whole, projections, None if down is None else Use(_earlier(space, down), ()))
+    own_down = None if down is None else Use(_earlier(space, down), ())
+    place = _Place(graph, space, whole, projections, own_down)
     letters = place.letters([use.ref for use in reading.vectors])
+    if not roles(program, alone=reader is None):
+        program, projections = _exchanged(program), replace(projections, gate=projections.up, up=projections.gate)
+        place = _Place(graph, space, whole, projections, own_down)
+        letters = place.letters([use.ref for use in reading.vectors])
     names = _names(program, reading.vectors)
     program = _renamed(program, names)
     operands: dict[str, Use | None] = {"x": projections.x, "gate": projections.gate, "up": projections.up}
