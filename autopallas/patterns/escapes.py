@@ -18,7 +18,7 @@ from autopallas.graph import Body, Graph, Node
 from autopallas.graph.edit import surviving
 from autopallas.patterns.backward import Backward, Lookup, Search, settle
 from autopallas.patterns.carry import is_available
-from autopallas.patterns.forward import Forward
+from autopallas.patterns.forward import Forward, RectifiedApart
 from autopallas.patterns.match import BackwardMatch, Match, NearMiss
 from autopallas.sites.declared import DeclaredSite
 
@@ -36,13 +36,16 @@ _LONGEST = 32
 """Longest chain of additions in which the sum of a value's cotangents is looked for."""
 
 
-def complete(graph: Graph, sites: Sequence[tuple[Match, Node]]) -> tuple[list[Match], list[NearMiss]]:
+def complete(
+    graph: Graph, sites: Sequence[tuple[Match, Node]], kind: type[Forward] = Forward
+) -> tuple[list[Match], list[NearMiss]]:
     """Returns the sites of one pattern that can be replaced, with their backwards, and near misses for the others.
 
     Args:
       graph: the program.
       sites: (the forward, the node that gives its result) of each. A match's site tells by ``uses`` which of its values
         each operand is; where a backward is found, it gets one operand for each use.
+      kind: how the forwards are differentiated: a rectified one is looked for where a loop holds what was a rectifier.
     """
     alone, leaks = list(sites), []
     while True:  # sites may share inner values, such as the mean of the same squares
@@ -58,7 +61,7 @@ def complete(graph: Graph, sites: Sequence[tuple[Match, Node]]) -> tuple[list[Ma
     for match, node in leaks:
         search = None
         with contained(match.location):
-            search = _search(graph, match)
+            search = _search(graph, match, kind)
         waiting.append((match, node, search))
     searches = [search for *_, search in waiting if search is not None]
     given = {number for match in matches for number in match.results}
@@ -95,9 +98,11 @@ def _escape(graph: Graph, match: Match) -> str:
     return "a value in the middle of it is used elsewhere"
 
 
-def _search(graph: Graph, match: Match) -> Search | None:
+def _search(graph: Graph, match: Match, kind: type[Forward]) -> Search | None:
     inside = {n for e in match.equations for n in e.outputs}
-    forward = Forward(graph, match.body, match.results[0], inside.__contains__, calls=CALLS)
+    forward = kind(graph, match.body, match.results[0], inside.__contains__, calls=CALLS)
+    if isinstance(forward, RectifiedApart) and not forward.differs:
+        return None
     if not forward.complete or any(use.number not in match.operands for use in forward.uses):
         return None
     wanted = [i for i, u in enumerate(forward.uses) if jnp.issubdtype(u.variable.aval.dtype, jnp.floating)]

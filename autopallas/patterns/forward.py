@@ -26,6 +26,7 @@ __all__ = [
     "RectifiedApart",
     "Use",
     "differentiable",
+    "rectified",
 ]
 
 LAYOUT = frozenset({"transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims"})
@@ -224,7 +225,7 @@ class _Rules(Forward):
         super().__init__(graph, body, root, inside, calls)
         if self.complete:
             before = self.equations
-            self.equations = [_rectified(e) for e in before]
+            self.equations = [rectified(e) for e in before]
             within = any(a is not b for a, b in zip(before, self.equations, strict=True) if jaxprs.bodies(a))
             self.differs = within or any(is_elementwise_call(e) for e in self.equations)
 
@@ -250,7 +251,7 @@ class DissolvedApart(RectifiedApart):
     dissolved = True
 
 
-def _rectified(equation: JaxprEqn) -> JaxprEqn:
+def rectified(equation: JaxprEqn) -> JaxprEqn:
     """Replaces ``max(x, 0)`` by the rectifier that it may have been; in an equation with a body, does so within the
     body."""
     name = equation.primitive.name
@@ -258,7 +259,7 @@ def _rectified(equation: JaxprEqn) -> JaxprEqn:
         params = dict(equation.params)
         for parameter, position, body in jaxprs.bodies(equation):
             jaxpr, constants = jaxprs.open_jaxpr(body)
-            equations = [_rectified(e) for e in jaxpr.eqns]
+            equations = [rectified(e) for e in jaxpr.eqns]
             if position is None and any(a is not b for a, b in zip(jaxpr.eqns, equations, strict=True)):
                 given = jaxpr.constvars, constants, jaxpr.invars, jaxpr.outvars
                 params[parameter] = jaxprs.rebuild(body, *given, equations)

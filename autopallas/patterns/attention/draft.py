@@ -278,12 +278,23 @@ class AttentionDraft(ProvedAttention):
           Mismatch: values that the site reads are not available where its backward stands.
         """
         tile = math.prod(self.graph.shape(self.score.value)[-2:])
-        match = fewest_side_elements(self.graph, lambda across: self._joined(search, across), tile)
+        nearest: set[int] = set()
+        while True:
+            try:
+                match = fewest_side_elements(self.graph, lambda across: self._joined(search, across, nearest), tile)
+                break
+            except _ReadInAnotherWay as mismatch:
+                if mismatch.operand is None or mismatch.operand in nearest:
+                    raise
+                nearest.add(mismatch.operand)
         self.matched = search.forward, tuple(search.found), match
         return match
 
-    def _joined(self, search: Search, across: bool) -> Match:
-        """Builds that match; with ``across``, operands may be brought from the forward's loop into the backward's."""
+    def _joined(self, search: Search, across: bool, passed: Set[int]) -> Match:
+        """Builds that match; with ``across``, operands may be brought from the forward's loop into the backward's.
+
+        Operands in ``passed`` are not read themselves, but what is made of them by layout.
+        """
         graph, forward = self.graph, search.forward
         roles = self.role_uses(forward)
         every = [use for uses in roles for use in uses]
@@ -293,7 +304,12 @@ class AttentionDraft(ProvedAttention):
             known = [(b.levels[use], body) for b, body in pairs if use in b.levels]
             depth = min(len(steps) for steps, _ in known)
             for brought in (False, across):  # values of both bodies are preferred to values further back
-                fitting = [i for i in range(depth) if all(self._fits(s[i], body, brought) for s, body in known)]
+                fitting = [
+                    i
+                    for i in range(depth)
+                    if all(self._fits(s[i], body, brought) for s, body in known)
+                    and passed.isdisjoint(s[i].operand for s, _ in known)
+                ]
                 if fitting:
                     break
             else:
@@ -329,7 +345,7 @@ class AttentionDraft(ProvedAttention):
         for number in sides:
             if number not in carried and number not in idle:
                 reason = "a side input with a gradient is not read by the site as it is read by the backward"
-                raise Mismatch(reason, number, advice=SIDE_INPUT_ONCE)
+                raise _ReadInAnotherWay(reason, number, advice=SIDE_INPUT_ONCE)
         positions = {use: carried[pins[use]] for use in pins if use not in every}
         positions |= {use: self.place(role) for role, uses in enumerate(roles) for use in uses if use in pins}
         places = [self.place(role) for role in range(len(roles))]
@@ -374,6 +390,11 @@ class AttentionDraft(ProvedAttention):
         roles = self._uses(forward)
         assert roles is not None
         return [[use] for use in roles]
+
+
+class _ReadInAnotherWay(Mismatch):
+    """Reports a side input that the site does not read as the backward does: layout that no label survives, such as a
+    reshape that shifts rows, may lie between."""
 
 
 def original_of(

@@ -36,13 +36,13 @@ def roles(program: ElementwiseProgram, alone: bool = False) -> bool:
 
     Raises:
       Mismatch: neither product is activated, or both are.
-      Unlike: neither is, and there is no further product either: any two products may be multiplied, such as the
-        derivatives of a layer along two directions.
+      Unlike: so it is, and there is no further product either: any two products may be multiplied, such as the
+        derivatives of a layer along two directions, or the gates of a recurrent unit.
     """
     first, second = program.run(_degrees_of, _applied)
+    if alone and (max(first, second) <= _LINEAR or min(first, second) == _ANY):
+        raise Unlike("two products are multiplied, of which none or both are activated")
     if max(first, second) <= _LINEAR:
-        if alone:
-            raise Unlike("two products are multiplied, and nothing else is done to them")
         raise Mismatch(_BILINEAR[0], advice=_BILINEAR[1])
     if min(first, second) == _ANY:
         raise Mismatch(_BOTH[0], advice=_BOTH[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from autopallas.kernels.gated_mlp.operation import OPERATION, GatedMlpSpec
 from autopallas.patterns.declared_match import declared_match
 from autopallas.patterns.escapes import complete
 from autopallas.patterns.expressions import Scope, precision_of
+from autopallas.patterns.forward import DissolvedApart, RectifiedApart
 from autopallas.patterns.gated_mlp.candidates import Candidate, candidates
 from autopallas.patterns.gated_mlp.factors import roles
 from autopallas.patterns.gated_mlp.units import Units, Unlike, Use
@@ -41,12 +43,15 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     alive = surviving(graph, graph.replaced, graph.reads) if graph.replaced else surviving(graph)
     misses: list[NearMiss] = []
     waiting: list[list[tuple[Match, Node]]] = []
+    again: dict[int, Sequence[Candidate]] = {}
+    """By the result of the last try: candidates whose rectifiers may be those of a loop that was differentiated."""
     for tries in candidates(graph, alive):
         with contained(tries[-1][0]):
             try:
                 with bounded(graph):
                     if sites := _matches(graph, tries):
                         waiting.append(sites)
+                        again[sites[-1][1].outputs[0]] = tries
             except Mismatch as mismatch:
                 node = tries[-1][0]
                 location = jaxprs.location(node.equation)
@@ -67,10 +72,23 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             else:
                 misses.append(first[own[-1][1].outputs[0]])
         waiting = left
+    missed_at = {miss.value: number for number, miss in first.items() if miss in misses}
+    rectified: list[tuple[Match, Node]] = []
+    for number in missed_at.values():
+        node = again[number][-1][0]
+        with contained(node), suppress(Mismatch), bounded(graph):
+            rectified += _matches(graph, again[number], rectified=True)[:1]
+    for kind in (RectifiedApart, DissolvedApart):
+        found = complete(graph, rectified, kind)[0] if rectified else []
+        found = [match for match in found if match.backwards]  # which show that these were rectifiers
+        matches += found
+        given = {number for match in found for number in match.results}
+        rectified = [(match, node) for match, node in rectified if given.isdisjoint(match.results)]
+        misses = [miss for miss in misses if miss.value not in given]
     return matches, list({(miss.location, miss.reason): miss for miss in reversed(misses)}.values())[::-1]
 
 
-def _matches(graph: Graph, tries: Sequence[Candidate]) -> list[tuple[Match, Node]]:
+def _matches(graph: Graph, tries: Sequence[Candidate], rectified: bool = False) -> list[tuple[Match, Node]]:
     """Returns the sites that candidates for one place are, each with the node that gives its result.
 
     Raises:
@@ -79,7 +97,7 @@ def _matches(graph: Graph, tries: Sequence[Candidate]) -> list[tuple[Match, Node
     found: list[tuple[Match, Node]] = []
     for units, reader in tries:
         try:
-            match = _match(graph, units, reader)
+            match = _match(graph, units, reader, rectified)
         except Unlike:
             continue
         if match is not None:
@@ -87,7 +105,7 @@ def _matches(graph: Graph, tries: Sequence[Candidate]) -> list[tuple[Match, Node
     return found
 
 
-def _match(graph: Graph, units: Node, reader: Node | None) -> Match | None:
+def _match(graph: Graph, units: Node, reader: Node | None, rectified: bool) -> Match | None:
     scope = Scope(graph)
     space = scope.space
     result = reader or units
@@ -100,7 +118,7 @@ def _match(graph: Graph, units: Node, reader: Node | None) -> Match | None:
         at, down = (left, right) if is_left else (right, left)
         if space.canonical(at).value != units.outputs[0]:
             raise Unlike("the product reads something else")
-    reading = Units(scope)
+    reading = Units(scope, rectified)
     program = reading.read(at)
     projections = _projections(space, reading.products)
     if any(_is_chosen(space, use) for use in (projections.gate, projections.up)):

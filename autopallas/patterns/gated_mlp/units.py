@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 from autopallas.graph import Node, Ref
 from autopallas.graph.labels import Atom, is_product
 from autopallas.patterns.expressions import Scope, operation
+from autopallas.patterns.forward import rectified
 from autopallas.patterns.gated_mlp.candidates import MOVES, is_elementwise
 from autopallas.patterns.match import Mismatch
 from autopallas.sites.elementwise import Constant, ElementwiseProgram, Input, Instruction, Score, Side, parameters
@@ -41,10 +42,13 @@ class Units:
     Attributes:
       products: the uses of the two contractions, in the order in which they were met.
       vectors: the uses of the other arrays.
+      rectified: whether each ``max(x, 0)`` is read as ``jax.nn.relu``, which it may have been before JAX differentiated
+        a loop around it.
     """
 
-    def __init__(self, scope: Scope):
+    def __init__(self, scope: Scope, rectified: bool = False):
         self.scope, self.space, self.graph = scope, scope.space, scope.graph
+        self.rectified = rectified
         self.products: list[Use] = []
         self.vectors: list[Use] = []
         self._cut: dict[tuple[int, int], tuple[Atom, ...]] = {}
@@ -105,6 +109,9 @@ class Units:
         operands = self.space.uses(ref)
         if operands is None or node.equation.effects or is_product(node):
             raise Unlike(f"it passes through {node.name}")
+        if self.rectified and (equation := rectified(node.equation)) is not node.equation:
+            node = Node(equation, node.inputs, node.outputs, node.body)
+            operands = [operand for operand in operands if self.scope.number(operand) is None]
         arguments = tuple(self._register(Use(operand, use.fixed), depth + 1) for operand in operands)
         try:
             primitive, params = operation(node)
