@@ -36,6 +36,14 @@ BETWEEN_PRODUCTS = (
     "element (scales, masks, biases, caps, activations), what only moves axes, and the softmax. Anything else "
     "belongs before that product or after the result."
 )
+CHOSEN_KEYS = (
+    "Choose the keys without a gradient, and compute the scores of the chosen ones again: "
+    "jnp.einsum('qd,qkd->qk', queries, keys[numbers]) is attention over gathered keys, which is recognised."
+)
+EDGES = (
+    "A graph with few edges is computed best as it is. Where most nodes are neighbours, write the scores of all pairs, "
+    "mask those without an edge with -inf, and take jax.nn.softmax over them: that is recognised."
+)
 EINSUM = (
     "Write both products with jnp.einsum, each axis named once per operand, and keep every batch axis (examples, "
     "heads) in the result: sum over it afterwards."

@@ -34,6 +34,7 @@ from autopallas.patterns.advice import (
 )
 from autopallas.patterns.attention.blocks import BlockDraft, blocks, sum_with
 from autopallas.patterns.attention.draft import AttentionDraft, Escape, Proved, match_of
+from autopallas.patterns.attention.few_keys import few_keys
 from autopallas.patterns.attention.resemblance import Normalised
 from autopallas.patterns.attention.row_factor import RowFactor, row_factor
 from autopallas.patterns.attention.score_terms import Product
@@ -96,7 +97,10 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     with contained():
         _with_backward(graph, waiting, matches, misses)
     ordered = [matches[score] for score in sorted(matches)]
-    return ordered, [miss for score, miss in misses.items() if score not in matches and score in alive]
+    missed_at = [miss for score, miss in misses.items() if score not in matches and score in alive]
+    with contained():
+        missed_at += few_keys(graph, alive)
+    return ordered, missed_at
 
 
 def _resembles(outcome: _Outcome, node: Node, side: int, normalised: Normalised) -> bool:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence, Set
 from autopallas.graph import Graph, Node
 from autopallas.patterns.forward import LAYOUT
 
-__all__ = ["EXPONENTIALS", "Normalised"]
+__all__ = ["EXPONENTIALS", "KEEPS", "Normalised"]
 
 EXPONENTIALS = frozenset({"exp", "exp2", "pow"})
-_KEEPS = LAYOUT | frozenset(
+KEEPS = LAYOUT | frozenset(
     """mul div select_n convert_element_type reduce_precision integer_pow square sqrt neg name optimization_barrier
     stop_gradient concatenate stack slice split unstack gather dynamic_slice sort cumsum pure_callback sharding_constraint
     copy pvary pcast reshard""".split()
@@ -56,7 +56,7 @@ class Normalised:
                 of = False
                 holds |= any(exponential[i] for i in inputs) and (name == "reduce_sum" or self._sums(node))
             else:
-                of = name in _KEEPS and any(exponential[i] for i in inputs)
+                of = name in KEEPS and any(exponential[i] for i in inputs)
             if of or holds:
                 for output in node.outputs:
                     exponential[output], summed[output] = of, holds

@@ -59,9 +59,11 @@ def _parts(scope: Scope, ref: Ref, depth: int = 0) -> list[Ref]:
 def refuse_weight(scope: Scope, gate: Ref) -> None:
     """Refuses a weight that is zero for no expert, or for an unknown number of experts."""
     made_of = _made_of(scope, gate)
-    if not made_of & {"exp", "logistic"}:
+    compared = made_of & {"ge", "gt", "le", "lt", "eq"}
+    largest = made_of & {"reduce_max", "top_k", "approx_top_k", "sort"}
+    if not made_of & {"exp", "logistic"} and not (compared and largest):
         return
-    if made_of & {"ge", "gt", "le", "lt"}:
+    if compared:
         raise Mismatch(
             f"{DENSE}, and a comparison of weights decides which count, so that how many is not known",
             advice=CHOOSE_FEW,
