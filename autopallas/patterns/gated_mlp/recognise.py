@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from autopallas import jaxprs
 from autopallas.faults import contained
-from autopallas.graph import Graph, Node, Ref, Space
+from autopallas.graph import Body, Graph, Node, Ref, Space
 from autopallas.graph.edit import surviving
 from autopallas.graph.labels import Atom, Dimension
 from autopallas.kernels.gated_mlp.operation import OPERATION, GatedMlpSpec
@@ -120,10 +120,13 @@ def _match(graph: Graph, units: Node, reader: Node | None, rectified: bool) -> M
             raise Unlike("the product reads something else")
     reading = Units(scope, rectified)
     program = reading.read(at)
-    projections = _projections(space, reading.products)
+    # Where a checkpoint computes the products again, it lacks what weights were before they were passed in.
+    again = (body for use in reading.products for body, _ in graph.occurrences(use.ref.value))
+    bodies = list(dict.fromkeys((result.body, *again)))
+    projections = _projections(space, reading.products, bodies)
     if any(_is_chosen(space, use) for use in (projections.gate, projections.up)):
         raise Unlike("the matrices are those of experts")
-    own_down = None if down is None else Use(_earlier(space, down), ())
+    own_down = None if down is None else Use(_earlier(space, down, bodies), ())
     place = _Place(graph, space, whole, projections, own_down)
     letters = place.letters([use.ref for use in reading.vectors])
     if not roles(program, alone=reader is None):
@@ -137,7 +140,7 @@ def _match(graph: Graph, units: Node, reader: Node | None, rectified: bool) -> M
     for name in _VECTORS:
         operands[name] = None
     for use, name in zip(reading.vectors, names, strict=True):
-        operands[name] = Use(_earlier(space, use.ref), use.fixed)
+        operands[name] = Use(_earlier(space, use.ref, bodies), use.fixed)
     dtypes = {f"{n}_dtype": None if use is None else graph.dtype(use.ref.value) for n, use in operands.items()}
     floating = all(dtype is None or jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes.values())
     if not floating or (down is not None and graph.dtype(down.value) != program.dtype):
@@ -172,7 +175,7 @@ class _Projections:
     features: tuple[Atom, ...]
 
 
-def _projections(space: Space, products: Sequence[Use]) -> _Projections:
+def _projections(space: Space, products: Sequence[Use], bodies: Sequence[Body]) -> _Projections:
     """Returns what two contractions have in common.
 
     Raises:
@@ -191,7 +194,7 @@ def _projections(space: Space, products: Sequence[Use]) -> _Projections:
     labels = {atom for atom, _ in (*first.fixed, *second.fixed)}
     for i in (0, 1):
         for j in (0, 1):
-            x, other = (_earlier(space, operands[k]) for operands, k in ((ours, i), (theirs, j)))
+            x, other = (_earlier(space, operands[k], bodies) for operands, k in ((ours, i), (theirs, j)))
             if x.value != other.value or labels & space.atoms(x):
                 continue
             names = _unified(space, x, other, summed, also)
@@ -199,9 +202,9 @@ def _projections(space: Space, products: Sequence[Use]) -> _Projections:
                 continue
             renamed = [(o, tuple(names.get(a, a) for a in space.resolve(own))) for o, own in also]
             both = space.dot(second.ref, renamed)[:2]
-            if not space.same(_earlier(space, both[j]), x):
+            if not space.same(_earlier(space, both[j], bodies), x):
                 continue
-            gate, up = _earlier(space, ours[1 - i]), _earlier(space, both[1 - j])
+            gate, up = _earlier(space, ours[1 - i], bodies), _earlier(space, both[1 - j], bodies)
             if space.same(gate, up) and first.fixed == second.fixed:
                 raise Unlike("both products are the same")
             features = tuple(atom for _, own in summed for atom in space.resolve(own))
@@ -217,11 +220,14 @@ def _is_chosen(space: Space, use: Use) -> bool:
     return space.graph.name(at.value) == "gather"
 
 
-def _earlier(space: Space, ref: Ref) -> Ref:
-    """Returns a use before the changes of layout that need no copy: a kernel reads the array that the program has."""
+def _earlier(space: Space, ref: Ref, bodies: Sequence[Body]) -> Ref:
+    """Returns a use before the changes of layout that need no copy: a kernel reads the array that the program has, as
+    far back as the bodies have it."""
     last = ref
+    known = [space.graph.positions[body] for body in bodies]
     for at in space.chain(ref):
-        last = at
+        if all(at.value in own for own in known):
+            last = at
         node = space.graph.definitions.get(at.value)
         if node is None or node.name not in _THROUGH:
             break

@@ -44,7 +44,7 @@ from autopallas.patterns.mixture_of_experts.loops import added_on_the_way, even_
 from autopallas.patterns.mixture_of_experts.one_by_one import one_by_one
 from autopallas.patterns.mixture_of_experts.picks import GATHERED, PICKED
 from autopallas.patterns.mixture_of_experts.readers import read
-from autopallas.patterns.mixture_of_experts.refusals import DENSE
+from autopallas.patterns.mixture_of_experts.refusals import DENSE, refuse_compared
 from autopallas.patterns.mixture_of_experts.site import NoMixture, Sites
 from autopallas.patterns.mixture_of_experts.slots import DISPATCHED, SCATTERED
 
@@ -185,6 +185,7 @@ def _found(graph: Graph, node: Node, root: int, others: ProofCache[_Found | _Ref
             return _Found(loop.visited, loop.products, set(), True, PICKED)
         if choices or loop.compares:
             return _Found(loop.visited | choices, loop.products, set(), True, DENSE)
+        refuse_compared(graph, loop.visited)
     if node.name in ("add", "select_n"):
         return None
     outcome, image = next(others.like(node, None), (None, None))
@@ -332,7 +333,7 @@ _MOVES = frozenset("reshape transpose broadcast_in_dim squeeze expand_dims conve
 _SUMS = frozenset({"dot_general", "reduce_sum", "add", "select_n"})
 _ANCHORS = _SUMS | {"scan", "gather", "scatter", "scatter-add"}
 """Operations that may be the sum, or pick what experts compute."""
-_STARTS = frozenset({"eq", "and", "scatter", "scatter-add", "exp", "logistic"})
+_STARTS = frozenset({"eq", "ge", "le", "and", "scatter", "scatter-add", "exp", "logistic"})
 
 
 def _sums_along(node: Node, axes: Sequence[int]) -> bool:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-from autopallas.graph import Ref
+from autopallas.graph import Graph, Ref
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.labels import Atom
 from autopallas.patterns.advice import BETWEEN_EXPERTS, CHOOSE_FEW
 from autopallas.patterns.expressions import Scope
+from autopallas.patterns.forward import LAYOUT
 from autopallas.patterns.match import Mismatch
 
-__all__ = ["DENSE", "refuse_hidden", "refuse_weight", "weights"]
+__all__ = ["DENSE", "refuse_compared", "refuse_hidden", "refuse_weight", "weights"]
 
 DENSE = "every expert computes every token"
 _VISITED = 40
+_LONGEST = 8
+_COMPARISONS = frozenset({"ge", "gt", "le", "lt", "eq"})
+_LARGEST = frozenset({"reduce_max", "top_k", "approx_top_k", "sort"})
+_PARTS = LAYOUT | {"slice", "split", "convert_element_type", "stop_gradient", "copy"}
 
 
 def refuse_hidden(scope: Scope, factors: Sequence[Ref], expert: frozenset[Atom], tokens: frozenset[Atom]) -> None:
@@ -50,25 +55,50 @@ def weights(scope: Scope, factors: Sequence[Ref]) -> Iterator[tuple[Ref, list[Re
 
 
 def _parts(scope: Scope, ref: Ref, depth: int = 0) -> list[Ref]:
-    """Returns a factor, and the factors whose product it is."""
+    """Returns a factor, and the factors whose product it is; a condition is a factor of what it keeps."""
     ref = scope.space.canonical(ref)
-    inner = scope.space.uses(ref) if scope.name(ref) == "mul" and depth < 3 else None
+    inner = scope.space.uses(ref) if scope.name(ref) in ("mul", "select_n") and depth < 3 else None
     return [ref, *(part for operand in inner or [] for part in _parts(scope, operand, depth + 1))]
 
 
 def refuse_weight(scope: Scope, gate: Ref) -> None:
     """Refuses a weight that is zero for no expert, or for an unknown number of experts."""
     made_of = _made_of(scope, gate)
-    compared = made_of & {"ge", "gt", "le", "lt", "eq"}
-    largest = made_of & {"reduce_max", "top_k", "approx_top_k", "sort"}
-    if not made_of & {"exp", "logistic"} and not (compared and largest):
+    compared = not made_of.isdisjoint(_COMPARISONS)
+    if made_of.isdisjoint({"exp", "logistic"}) and not (compared and made_of & _LARGEST):
         return
     if compared:
-        raise Mismatch(
-            f"{DENSE}, and a comparison of weights decides which count, so that how many is not known",
-            advice=CHOOSE_FEW,
-        )
+        raise _compared()
     raise Mismatch(f"{DENSE}, and each has a weight that is not zero: nothing can be left out", advice=CHOOSE_FEW)
+
+
+def refuse_compared(graph: Graph, numbers: Iterable[int]) -> None:
+    """Refuses experts, written one after the other, whose weights are compared with the largest one or one of a few
+    largest."""
+    for number in numbers:
+        node = graph.definitions.get(number)
+        if node is not None and node.name in _COMPARISONS and any(_is_largest(graph, i) for i in node.inputs):
+            raise _compared()
+
+
+def _compared() -> Mismatch:
+    return Mismatch(
+        f"{DENSE}, and a comparison of weights decides which count, so that how many is not known", advice=CHOOSE_FEW
+    )
+
+
+def _is_largest(graph: Graph, number: int) -> bool:
+    """Returns whether a value is the largest of some, or one of a few largest, perhaps in another layout."""
+    for _ in range(_LONGEST):
+        node = graph.definitions.get(number)
+        if node is None:
+            return False
+        if node.name in _LARGEST:
+            return True
+        if node.name not in _PARTS:
+            return False
+        number = node.inputs[0]
+    return False
 
 
 def _made_of(scope: Scope, ref: Ref) -> set[str]:
