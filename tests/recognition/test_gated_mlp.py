@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from support.compare import compare, optimized_like_a_user, with_gradients
+from support.compare import compare, compiled, measured, optimized_like_a_user, with_gradients
+from support.oracle import evaluate
 
 import autopallas
 from autopallas.sites.operation import operation_named
@@ -238,6 +239,109 @@ def test_what_resembles_one_is_left_alone(name):
     report = autopallas.explain(optimized_like_a_user(with_gradients(program, arguments)), *arguments)
     assert report.counts()["gated_mlp"] == 0
     assert [miss for miss in report.near_misses if miss.op == "gated_mlp"] == []
+
+
+def train_step(function, arguments):
+    """What an optimized train step gives, its report, and what float64 gives."""
+    step = with_gradients(function, arguments)
+    optimized = optimized_like_a_user(step)
+    given = compiled(lambda *args: optimized(*args))(*arguments)
+    program, shapes = jax.make_jaxpr(step, return_shape=True)(*arguments)
+    true = jax.tree.unflatten(jax.tree.structure(shapes), evaluate(program, *jax.tree.leaves(arguments)))
+    return given, optimized.report(), true
+
+
+LAYERS = tuple(array(3, *shape, seed=9, scale=0.1) for shape in ((K, H), (K, H), (H, K)))
+REACHED = jnp.concatenate([array(4, K), jnp.zeros((2, K))])  # rows of zeros: every rectifier stands where it has a kink
+
+
+def in_a_loop(act, around=lambda f: f):
+    def program(x, *weights):
+        def layer(x, own):
+            gate, up, down = own
+            return x + (act(x @ gate) * (x @ up)) @ down, None
+
+        return lax.scan(around(layer), x, weights)[0]
+
+    return program
+
+
+def one_by_one(x, *weights):
+    @jax.checkpoint
+    def layer(x, gate, up, down):
+        return x + (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+    for i in range(3):
+        x = layer(x, *(w[i] for w in weights))
+    return x
+
+
+def counted(x, *weights):
+    def layer(i, x):
+        gate, up, down = (lax.dynamic_index_in_dim(w, i, keepdims=False) for w in weights)
+        return x + (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+    return lax.fori_loop(0, 3, layer, x)
+
+
+@pytest.mark.parametrize(
+    ("function", "sites"),
+    [
+        (in_a_loop(jax.nn.relu), 1),
+        (in_a_loop(jax.nn.relu, jax.checkpoint), 1),
+        (in_a_loop(lambda z: jnp.square(jax.nn.relu(z))), 1),
+        (in_a_loop(lambda z: jnp.maximum(z, 0.0)), 1),
+        (one_by_one, 3),
+        (counted, 1),
+    ],
+    ids=["relu", "relu, checkpoint", "squared relu", "maximum", "checkpoints of parts", "counted"],
+)
+def test_layers_of_a_train_step_are_found_with_their_backward(function, sites):
+    given, report, true = train_step(function, (REACHED, *LAYERS))
+    found = [site for site in report.sites if site.op == "gated_mlp"]
+    assert [site.direction for site in found] == ["forward+backward"] * sites, report.near_misses
+    for error, _ in measured(given, true):
+        assert error < 2e-5
+
+
+def test_layers_that_are_counted_are_found_under_vmap():
+    stacked = jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), (REACHED, *LAYERS))
+    given, report, true = train_step(jax.vmap(counted), stacked)
+    assert report.counts()["gated_mlp"] == 1
+    for error, _ in measured(given, true):
+        assert error < 2e-5
+
+
+def residual_of_a_differential_equation(points, weight, last):
+    def u(x):
+        return jnp.tanh(x @ weight) @ last
+
+    along = jnp.zeros_like(points).at[:, 0].set(1)
+
+    def first(x):
+        return jax.jvp(u, (x,), (along,))[1]
+
+    return u(points) * first(points) + jax.jvp(first, (points,), (along,))[1]
+
+
+def recurrent_unit(x, keep, new, last):
+    kept = jax.nn.sigmoid(x @ keep)
+    return (kept * jnp.tanh(x @ new) + 1).sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (residual_of_a_differential_equation, (array(6, 3), array(3, H), array(H, 2))),
+        (recurrent_unit, PLAIN),
+    ],
+    ids=["derivatives", "recurrent unit"],
+)
+def test_what_no_reader_would_call_nearly_one_is_no_near_miss(function, arguments):
+    for program in (function, with_gradients(function, arguments)):
+        optimized = optimized_like_a_user(program)
+        jax.make_jaxpr(lambda *args: optimized(*args))(*arguments)  # noqa: B023
+        assert [miss for miss in optimized.report().near_misses if miss.op == "gated_mlp"] == []
 
 
 def test_other_sites_stay_where_it_is_found_and_not_applied():

@@ -109,6 +109,11 @@ def refused(function, args=(P, X)):
     return [miss.reason for miss in optimized.report().near_misses if miss.op == OP]
 
 
+def largest(weights):
+    """Whether each weight is the largest of its token: of equal ones, several are."""
+    return weights >= weights.max(-1, keepdims=True)
+
+
 def weighted(weights):
     return lambda p, x: jnp.einsum("tef,efd,te->td", hidden(p, x), p["down"], weights(p, x))
 
@@ -121,6 +126,26 @@ def weighted(weights):
         (
             weighted(
                 lambda p, x: jnp.where((g := jax.nn.softmax(x @ p["router"])) >= lax.top_k(g, K)[0][:, -1:], g, 0)
+            ),
+            "a comparison of weights decides which count",
+        ),
+        (weighted(lambda p, x: 1.0 * largest(x @ p["router"])), "a comparison of weights decides which count"),
+        (
+            weighted(lambda p, x: jnp.where((g := jax.nn.softmax(x @ p["router"])) == g.max(-1, keepdims=True), g, 0)),
+            "a comparison of weights decides which count",
+        ),
+        (
+            lambda p, x: jnp.where(
+                largest(jax.nn.softmax(x @ p["router"]))[..., None],
+                jnp.einsum("tef,efd->ted", hidden(p, x), p["down"]),
+                0,
+            ).sum(1),
+            "a comparison of weights decides which count",
+        ),
+        (
+            lambda p, x: sum(
+                jnp.where(m[:, None], jax.nn.relu(x @ p["gate"][e]) @ p["down"][e], 0)
+                for e, m in enumerate(largest(x @ p["router"]).T)
             ),
             "a comparison of weights decides which count",
         ),
@@ -144,7 +169,10 @@ def weighted(weights):
             "passes through cumsum",
         ),
     ],
-    ids=["softmax", "sigmoid", "threshold", "all others", "smoothed", "added", "returned", "cumsum"],
+    ids=[
+        "softmax", "sigmoid", "threshold", "largest", "equal to the largest", "selected", "one by one", "all others",
+        "smoothed", "added", "returned", "cumsum",
+    ],
 )  # fmt: skip
 def test_what_is_not_proved_sparse_is_left_alone_with_a_reason(function, reason):
     assert any(reason in given for given in refused(function))

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from support.compare import compare, optimized_like_a_user, with_gradients
+from support.compare import compare, compiled, measured, optimized_like_a_user, with_gradients
+from support.oracle import evaluate
 
 import autopallas
 
@@ -120,6 +121,26 @@ def test_transforms_around_a_train_step(op, name):
         outcome = compare(program, (x, stacked))
         assert outcome.complaints == [], form
         assert outcome.counts(op) == 1, form
+
+
+@pytest.mark.parametrize("name", ["var", "std", "standardize", "centred once", "fast variance"])
+def test_a_train_step_in_bfloat16_that_normalises_in_float32(name):
+    """The cotangents of the float32 rows meet inside of the site, in the order in which JAX adds them up."""
+
+    def program(x, g, b):
+        return LAYER[name](x.astype(jnp.float32), 1.0, 0.0).astype(x.dtype) * g + b
+
+    arguments = operands("bfloat16")
+    step = with_gradients(program, arguments)
+    optimized = optimized_like_a_user(step)
+    given = compiled(lambda *args: optimized(*args))(*arguments)
+    (site,) = (site for site in optimized.report().sites if site.op == "layer_norm")
+    assert site.direction == "forward+backward"
+    traced, shapes = jax.make_jaxpr(step, return_shape=True)(*arguments)
+    true = jax.tree.unflatten(jax.tree.structure(shapes), evaluate(traced, *jax.tree.leaves(arguments)))
+    own = measured(compiled(step)(*arguments), true)
+    for (error, _), (original, _) in zip(measured(given, true), own, strict=True):
+        assert error < max(2e-2, 2 * original)
 
 
 def test_a_norm_of_heads_before_attention_is_one_of_its_own():

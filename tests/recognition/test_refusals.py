@@ -225,6 +225,50 @@ def probabilities_rounded_to_eight_bits(q, k, v):
     return softmax(q @ k.mT).astype(jnp.float8_e4m3fn).astype(jnp.float32) @ v
 
 
+# --- A few keys of each query ----------------------------------------------------------------------------------------
+
+
+def retrieval():
+    return [array(7, 5), array(11, 5, seed=1), array(11, 5, seed=2)]
+
+
+@refused("keys that top_k chose", inputs=retrieval)
+def chosen_keys(q, k, v):
+    scores, numbers = lax.top_k(q @ k.T, 3)
+    return jnp.einsum("qk,qkd->qd", softmax(scores), v[numbers])
+
+
+@refused("keys that top_k chose", inputs=retrieval)
+def nearest_keys_divided_at_the_end(q, k, v):
+    near, numbers = lax.top_k(-jnp.sum((q[:, None] - k) ** 2, -1), 3)
+    e = jnp.exp(near - near.max(-1, keepdims=True))
+    return jnp.sum(e[..., None] * jnp.take(v, numbers, axis=0), 1) / e.sum(-1, keepdims=True)
+
+
+SENDERS = np.random.default_rng(0).integers(0, 7, 30)
+RECEIVERS = np.random.default_rng(1).integers(0, 7, 30)
+
+
+def nodes():
+    return [array(7, 5), array(7, 5, seed=1), array(7, 4, seed=2)]
+
+
+@refused("the edges of each node", inputs=nodes)
+def edges_of_a_graph(q, k, v):
+    s = jnp.sum(q[RECEIVERS] * k[SENDERS], -1)
+    e = jnp.exp(s - jax.ops.segment_max(s, RECEIVERS, 7)[RECEIVERS])
+    p = e / jax.ops.segment_sum(e, RECEIVERS, 7)[RECEIVERS]
+    return jax.ops.segment_sum(p[:, None] * v[SENDERS], RECEIVERS, 7)
+
+
+@refused("the edges of each node", inputs=nodes)
+def edges_of_a_graph_divided_at_the_end(q, k, v):
+    s = jax.nn.leaky_relu((q @ k[0])[SENDERS] + k.sum(-1)[RECEIVERS])
+    e = jnp.exp(s - jax.ops.segment_max(s, RECEIVERS, 7)[RECEIVERS])
+    total = jax.ops.segment_sum(e, RECEIVERS, 7)
+    return jax.ops.segment_sum(e[:, None] * v[SENDERS], RECEIVERS, 7) / (total + 1e-9)[:, None]
+
+
 # --- Reductions over the keys, randomness, effects -------------------------------------------------------------------
 
 
@@ -384,6 +428,106 @@ def test_no_site_where_there_is_no_softmax_attention(name):
     compared = compare(function, arguments)
     assert compared.counts() == 0
     assert compared.complaints == []
+
+
+# --- Not even nearly one: an exponential between two products, and nothing else of an attention ----------------------
+
+
+def chosen_without_weights(q, k, v):
+    """What is picked by ``top_k``, and averaged."""
+    return jnp.mean(jnp.take(v[0, 0], lax.top_k(q @ k.mT, 3)[1], axis=0), -2)
+
+
+def expert_of_its_own(q, k, v):
+    """Weights of a few experts, of what all of them computed for the token."""
+    every = jnp.einsum("bhtd,bhsd,bhse->bhtse", q, k, v)
+    weights, chosen = lax.top_k(q @ k.mT, 2)
+    return jnp.sum(softmax(weights)[..., None] * jnp.take_along_axis(every, chosen[..., None], 3), 3)
+
+
+def flow(q, k, v):
+    """Coupling layers: one half scales and shifts the other."""
+    x, log_volume = q, 0.0
+    for i in range(2):
+        kept = (jnp.arange(q.shape[-1]) % 2 == i).astype(q.dtype)
+        moved = jnp.tanh((x * kept) @ k[:1, :1].mT) @ k[:1, :1]
+        x = x * kept + (1 - kept) * (x * jnp.exp(moved) + moved**2)
+        log_volume += jnp.sum((1 - kept) * moved, -1)
+    return log_volume - jnp.sum(x * x, -1) / 2
+
+
+def focal_loss(q, k, v):
+    logits = q @ k.mT
+    wrong = jax.nn.sigmoid(-logits)
+    return jnp.mean(wrong**2 * jnp.log1p(jnp.exp(-jnp.abs(logits))), -1)
+
+
+def rendered_volume(q, k, v):
+    """The colours along a ray, weighed by what light reaches them."""
+    field = jax.nn.relu(q @ k.mT)
+    opaque = 1 - jnp.exp(-field[..., 0])
+    light = jnp.cumprod(jnp.concatenate([jnp.ones_like(opaque[..., :1]), 1 - opaque], -1), -1)[..., :-1]
+    return jnp.einsum("bht,bhtc->bhc", opaque * light, field[..., 1:])
+
+
+def sampled_code(q, k, v):
+    mean, log_scale = jnp.split(q @ k.mT, [k.shape[-2] // 2], -1)
+    width = min(mean.shape[-1], log_scale.shape[-1])
+    z = mean[..., :width] + jnp.exp(log_scale[..., :width] / 2) * 0.3
+    z = z - z.mean(-1, keepdims=True)
+    return z @ v[..., :width, :]
+
+
+def divergence_of_two_softmaxes(q, k, v):
+    p = softmax(q @ k.mT)
+    return jnp.sum(p * (jnp.log(p + 1e-9) - jnp.log(softmax(-(q @ k.mT)) + 1e-9)), -1)
+
+
+def random_features(q, k, v):
+    """Linear attention with exponentials of products with one matrix."""
+    features = jnp.arange(15.0).reshape(5, 3)[: q.shape[-1]] / 20
+    left = jnp.exp(q @ features - jnp.sum(q * q, -1, keepdims=True) / 2)
+    right = jnp.exp(k @ features - jnp.sum(k * k, -1, keepdims=True) / 2)
+    total = jnp.einsum("bhtm,bhm->bht", left, right.sum(-2))
+    return jnp.einsum("bhtm,bhmd->bhtd", left, jnp.einsum("bhsm,bhsd->bhmd", right, v)) / total[..., None]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        chosen_without_weights,
+        expert_of_its_own,
+        flow,
+        focal_loss,
+        rendered_volume,
+        sampled_code,
+        divergence_of_two_softmaxes,
+        random_features,
+    ],
+    ids=lambda function: function.__name__,
+)
+@pytest.mark.parametrize("step", [False, True], ids=["forward", "train step"])
+def test_what_no_reader_would_call_nearly_an_attention_is_no_near_miss(function, step):
+    arguments = bhtd(ODD, jnp.float32)
+    optimized = optimized_like_a_user(with_gradients(function, arguments) if step else function)
+    jax.make_jaxpr(lambda *args: optimized(*args))(*arguments)
+    report = optimized.report()
+    assert report.counts()["attention"] == 0
+    assert [miss for miss in report.near_misses if miss.op in ("attention", "cross_entropy", "gated_mlp")] == []
+
+
+def test_the_advice_for_chosen_keys_is_followed_and_recognised():
+    def recomputed(q, k, v):
+        numbers = lax.top_k(lax.stop_gradient(q @ k.T), 3)[1]
+        return jnp.einsum("qk,qkd->qd", softmax(jnp.einsum("qd,qkd->qk", q, k[numbers])), v[numbers])
+
+    arguments = retrieval()
+    compared = compare(recomputed, arguments)
+    assert (compared.counts(), compared.complaints) == (1, [])
+    written = compiled(with_gradients(chosen_keys, arguments))(*arguments)
+    again = compiled(with_gradients(recomputed, arguments))(*arguments)
+    for a, b in zip(floats(written), floats(again), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 # --- Carried exactly -------------------------------------------------------------------------------------------------

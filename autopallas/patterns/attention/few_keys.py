@@ -24,9 +24,7 @@ _CHOSEN = (
     "the probabilities are those of keys that top_k chose for each query, whose values are gathered: no kernel reads "
     "a list of keys"
 )
-_SEGMENTS = (
-    "the softmax runs over the edges of each node, which scatters add up: no kernel reads a list of edges"
-)
+_SEGMENTS = "the softmax runs over the edges of each node, which scatters add up: no kernel reads a list of edges"
 _CHOICES = frozenset({"top_k", "approx_top_k"})
 _SQUARES = frozenset({"mul", "square", "integer_pow", "dot_general"})
 _MOVES = LAYOUT | {"concatenate", "slice", "convert_element_type", "reduce_max", "gather", "stop_gradient", "copy"}
@@ -65,16 +63,20 @@ class _Followed:
 
     def misses(self, alive: Set[int]) -> Iterator[NearMiss]:
         sums: list[Node] = []
+        read: list[tuple[Node, Node]] = []
         for node in self.graph.nodes:
             if len(node.outputs) == 0:
                 continue
             if alive.isdisjoint(node.outputs) or node.body.transposed or compat.is_transposed(node.equation):
                 continue
-            if node.name in ("dot_general", "reduce_sum") and self._reads_chosen(node):
-                yield self._miss(node, _CHOSEN, CHOSEN_KEYS)
+            if node.name in ("dot_general", "reduce_sum") and (choice := self._read_by(node)) is not None:
+                read.append((node, choice))
             if node.name == "scatter-add":
                 sums.append(node)
             self._follow(node)
+        for node, choice in read:
+            if id(choice) in self.summed:
+                yield self._miss(node, _CHOSEN, CHOSEN_KEYS)
         for node in sums:
             if self._sums_edges(node):
                 yield self._miss(node, _SEGMENTS, EDGES)
@@ -126,19 +128,19 @@ class _Followed:
         (scored,), kept = (graph.shape(choice.inputs[0])[-1:], graph.shape(choice.outputs[0])[-1])
         return math.prod(graph.shape(gather.outputs[0])) * scored > math.prod(graph.shape(gather.inputs[0])) * kept
 
-    def _reads_chosen(self, node: Node) -> bool:
-        """Returns whether a contraction sums the values of chosen keys with their weights."""
+    def _read_by(self, node: Node) -> Node | None:
+        """Returns the choice of keys whose values a contraction sums with their weights."""
         pair = node.inputs
         if node.name == "reduce_sum":
             inner = self.graph.definitions.get(node.inputs[0])
             if inner is None or not (inner.name == "mul" or is_product(inner)):
-                return False
+                return None
             pair = inner.inputs
         for weight, value in (pair, pair[::-1]):
             choice = self.weights[weight][1] if weight in self.weights else None
-            if choice is not None and self.gathered.get(value) is choice and id(choice) in self.summed:
-                return True
-        return False
+            if choice is not None and self.gathered.get(value) is choice:
+                return choice
+        return None
 
     def _sums_edges(self, node: Node) -> bool:
         """Returns whether a scatter adds up values of edges with a softmax's weights, or is divided by their sum."""

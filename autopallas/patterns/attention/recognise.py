@@ -471,6 +471,7 @@ class _Attempt:
         if not jnp.issubdtype(graph.dtype(score.value), jnp.floating):
             raise Mismatch(f"the scores are of dtype {graph.dtype(score.value)}", advice=FLOATS)
         if len(contraction[2]) > 1 and not self._only_keys(softmax, contraction[2], score):
+            self.has_values = False  # the weights have an axis of their own, as where they weigh matrices of experts
             raise Mismatch(
                 "the second contraction runs over more than the key axis",
                 advice="Sum over the keys alone in the product of probabilities and values; sum over other axes "

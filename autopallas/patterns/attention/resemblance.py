@@ -12,8 +12,8 @@ __all__ = ["EXPONENTIALS", "KEEPS", "Normalised"]
 EXPONENTIALS = frozenset({"exp", "exp2", "pow"})
 KEEPS = LAYOUT | frozenset(
     """mul div select_n convert_element_type reduce_precision integer_pow square sqrt neg name optimization_barrier
-    stop_gradient concatenate stack slice split unstack gather dynamic_slice sort cumsum pure_callback sharding_constraint
-    copy pvary pcast reshard""".split()
+    stop_gradient concatenate stack slice split unstack gather dynamic_slice sort cumsum pure_callback
+    sharding_constraint copy pvary pcast reshard""".split()
 )
 """Operations that give masked, scaled or moved exponentials of exponentials."""
 _ACROSS_DEVICES = frozenset({"psum", "psum_invariant", "all_reduce"})
@@ -22,8 +22,8 @@ _ACROSS_DEVICES = frozenset({"psum", "psum_invariant", "all_reduce"})
 class Normalised:
     """Knows which values a sum of exponentials of products enters, as a softmax's normaliser enters its probabilities.
 
-    What has an exponential between two products without one is a flow's scale, a loss's bounded logarithm, or what light
-    a ray has left: no attention, nor nearly one. All values are looked at once, when the first one is asked for.
+    What has an exponential between two products without one is a flow's scale, a loss's bounded logarithm, or what
+    light a ray has left: no attention, nor nearly one. All values are looked at once, when one is asked for first.
     """
 
     def __init__(

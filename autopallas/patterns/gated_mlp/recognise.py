@@ -23,6 +23,7 @@ from autopallas.patterns.gated_mlp.candidates import Candidate, candidates
 from autopallas.patterns.gated_mlp.factors import roles
 from autopallas.patterns.gated_mlp.units import Units, Unlike, Use
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
+from autopallas.sites.declared import DeclaredSite
 from autopallas.sites.elementwise import ElementwiseProgram, Score, Side
 
 __all__ = ["find"]
@@ -69,7 +70,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             first.setdefault(own[-1][1].outputs[0], miss)
             if own[1:]:
                 left.append(own[1:])
-            else:
+            elif _resembles(own[0][0]):
                 misses.append(first[own[-1][1].outputs[0]])
         waiting = left
     missed_at = {miss.value: number for number, miss in first.items() if miss in misses}
@@ -86,6 +87,15 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
         rectified = [(match, node) for match, node in rectified if given.isdisjoint(match.results)]
         misses = [miss for miss in misses if miss.value not in given]
     return matches, list({(miss.location, miss.reason): miss for miss in reversed(misses)}.values())[::-1]
+
+
+def _resembles(match: Match) -> bool:
+    """Returns whether what is incomplete resembles a gated MLP: its hidden units are summed, or vary along the last
+    axis. Else the rows of two arrays are multiplied with one matrix, as for a layer and its derivative."""
+    site = match.site
+    assert isinstance(site, DeclaredSite)
+    hidden = set(dict(site.letters)["H"])
+    return match.spec.down_dtype is not None or bool(site.result) and hidden.issuperset(site.result[-1][1])
 
 
 def _matches(graph: Graph, tries: Sequence[Candidate], rectified: bool = False) -> list[tuple[Match, Node]]:
@@ -213,11 +223,13 @@ def _projections(space: Space, products: Sequence[Use], bodies: Sequence[Body]) 
 
 
 def _is_chosen(space: Space, use: Use) -> bool:
-    """Returns whether a matrix is gathered by numbers, as those of experts are."""
+    """Returns whether a matrix is gathered by several numbers, as those of experts are; with one number, it is that of
+    a loop's step, which vmap reads so."""
     at = space.canonical(use.ref)
     while space.graph.name(at.value) == "convert_element_type" and (operands := space.operands(at)):
         (at,) = operands
-    return space.graph.name(at.value) == "gather"
+    node = space.graph.definitions.get(at.value)
+    return node is not None and node.name == "gather" and math.prod(space.graph.shape(node.inputs[1])[:-1]) > 1
 
 
 def _earlier(space: Space, ref: Ref, bodies: Sequence[Body]) -> Ref:

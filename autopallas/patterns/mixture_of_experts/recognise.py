@@ -185,7 +185,7 @@ def _found(graph: Graph, node: Node, root: int, others: ProofCache[_Found | _Ref
             return _Found(loop.visited, loop.products, set(), True, PICKED)
         if choices or loop.compares:
             return _Found(loop.visited | choices, loop.products, set(), True, DENSE)
-        refuse_compared(graph, loop.visited)
+        refuse_compared(graph, loop.visited.union(*(leaf.numbers for leaf in loop.leaves)))
     if node.name in ("add", "select_n"):
         return None
     outcome, image = next(others.like(node, None), (None, None))

@@ -19,7 +19,7 @@ _VISITED = 40
 _LONGEST = 8
 _COMPARISONS = frozenset({"ge", "gt", "le", "lt", "eq"})
 _LARGEST = frozenset({"reduce_max", "top_k", "approx_top_k", "sort"})
-_PARTS = LAYOUT | {"slice", "split", "convert_element_type", "stop_gradient", "copy"}
+_RESTATES = LAYOUT | {"slice", "split", "convert_element_type", "stop_gradient", "copy"}
 
 
 def refuse_hidden(scope: Scope, factors: Sequence[Ref], expert: frozenset[Atom], tokens: frozenset[Atom]) -> None:
@@ -76,8 +76,11 @@ def refuse_compared(graph: Graph, numbers: Iterable[int]) -> None:
     """Refuses experts, written one after the other, whose weights are compared with the largest one or one of a few
     largest."""
     for number in numbers:
-        node = graph.definitions.get(number)
-        if node is not None and node.name in _COMPARISONS and any(_is_largest(graph, i) for i in node.inputs):
+        node = graph.definitions.get(_whole(graph, number))
+        if node is None or node.name not in _COMPARISONS:
+            continue
+        sources = (graph.definitions.get(_whole(graph, i)) for i in node.inputs)
+        if any(source is not None and source.name in _LARGEST for source in sources):
             raise _compared()
 
 
@@ -87,18 +90,14 @@ def _compared() -> Mismatch:
     )
 
 
-def _is_largest(graph: Graph, number: int) -> bool:
-    """Returns whether a value is the largest of some, or one of a few largest, perhaps in another layout."""
+def _whole(graph: Graph, number: int) -> int:
+    """Returns the value of which a value is a part, or another layout."""
     for _ in range(_LONGEST):
         node = graph.definitions.get(number)
-        if node is None:
-            return False
-        if node.name in _LARGEST:
-            return True
-        if node.name not in _PARTS:
-            return False
+        if node is None or node.name not in _RESTATES:
+            break
         number = node.inputs[0]
-    return False
+    return number
 
 
 def _made_of(scope: Scope, ref: Ref) -> set[str]:
