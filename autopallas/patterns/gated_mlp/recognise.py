@@ -95,7 +95,7 @@ def _resembles(match: Match) -> bool:
     site = match.site
     assert isinstance(site, DeclaredSite)
     hidden = set(dict(site.letters)["H"])
-    return match.spec.down_dtype is not None or bool(site.result) and hidden.issuperset(site.result[-1][1])
+    return "down" in dict(site.operands) or bool(site.result) and hidden.issuperset(site.result[-1][1])
 
 
 def _matches(graph: Graph, tries: Sequence[Candidate], rectified: bool = False) -> list[tuple[Match, Node]]:
