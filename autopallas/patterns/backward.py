@@ -317,18 +317,21 @@ class Lookup:
         terms: list[int] = []
         for atom in equation.invars:
             known = self._atom(atom, numbers)
-            if known is None and not (isinstance(atom, Var) and atom in open_sums):
+            if known is not None:
+                terms += self._terms(known)
+            elif isinstance(atom, Var) and atom in open_sums:
+                terms += open_sums[atom]
+            else:
                 return None
-            terms += open_sums[atom] if known is None else self._terms(known)
             if len(terms) > _MOST_TERMS:
                 return None
-        total: int | None = terms[0]
-        wanted = sorted(terms)
+        total, wanted = terms[0], sorted(terms)
         for _ in range(_MOST_TERMS):
             self.graph.steps.spend()
-            total = next((n.outputs[0] for n in self.graph.users[total] if n.name == "add_any"), None)
-            if total is None:
+            following = next((n.outputs[0] for n in self.graph.users[total] if n.name == "add_any"), None)
+            if following is None:
                 break
+            total = following
             if sorted(self._terms(total)) == wanted:
                 return [total]
         (result,) = equation.outvars
