@@ -325,7 +325,8 @@ class Assembly:
             return math.prod(sizes[label] for label in labels)
 
         first = self.scan.ends[self.needed[0]].aval.dtype
-        wide = [state for state in states if extent(state.columns) >= _LEAST_COLUMNS]
+        least = {state.carry: 2 if state.correction is not None else _LEAST_COLUMNS for state in states}
+        wide = [state for state in states if extent(state.columns) >= least[state.carry]]
         if not wide:
             place = max(found.affine, key=lambda i: math.prod(self.step.carries[i].aval.shape))
             aval = self.step.carries[place].aval

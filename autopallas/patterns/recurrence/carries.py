@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
@@ -21,6 +22,8 @@ __all__ = ["Carries", "carries_of", "check_delta_rules", "matrix_states"]
 
 _LEAST = 8
 """Smallest number of rows and columns of a state that matrix products are for."""
+_ROUNDS = 8
+"""How often readouts are looked for further back."""
 
 
 @dataclass(slots=True)
@@ -188,7 +191,26 @@ def matrix_states(step: Step, carries: Carries) -> tuple[list[MatrixState], list
 
 
 def _readouts(step: Step, carries: Carries) -> list[Var]:
-    """Returns the affine variables from which everything else of the results is computed."""
+    """Returns the affine variables from which everything else of the results is computed.
+
+    Where some sum a state over more axes than others do, as ``y - y.mean()`` does for ``y = q @ state``, what these are
+    computed from is looked at instead.
+    """
+    passed: set[Var] = set()
+    found = _frontier(step, carries, passed)
+    for _ in range(_ROUNDS):
+        over = {variable: _summed_axes(carries, variable) for variable in found}
+        least = _least_of_each(over.values())
+        further = {v for v, own in over.items() if any(axes != least[place] for place, axes in own)}
+        if not further:
+            break
+        passed |= further
+        found = _frontier(step, carries, passed)
+    return found
+
+
+def _frontier(step: Step, carries: Carries, passed: Container[Var]) -> list[Var]:
+    """Returns the affine variables from which the results are computed, apart from those that are passed by."""
     values = carries.interpretation.values
     made = {v: e for e in step.equations for v in e.outvars}
     after = [step.after[place] for place in carries.last]
@@ -201,11 +223,33 @@ def _readouts(step: Step, carries: Carries) -> list[Var]:
             continue
         seen.add(atom)
         value = values[atom]
-        if isinstance(value, Sum) and not value.is_free:
+        is_affine = isinstance(value, Sum) and not value.is_free
+        if is_affine and (atom not in passed or atom not in made):
             found[atom] = None
-        elif isinstance(value, Opaque) and atom in made:
+        elif (is_affine or isinstance(value, Opaque)) and atom in made:
             todo += made[atom].invars
     return list(found)
+
+
+def _summed_axes(carries: Carries, variable: Var) -> list[tuple[int, frozenset[int]]]:
+    """Returns the axes along which each term of an affine variable sums a state, with the place of the state."""
+    value = carries.interpretation.values[variable]
+    assert isinstance(value, Sum)
+    found: list[tuple[int, frozenset[int]]] = []
+    for part in value.parts:
+        if part.carried is not None:
+            summed = (d for d, label in enumerate(part.carried.axes) if label is not None and label in part.summed)
+            found.append((part.carried.place, frozenset(summed)))
+    return found
+
+
+def _least_of_each(found: Iterable[Sequence[tuple[int, frozenset[int]]]]) -> dict[int, frozenset[int]]:
+    """Returns the fewest axes along which each state is summed."""
+    least: dict[int, frozenset[int]] = {}
+    for place, axes in (each for own in found for each in own):
+        if place not in least or len(axes) < len(least[place]):
+            least[place] = axes
+    return least
 
 
 @dataclass(slots=True)
@@ -269,7 +313,7 @@ class _Matrix:
         columns = self.own - rows - with_rows - of_decay - correction.of_heads()
         groups = (self.own & with_rows) - rows
         heads = self.own - rows - groups - columns
-        self._check(reads, [*(q for q, _ in split), *correction.by_rows()], rows, columns)
+        self._check(reads, [*(q for q, _ in split), *correction.by_rows()], rows, columns, bool(correction.terms))
         order = [label for label in self.value.axes if label is not None]
 
         def sorted_labels(labels: set[int]) -> Labels:
@@ -353,15 +397,16 @@ class _Matrix:
         return _divided(part.factors, rows)
 
     def _check(
-        self, reads: Sequence[tuple[Var, Sum]], by_rows: Sequence[Sequence[Value]], rows: set[int], columns: set[int]
+        self,
+        reads: Sequence[tuple[Var, Sum]],
+        by_rows: Sequence[Sequence[Value]],
+        rows: set[int],
+        columns: set[int],
+        corrected: bool,
     ) -> None:
-        sizes = self.found.labels.sizes
-        for labels in (rows, columns):
-            extent = 1
-            for label in labels:
-                extent *= sizes[label]
-            if labels is rows and extent < _LEAST:
-                raise Mismatch("the state has few rows", advice=STATE)
+        extent = math.prod(self.found.labels.sizes[label] for label in rows)
+        if extent < _LEAST and not corrected:  # a smaller one is no other recurrence, as it is where it is elementwise
+            raise Mismatch("the state has few rows", advice=STATE)
         allowed = self.own - columns
         if any(set(factor.axes) - {None} - allowed for factors in by_rows for factor in factors):
             raise Mismatch("a query has an axis that the state lacks", advice=READOUT)

@@ -283,9 +283,11 @@ def _over(part: Part, labels: Sequence[int | None], sizes: Sequence[int]) -> Par
 def _contracted(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | None:
     a, b = read
     (left, right), (left_batch, right_batch) = equation.params["dimension_numbers"]
-    if not (a.is_free or b.is_free) or (a.is_free and b.is_free and left):
-        return None
     shapes = [atom.aval.shape for atom in equation.invars]
+    if not (a.is_free or b.is_free):
+        return None
+    if a.is_free and b.is_free and any(shapes[0][i] > 1 for i in left):  # of columns with rows it is an outer product
+        return None
     names: dict[int, int] = {}
     merged = list(a.axes)
     for i, j in [*zip(left, right, strict=True), *zip(left_batch, right_batch, strict=True)]:
