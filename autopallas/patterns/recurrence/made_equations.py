@@ -5,7 +5,7 @@ Their results have numbers, so that derivatives of one loop are found in the oth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import jax
 from jax import lax
@@ -23,11 +23,14 @@ class MadeEquations:
 
     Attributes:
       numbers: of the step's variables, and of those that are made.
+      known: the numbers of what is made of values that the program has, by the keys of equations: elsewhere these would
+        be taken for equations of the program.
     """
 
     def __init__(self, graph: Graph, scan: Scan, step: Step, equations: list[JaxprEqn]):
         self.graph, self.frame, self.equations = graph, graph.frames[scan.body], equations
         self.numbers: dict[Var, int] = dict(step.numbers)
+        self.known: dict[Hashable, int] = {}
         self._made_of: dict[Var, tuple[JaxprEqn, list[int]]] = {}
         """By the variables that were made, the equations and the numbers of their operands."""
 
@@ -49,6 +52,7 @@ class MadeEquations:
         """Notes that a value is one that the program has, by its number."""
         if isinstance(value, Var) and value in self._made_of and self.numbers[value] in self.graph.furthers:
             self.numbers[value] = self.graph.further_result(*self._made_of[value], self.frame, number)
+            self._know(value)
 
     def _made(self, function: ArrayFunction, atoms: Sequence[JaxprAtom], result: Var | None) -> JaxprAtom:
         with compat.on_mesh_of([a.aval for a in atoms]):
@@ -65,4 +69,11 @@ class MadeEquations:
             own = self.numbers.get(variable) if result is not None else None
             self.numbers[variable] = self.graph.further_result(equation, operands, self.frame, own)
             self._made_of[variable] = equation, operands
+            self._know(variable)
         return variable
+
+    def _know(self, variable: Var) -> None:
+        """Notes the number of what was made of values that have numbers."""
+        key = self.graph.key_here(*self._made_of[variable], self.frame)
+        if key is not None:
+            self.known[key] = self.numbers[variable]

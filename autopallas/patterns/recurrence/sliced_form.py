@@ -260,6 +260,7 @@ class SlicedForm:
             ends=[*last_of_kept, *ends],
             places=self.places,
             unchanged=loop.unchanged,
+            made=self.made.known,
             tables={v: of_written[i] for v, i in self.of_table.items()},
             written={len(carries) + place: own for place, (own, _, _) in written.items()},
             zeros=frozenset(zeros),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopallas import compat
@@ -55,6 +55,7 @@ class Scan:
       written: the arrays that are made of what the loop stacks, by their places among ``ends``.
       zeros: carried values that are zero before the first step, whatever ``given`` says.
       unchanged: what the loop gives as it was given it: what it gives, and what it is given.
+      made: the numbers of what this form computes and the program has in another way, by the keys of equations.
       step: its step, where that is known already.
     """
 
@@ -73,6 +74,7 @@ class Scan:
     written: Mapping[int, Written] = field(default_factory=dict)
     zeros: frozenset[Var] = frozenset()
     unchanged: Sequence[tuple[Var, JaxprAtom]] = ()
+    made: Mapping[Hashable, int] = field(default_factory=dict)
     step: Step | None = None
 
     @staticmethod

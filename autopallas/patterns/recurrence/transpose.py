@@ -430,7 +430,7 @@ class Pairing:
         numbers += [inner[backward.carries[j]] for _, j in guess.carries]
         numbers += [] if guess.result is None else [guess.result]
         found = dict(zip(derivative.invars, numbers, strict=True))
-        self._follow(derivative.equations, found, graph.frames[backward.body])
+        self._follow(derivative.equations, found, graph.frames[backward.body], (backward.made, scan.made))
         names: list[Var | int] = [*lead.sources, *step.carries, *step.slices]
         floating = [name for name, v in zip(names, inputs, strict=True) if _is_floating(v)]
         results = {n: r for n, r in zip(floating, derivative.outvars, strict=True) if isinstance(r, Var)}
@@ -456,8 +456,14 @@ class Pairing:
         own = [e.replace(invars=[named(a) for a in e.invars]) for e in step.equations]
         return [*before, *own], sources, [named(root) for root in roots]
 
-    def _follow(self, equations: Sequence[JaxprEqn], found: dict[Var, int], frame: tuple[int, ...]) -> None:
-        """Adds the numbers of what equations compute, as far as the program has them."""
+    def _follow(
+        self,
+        equations: Sequence[JaxprEqn],
+        found: dict[Var, int],
+        frame: tuple[int, ...],
+        made: Sequence[Mapping[Hashable, int]] = (),
+    ) -> None:
+        """Adds the numbers of what equations compute, as far as the program has them, or loops in another form."""
         for equation in equations:
             self.graph.steps.spend()
             operands: list[int] = []
@@ -468,6 +474,9 @@ class Pairing:
                 operands.append(number)
             else:
                 results = self.graph.find(equation, operands, frame)
+                if results is None and any(made) and len(equation.outvars) == 1:
+                    key = self.graph.key_here(equation, operands, frame)
+                    results = next(([known[key]] for known in made if key is not None and key in known), None)
                 if results is None and is_elementwise_call(equation):
                     results = self._computed(equation, operands, frame)
                 found.update(zip(equation.outvars, results or (), strict=False))
