@@ -94,7 +94,7 @@ def with_slices(array: jax.Array, place: Place, slices: jax.Array) -> jax.Array:
     if place.first is not None:
         whole = block.shape == array.shape
         return block if whole else lax.dynamic_update_slice_in_dim(array, block, place.first, place.axis)
-    return array.at[(slice(None),) * place.axis + (np.asarray(place.positions),)].set(block, unique_indices=True)
+    return array.at[(slice(None),) * place.axis + (_positions(place),)].set(block, unique_indices=True)
 
 
 def plus_slices(array: jax.Array, place: Place, slices: jax.Array) -> jax.Array:
@@ -105,7 +105,14 @@ def plus_slices(array: jax.Array, place: Place, slices: jax.Array) -> jax.Array:
             return array + block
         here = lax.slice_in_dim(array, place.first, place.first + len(place.positions), axis=place.axis)
         return lax.dynamic_update_slice_in_dim(array, here + block, place.first, place.axis)
-    return array.at[(slice(None),) * place.axis + (np.asarray(place.positions),)].add(block)
+    return array.at[(slice(None),) * place.axis + (_positions(place),)].add(block)
+
+
+def _positions(place: Place) -> jax.Array | np.ndarray:
+    """Returns the positions, computed from runs of equal distances where they are a few."""
+    if place.runs is None:
+        return np.asarray(place.positions)
+    return jnp.concatenate([run.first + run.step * lax.iota(np.int32, run.length) for run in place.runs])
 
 
 def with_axis(x: jax.Array, shape: Sequence[int], place: Place) -> jax.Array:

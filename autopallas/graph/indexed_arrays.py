@@ -232,6 +232,8 @@ class IndexedArrays:
         (result,) = equation.outvars
         if name == "broadcast_in_dim" and isinstance(given[0], Literal) and not np.any(np.asarray(given[0].val)):
             self.zeros[result] = _Zeros(())
+        elif name in jaxprs.VARYING and isinstance(given[0], Var) and given[0] in self.zeros:
+            self.zeros[result] = self.zeros[given[0]]
         elif name in ("add", "add_any"):
             both = [self.zeros.get(v) if isinstance(v, Var) else None for v in given]
             if all(x is not None for x in both):

@@ -30,7 +30,7 @@ _ELEMENTWISE: Mapping[str, Callable[..., Array]] = {
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
 }  # fmt: skip
-_SAME_ELEMENTS = frozenset({"squeeze", "expand_dims", "copy", "copy_p", "stop_gradient"})
+_SAME_ELEMENTS = frozenset({"squeeze", "expand_dims", "copy", "copy_p", "stop_gradient"}) | jaxprs.VARYING
 
 
 def _is_small_integer(aval: object, steps: int = 1) -> bool:

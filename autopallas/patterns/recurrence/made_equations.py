@@ -44,9 +44,9 @@ class MadeEquations:
         """Appends the sum of two values as derivatives have it; ``result`` is its variable, where there is one."""
         return self._made(lambda a, b: jax.vjp(lambda x: (x, x), a)[1]((a, b))[0], [first, second], result)
 
-    def reshaped(self, value: Var, shape: Sequence[int], result: Var | None = None) -> JaxprAtom:
-        """Appends a value in another shape; ``result`` is its variable, where there is one."""
-        return self._made(lambda x: lax.reshape(x, shape), [value], result)
+    def reshaped(self, value: Var, shape: Sequence[int]) -> JaxprAtom:
+        """Appends a value in another shape."""
+        return self._made(lambda x: lax.reshape(x, shape), [value], None)
 
     def found(self, value: JaxprAtom, number: int) -> None:
         """Notes that a value is one that the program has, by its number."""

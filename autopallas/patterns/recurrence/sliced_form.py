@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopallas.compat import JaxprAtom, JaxprEqn, Literal, ShapedArray, Var
+from autopallas import compat
+from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph.array_slices import Place
 from autopallas.graph.indexed_arrays import Action, Plan
 from autopallas.graph.loop_slices import is_zero
@@ -86,7 +87,8 @@ class SlicedForm:
         """Returns variables for the rows of a table that are carried from step to step, by their lags.
 
         In a forward loop these are rows that are read later; in a reversed one, sums of what is added to rows until
-        they are read.  Each has the shape in which it is read, or in which it is added to.
+        they are read.  They lack the array's axis, whatever the shape in which they are read or added to, so that two
+        loops have rows of one shape.
 
         Raises:
           Refused: an array's rows are neither.
@@ -96,32 +98,29 @@ class SlicedForm:
         backward = self.loop.scan.is_backward
         if (table.summed, table.last) != ((table.depth,) * 2 if backward else (0, 0)):
             raise Refused(carried)
+        like = self._row_type(carried)
         of_lag: dict[int, JaxprAtom] = {}
         of_read: Var | None = None
         for action, equation in accesses:
             for place, atom in action.slices:
                 if action.kind == "read" and not backward:
                     of_lag.setdefault(table.lags[place], atom)
-                elif action.kind == "add" and backward:
-                    of_lag[table.lags[place]] = atom
                 elif action.kind == "read" and of_read is None and self._begins_with_zero(carried):
                     of_read = equation.outvars[0]
         found: dict[int, Var] = {}
-        lags = range(1, table.depth + 1) if backward else range(table.depth, 0, -1)
-        like: JaxprAtom | None = None
-        for lag in lags:
-            own = of_lag.get(lag - 1 if backward else lag)
-            like = own if own is not None else like
-            if like is None:
-                raise Refused(carried)
-            if backward:
-                own = of_read if lag == table.depth and _alike(of_read, like) else None
-            found[lag] = own if isinstance(own, Var) else self.made.variable(like.aval)
+        for lag in range(1, table.depth + 1):
+            own = (of_read if lag == table.depth else None) if backward else of_lag.get(lag)
+            found[lag] = own if isinstance(own, Var) and _alike(own, like) else self.made.variable(like.aval)
         carried_rows = [found[lag] for lag in range(1, table.depth + 1)]
         if not backward:
             self.places.update((v, table.before(lag)) for lag, v in enumerate(carried_rows, 1))
             self.of_table.update(dict.fromkeys(carried_rows, carried))
         return carried_rows
+
+    def _row_type(self, carried: int) -> Var:
+        """Returns a variable with the type of a row of an array."""
+        aval, axis = self.loop.carries[carried].aval, self.tables[carried].axis
+        return Var(compat.array_type((*aval.shape[:axis], *aval.shape[axis + 1 :]), aval.dtype, [aval], aval))
 
     def _act(self, action: Action, equation: JaxprEqn) -> None:
         """Follows what becomes of the slice of a carried array.
@@ -135,16 +134,17 @@ class SlicedForm:
             return
         table, rows = self.tables[carried], list(self.own[action.before])
         for place, given in action.slices:
-            lag, atom = table.lags[place], self._named(given)
+            lag = table.lags[place]
             row = rows[lag]
             if action.kind == "read":
                 self.own[action.before][lag] = self._row_read(row, result, carried, lag)
                 return
+            atom = self._as_row(self._named(given), carried)
             if action.kind == "add":
                 if self._is_new(row, carried, lag):
-                    row = self.own[action.before][lag] = self._begun(row, carried, atom.aval)
+                    row = self.own[action.before][lag] = self._begun(row, carried)
                 if row is not None and not self._is_zero(row):
-                    atom = self.made.sum(self._shaped(row, atom.aval.shape, carried), atom)
+                    atom = self.made.sum(row, atom)
             rows[lag] = atom
         self.own[result] = rows
 
@@ -154,15 +154,16 @@ class SlicedForm:
             return False
         return row is None or (lag > 0 and row is self.rows[carried][lag - 1])
 
-    def _begun(self, row: JaxprAtom | None, carried: int, aval: ShapedArray, result: Var | None = None) -> JaxprAtom:
+    def _begun(self, row: JaxprAtom | None, carried: int, result: Var | None = None) -> JaxprAtom:
         """Returns a row to which a step comes, with what was there before the loop; ``result`` is its variable, where
         there is one."""
         if row is not None and self._begins_with_zero(carried):
-            return self._shaped(row, aval.shape, carried, result)
-        first = result if row is None and result is not None else self.made.variable(aval)
+            return row
+        fits = row is None and result is not None
+        first = result if fits and result is not None else self.made.variable(self._row_type(carried).aval)
         self._slice(first, self.loop.first[carried], self.tables[carried].place(self.tables[carried].summed))
         self.of_table[first] = carried
-        return first if row is None else self.made.sum(self._shaped(row, aval.shape, carried), first, result)
+        return first if row is None else self.made.sum(row, first, result)
 
     def _row_read(self, row: JaxprAtom | None, result: Var, carried: int, lag: int) -> JaxprAtom:
         """Returns the row that an equation reads, of which the result becomes the name.
@@ -173,30 +174,41 @@ class SlicedForm:
         if row is result:
             return result
         if self._is_new(row, carried, lag):
-            return self._begun(row, carried, result.aval, result)
+            row = self._begun(row, carried, result if _alike(result, self._row_type(carried)) else None)
+            if row is result:
+                return result
         if row is None:
             raise Refused(carried)
         self.names[result] = self._shaped(row, result.aval.shape, carried)
         self.made.found(self.names[result], self.step.numbers[result])
         return row
 
+    def _as_row(self, atom: JaxprAtom, carried: int) -> JaxprAtom:
+        """Returns what is written to an array in the type of its rows.
+
+        Raises:
+          Refused: it is a literal in another shape, or has another type.
+        """
+        like = self._row_type(carried)
+        if atom.aval.dtype != like.aval.dtype:
+            raise Refused(carried)
+        return self._shaped(atom, like.aval.shape, carried)
+
     def _begins_with_zero(self, carried: int) -> bool:
         first = self.loop.first[carried]
         return isinstance(first, Var) and is_zero(self.loop.graph, self.loop.outer[first])
 
-    def _shaped(self, row: JaxprAtom, shape: Sequence[int], carried: int, result: Var | None = None) -> JaxprAtom:
-        """Returns a row in another shape; ``result`` is its variable, where there is one.
+    def _shaped(self, row: JaxprAtom, shape: Sequence[int], carried: int) -> JaxprAtom:
+        """Returns a row in another shape.
 
         Raises:
           Refused: it is a literal.
         """
         if tuple(row.aval.shape) == tuple(shape):
-            if result is not None:
-                self.names[result] = row
             return row
         if not isinstance(row, Var):
             raise Refused(carried)
-        return self.made.reshaped(row, shape, result)
+        return self.made.reshaped(row, shape)
 
     def _is_zero(self, row: JaxprAtom) -> bool:
         if isinstance(row, Literal):
@@ -239,7 +251,7 @@ class SlicedForm:
                 own = self._after(i)[lag - 1]
                 if own is None:
                     raise Refused(i)
-                after.append(self._shaped(own, row.aval.shape, i))
+                after.append(own)
                 carries.append(row)
                 first.append(loop.first[i])
                 last_of_kept.append(Var(row.aval))
