@@ -187,6 +187,10 @@ OWN_ROWS = (
 )
 COUNTED = "Let the loop run a known number of times: jax.lax.scan, or jax.lax.fori_loop with Python numbers as bounds."
 STEP_ALONE = "Keep in the loop what depends on the state, and compute everything else before it, for all steps at once."
+FIRST_VARIES = (
+    "Give the loop a first value that varies as its steps do, such as an argument of the function in the shard_map, or "
+    "zeros computed from one: x[0] * 0."
+)
 LOOP_GRADIENT = (
     "Take the gradient of one loss of the loop's stacked result, in the same function, with "
     "jax.value_and_grad(loss)(parameters)."

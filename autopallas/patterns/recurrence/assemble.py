@@ -19,7 +19,7 @@ from autopallas.kernels.recurrence.operation import OPERATION
 from autopallas.kernels.recurrence.site import RecurrenceSite
 from autopallas.kernels.recurrence.spec import RecurrenceSpec
 from autopallas.kernels.recurrence.structure import Known, MatrixState
-from autopallas.patterns.advice import AT_HAND, LOOP_GRADIENT
+from autopallas.patterns.advice import AT_HAND, FIRST_VARIES, LOOP_GRADIENT
 from autopallas.patterns.carry import is_available
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch
 from autopallas.patterns.recurrence.all_steps import check_all_steps
@@ -126,6 +126,7 @@ class Assembly:
     def match(self, pairs: Sequence[Pair], analyses: Analyses) -> Match:
         """Returns the match."""
         scan = self.scan
+        self._check_axes()
         atoms, written = self._scan_inputs(), self._as_written()
         loop = self._loop(atoms)
         site = self._site(loop, analyses.of(self.step, loop))
@@ -149,6 +150,23 @@ class Assembly:
         )
 
     # ------------------------------------------------------------------ operands
+
+    def _check_axes(self) -> None:
+        """Checks that the first carried values vary over the axes of a ``shard_map`` as those do that steps give.
+
+        Raises:
+          Mismatch: one does not but for a cast, and the loop is taken out of the program without casts.
+        """
+        equation = self.scan.equation
+        parts = compat.scan_parts(equation) if equation.primitive.name == "scan" else None
+        first = len(equation.invars) - len(equation.outvars) if parts is None else parts[0]
+        count = len(equation.outvars) if parts is None else parts[1]
+        for atom, after in zip(equation.invars[first : first + count], equation.outvars, strict=False):
+            own = atom.aval if isinstance(atom, Literal) else self.graph.avals[self.numbers[atom]]
+            if compat.varying_axes([own]) != compat.varying_axes([after.aval]):
+                raise Mismatch(
+                    "it begins with a value that is cast to vary over the axes of a shard_map", advice=FIRST_VARIES
+                )
 
     def _scan_inputs(self) -> list[JaxprAtom]:
         """Returns the inputs of the loop in terms of operands, which it makes; what is made of literals is none."""

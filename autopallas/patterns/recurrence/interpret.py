@@ -42,7 +42,7 @@ class Opaque:
 
 _Rule: TypeAlias = Callable[[JaxprEqn, Sequence[Sum], Labels], Sum | None]
 
-_UNCHANGED = frozenset({"copy", "copy_p", "name", "optimization_barrier"}) | jaxprs.VARYING
+_UNCHANGED = frozenset({"copy", "copy_p", "name", "optimization_barrier"})
 _LAYOUT = _UNCHANGED | {
     "broadcast_in_dim",
     "transpose",

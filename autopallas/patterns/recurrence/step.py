@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph import Body, Graph
 from autopallas.graph.array_slices import Place
@@ -217,6 +217,9 @@ def _flatten(
             raise Mismatch(
                 f"a step has an effect beside its results, by {equation.primitive.name}", advice=SIDE_EFFECTS
             )
+        if equation.primitive.name in jaxprs.VARYING:  # not there where a loop is taken out of a shard_map
+            names.update(zip(equation.outvars, (_named(names, atom) for atom in equation.invars), strict=True))
+            continue
         children = body.children.get(position, [])
         if names and any(isinstance(atom, Var) and atom in names for atom in equation.invars):
             equation = equation.replace(invars=[_named(names, atom) for atom in equation.invars])

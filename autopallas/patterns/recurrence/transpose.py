@@ -473,7 +473,7 @@ class Pairing:
                     break
                 operands.append(number)
             else:
-                results = self.graph.find(equation, operands, frame)
+                results = operands if _keeps_shape(equation) else self.graph.find(equation, operands, frame)
                 if results is None and any(made) and len(equation.outvars) == 1:
                     key = self.graph.key_here(equation, operands, frame)
                     results = next(([known[key]] for known in made if key is not None and key in known), None)
@@ -529,6 +529,13 @@ def _derivative(inputs: Sequence[Var], equations: Sequence[JaxprEqn], roots: Seq
     types = [[compat.typed_like(v.aval) for v in own] for own in (inputs, roots)]
     with compat.on_mesh_of([v.aval for v in inputs]):
         return flatten(compat.make_jaxpr(pulled, *types))
+
+
+def _keeps_shape(equation: JaxprEqn) -> bool:
+    """Returns whether an equation reshapes a value to the shape that it has, as derivatives do in a ``shard_map``."""
+    if equation.primitive.name != "reshape" or len(equation.invars) > 1 or equation.params["dimensions"] is not None:
+        return False
+    return tuple(equation.invars[0].aval.shape) == tuple(equation.outvars[0].aval.shape)
 
 
 def _is_floating(atom: JaxprAtom) -> bool:
