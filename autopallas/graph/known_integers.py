@@ -56,6 +56,8 @@ def _known_result(equation: JaxprEqn, given: Sequence[Array]) -> Array | None:
     found: Array | None = None
     if name in _ELEMENTWISE:
         found = _ELEMENTWISE[name](*_of_one_rank(given))
+    elif name == "rem" and kind_of(aval.dtype) in "iu" and np.all(given[1] > 0):  # with the sign of what is divided
+        found = np.fmod(*_of_one_rank(given))
     elif name == "not" and aval.dtype == np.bool_:
         found = np.logical_not(given[0])
     elif name == "select_n" and len(given) == 3 and given[0].dtype == np.bool_:

@@ -383,6 +383,74 @@ def states_that_are_read_twice(gate: Array, k: Array, v: Array, q: Array) -> Arr
     return lax.fori_loop(0, T, step, (jnp.zeros((T + 1, N, P)), jnp.zeros((T, P))))[1]
 
 
+@found(gate, k, v, q)
+def states_that_are_read_when_written(gate: Array, k: Array, v: Array, q: Array) -> Array:
+    def step(i: Array, carried: Any) -> Any:
+        s, y = carried
+        s = s.at[i + 1].set(updated(s[i], gate[i], k[i], v[i]))
+        return s, y.at[i].set(q[i] @ s[i + 1])
+
+    return lax.fori_loop(0, T, step, (jnp.zeros((T + 1, N, P)), jnp.zeros((T, P))))[1]
+
+
+@found(gate, k, v, q)
+def results_that_are_read_when_written(gate: Array, k: Array, v: Array, q: Array) -> Array:
+    def step(i: Array, carried: Any) -> Any:
+        state, y = carried
+        state = updated(state, gate[i], k[i], v[i])
+        y = y.at[i].set(q[i] @ state)
+        return state, y.at[i].set(jnp.tanh(y[i]))
+
+    return lax.fori_loop(0, T, step, (jnp.zeros((N, P)), jnp.zeros((T, P))))[1]
+
+
+@found(jnp.repeat(gate, 2), k, v, q)
+def every_other_row(gate: Array, k: Array, v: Array, q: Array) -> Array:
+    """Reads each other element and writes each other row, of which the others stay as they were."""
+
+    def step(i: Array, carried: Any) -> Any:
+        state, y = carried
+        state = updated(state, gate[2 * i + 1], k[T - 1 - i], v[i])
+        return state, y.at[2 * i].set(q[i] @ state)
+
+    return lax.fori_loop(0, T, step, (jnp.zeros((N, P)), jnp.ones((2 * T, P))))[1]
+
+
+@found(gate, k, v, q)
+def rows_in_two_rounds(gate: Array, k: Array, v: Array, q: Array) -> Array:
+    """Each other row, and then those between."""
+    return filtered(indexed(write=lambda y, i, row: y.at[(2 * i) % T].set(row)))(gate, k, v, q)
+
+
+@refused(gate, k, v, q, reason="not written by whole rows")
+def rows_of_which_one_is_written_in_two_rounds(gate: Array, k: Array, v: Array, q: Array) -> Array:
+    return filtered(indexed(write=lambda y, i, row: y.at[(2 * i) % (T - 1)].set(row)))(gate, k, v, q)
+
+
+@refused(gate, k, v, q, reason="not written by whole rows")
+def every_other_row_past_the_end(gate: Array, k: Array, v: Array, q: Array) -> Array:
+    """Half of what is written is dropped."""
+    return filtered(indexed(write=lambda y, i, row: y.at[2 * i].set(row)))(gate, k, v, q)
+
+
+@refused(gate, k, v, q, reason="not written by whole rows")
+def every_other_row_and_then_the_last(gate: Array, k: Array, v: Array, q: Array) -> Array:
+    """Slices that would lie past the end are moved to it."""
+    write = lambda y, i, row: lax.dynamic_update_slice(y, row[None], (2 * i, 0))  # noqa: E731
+    return filtered(indexed(write=write))(gate, k, v, q)
+
+
+@refused(gate, k, v, q, reason="not written by whole rows")
+def every_other_row_is_read_before_it_is_written(gate: Array, k: Array, v: Array, q: Array) -> Array:
+    """What a step reads is written by a step at another distance, or not at all."""
+    write = lambda y, i, row: y.at[2 * i].set(row + y[i])  # noqa: E731
+    return into_twice_as_many_rows(write)(gate, k, v, q)
+
+
+def into_twice_as_many_rows(write: Callable[[Array, Array, Array], Array]) -> Callable[..., Array]:
+    return lambda gate, k, v, q: indexed(write=write)(gate, k, v, q, jnp.ones((2 * T, P)))
+
+
 @refused(gate, k, v, q, reason="depends on each other")
 def two_states_before(gate: Array, k: Array, v: Array, q: Array) -> Array:
     """What a step reads of two steps before it is a state that another one computes."""

@@ -259,6 +259,48 @@ def constant_channels(q: Array, k: Array, v: Array, w: Array) -> Array:
     return lax.scan(step, zeros(B, H, N, P), (q, k, v))[1]
 
 
+# ---------------------------------------------------------------------- products of columns and rows
+
+
+@found(q, k, v, jnp.linspace(0.9, 0.99, H), decay="scalar")
+def retention_by_matrices(q: Array, k: Array, v: Array, decay: Array) -> Array:
+    """A column times a row is an outer product, and a row times the state a readout."""
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, v = own
+        state = decay[:, None, None] * state + k[..., None] @ v[..., None, :]
+        return state, (q[..., None, :] @ state)[..., 0, :]
+
+    return lax.scan(step, zeros(B, H, N, P), (q, k, v))[1]
+
+
+@found(q, k, v, normal(T, B, H, N), normal(H, N), decay="channel")
+def receptance_by_matrices(r: Array, k: Array, v: Array, w: Array, bonus: Array) -> Array:
+    """RWKV-6 as its authors write it."""
+
+    def step(state: Array, own: Any) -> Any:
+        r, k, v, w = own
+        both = k[..., :, None] @ v[..., None, :]
+        y = r[..., None, :] @ (bonus[:, :, None] * both + state)
+        return both + jnp.exp(-jnp.exp(w))[..., None] * state, y[..., 0, :]
+
+    return lax.scan(step, zeros(B, H, N, P), (r, k, v, w))[1]
+
+
+@found(*(a.reshape(T, B, -1) for a in (q, k, v, normal(T, B, H, N))), normal(H, N), normal(H * P), decay="channel")
+def receptance_normalised_in_the_step(r: Array, k: Array, v: Array, w: Array, bonus: Array, gain: Array) -> Array:
+    """Heads are split in the step, and what is read of each is normalised there: its mean is affine in the state too."""
+
+    def step(state: Array, own: Any) -> Any:
+        r, k, v, w = (x.reshape(B, H, -1) for x in own)
+        both = k[..., :, None] * v[..., None, :]
+        y = jnp.einsum("bhn,bhnp->bhp", r, state + bonus[:, :, None] * both)
+        y = (y - y.mean(-1, keepdims=True)) / jnp.sqrt(y.var(-1, keepdims=True) + 1e-3)
+        return jnp.exp(-jnp.exp(w))[..., None] * state + both, y.reshape(B, -1) * gain
+
+    return lax.scan(step, zeros(B, H, N, P), (r, k, v, w))[1]
+
+
 # ---------------------------------------------------------------------- delta rules
 
 unit = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
@@ -305,6 +347,35 @@ def gated_delta_rule(q: Array, k: Array, v: Array, beta: Array, gate: Array, sta
         return state, (state * q[..., None]).sum(-2)
 
     return lax.scan(step, state, (q, k, v, beta, gate))[1]
+
+
+@found(q[..., :3], unit[..., :3], v[..., :2], normal(T, B, H), normal(T, B, H), decay="scalar")
+def gated_delta_rule_of_a_small_state(q: Array, k: Array, v: Array, beta: Array, gate: Array) -> Array:
+    """Three rows and two columns: a smaller state is the same recurrence."""
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, v, beta, gate = own
+        state = state * nn.sigmoid(gate)[..., None, None]
+        change = (v - jnp.einsum("bhn,bhnp->bhp", k, state)) * nn.sigmoid(beta)[..., None]
+        return (state := state + k[..., None] * change[..., None, :]), jnp.einsum("bhn,bhnp->bhp", q, state)
+
+    return lax.scan(step, zeros(B, H, 3, 2), (q, k, v, beta, gate))[1]
+
+
+@found(q, normal(T, B, H, N), k, v, unit, normal(T, B, H, N), decay="channel")
+def generalised_delta_rule_by_matrices(
+    r: Array, w: Array, k: Array, v: Array, removed: Array, rate: Array
+) -> Array:
+    """RWKV-7 as its authors write it."""
+
+    def step(state: Array, own: Any) -> Any:
+        r, w, k, v, removed, rate = own
+        read = state @ -removed[..., None]
+        state = state * jnp.exp(-jnp.exp(w))[..., None, :] + read @ (removed * nn.sigmoid(rate))[..., None, :]
+        state = state + v[..., None] @ k[..., None, :]
+        return state, (state @ r[..., None])[..., 0]
+
+    return lax.scan(step, zeros(B, H, P, N), (r, w, k, v, removed, rate))[1]
 
 
 @found(q, unit, v, normal(T, B, H), normal(T, B, H, N), decay="channel")

@@ -161,6 +161,22 @@ def test_two_cotangents_keep_the_loop_and_say_so():
     assert ["cotangents of several results" in reason for reason in outcome.reasons()] == [True]
 
 
+def test_a_product_of_matrices_that_are_no_column_and_row_is_not_taken_for_an_outer_product():
+    def run(k, v, q):
+        def step(state, own):
+            k, v, q = own
+            state = 0.9 * state + k @ v
+            return state, q @ state
+
+        return jax.lax.scan(step, jnp.zeros((8, 12)), (k, v, q))[1]
+
+    arguments = [jax.random.normal(jax.random.key(i), (T, *n)) for i, n in enumerate(((8, 2), (2, 12), (8,)))]
+    for function in (run, with_gradients(run, arguments)):
+        outcome = compare(function, arguments, gradients=function is run, **ONLY)
+        assert outcome.complaints == []
+        assert [site.spec["decay"] for site in outcome.report.sites] == ["elementwise"]
+
+
 def test_a_state_that_something_else_needs_is_no_matrix():
     def run(q, k, v, decay):
         def step(state, own):
