@@ -168,7 +168,7 @@ def check_sites(name: str, graph: Graph, matches: Sequence[Match]) -> None:
             if number in read:
                 raise _broken(name, f"{where} reads what it replaces")
         for part in match.passes:
-            cotangents = [backward.cotangent for backward in part.backwards]
+            cotangents = [number for backward in part.backwards for number in backward.cotangents]
             for number in (*part.operands, *part.replaced, *cotangents):
                 exists = 0 <= number < len(graph.avals) and number not in graph.supposed
                 if not exists:

@@ -62,15 +62,22 @@ class BackwardMatch:
 
     Attributes:
       body: the body that holds it.
-      cotangent: number of the cotangent of the site's result.
+      cotangent: number of the cotangent of the site's result; of the first one, where there are several.
       gradients: (position among the site's operands, number of the value that is its cotangent).
       mapped: how many cotangents there are, along a leading axis of each; None for one without that axis.
+      further: numbers of the cotangents of the site's other results, in their order.
     """
 
     body: Body
     cotangent: int
     gradients: tuple[tuple[int, int], ...]
     mapped: int | None = None
+    further: tuple[int, ...] = ()
+
+    @property
+    def cotangents(self) -> tuple[int, ...]:
+        """The numbers of the cotangents of the site's results."""
+        return (self.cotangent, *self.further)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,7 +143,7 @@ class Match:
         """For each replaced value, the values from which a kernel computes it."""
         found = dict.fromkeys(self.results, self.operands)
         for backward in self.backwards:
-            read = (*self.operands, *self.results, backward.cotangent)
+            read = (*self.operands, *self.results, *backward.cotangents)
             found.update((number, read) for _, number in backward.gradients)
         for further in self.then:
             found.update(further.reads)

@@ -54,6 +54,11 @@ class _Splicer:
         """Replaces one site: its forward wherever it occurs, and its backwards."""
         params = {"site": match.site, "decision": decision, "original": match.original}
         outputs: dict[Body, list[Var]] = {}  # results and residuals of the first forward in each body
+        if len(match.results) > 1 and match.backwards:
+            self._replace_results(match, params, outputs)
+            for backward in match.backwards:
+                self._replace_backward(match, params, backward, outputs)
+            return
         alone = len(match.results) == 1 and not self._is_one_of_several(match.results[0])
         if match.in_body or not alone or not (match.backwards or self._known_before(match)):
             self._replace_together(match, params)
@@ -86,6 +91,23 @@ class _Splicer:
                 self._edit(body).replaced[position] = [*kept, new]
                 self._edit(body).renamed.update(dict.fromkeys(own[1:], own[0]))  # stacked twice
 
+    def _replace_results(self, match: Match, params: Params, outputs: dict[Body, list[Var]]) -> None:
+        """Replaces a site with backwards that is several results of a scan; the scan keeps its others, or goes as dead
+        code."""
+        wanted = dict.fromkeys(match.results)
+        for body, position in self._places(match.results[0]):
+            equation, known = body.equations[position], self.graph.positions[body]
+            again = all(n in known and known[n][0] < position for n in match.operands)
+            numbers = self.graph.numbers[body]
+            own = {numbers[v]: v for v in reversed(equation.outvars) if numbers[v] in wanted}
+            if equation.primitive.name == "scan" and len(own) == len(wanted) and (body is match.body or again):
+                results = [own[number] for number in match.results]
+                new, variables = self._forward(match, params, body, results, True, equation)
+                outputs.setdefault(body, variables)
+                same = [v for v in equation.outvars if numbers[v] in wanted]
+                self._edit(body).replaced[position] = [*without_results(equation, same), new]
+                self._edit(body).renamed.update((v, own[numbers[v]]) for v in same if v not in results)
+
     def _forward(
         self, match: Match, params: Params, body: Body, results: list[Var], residuals: bool, like: JaxprEqn
     ) -> tuple[JaxprEqn, list[Var]]:
@@ -115,7 +137,7 @@ class _Splicer:
             outputs[body] = variables
         operands = self._operands_in(body, match)
         gradients = [Var(self.graph.avals[number]) for _, number in backward.gradients]
-        given = [*operands, *variables, known[backward.cotangent][1]]
+        given = [*operands, *variables, *(known[number][1] for number in backward.cotangents)]
         full = params | {"active": tuple(position for position, _ in backward.gradients)}
         source = compat.scoped(like.source_info, scope(match.op, match.location))
         if backward.mapped is None:

@@ -144,18 +144,73 @@ def test_a_loop_over_an_empty_batch_is_left_alone():
     assert [g.shape for g in gradients(*arguments)] == [x.shape for x in arguments]
 
 
-def test_two_cotangents_keep_the_loop_and_say_so():
-    *given, gate, state = FOUND["state_kept"].arguments
+def with_state(stacks):
+    """A loop that gives what it stacks and its last state."""
 
     def run(q, k, v, gate, state):
         def step(state, own):
             q, k, v, gate = own
             state = jax.nn.sigmoid(gate)[..., None, None] * state + k[..., None] * v[..., None, :]
-            return state, jnp.einsum("bhn,bhnp->bhp", q, state)
+            return state, stacks(jnp.einsum("bhn,bhnp->bhp", q, state))
 
-        return jax.lax.scan(step, state, (q, k, v, gate))
+        state, y = jax.lax.scan(step, state, (q, k, v, gate))
+        return y, state
 
-    arguments = (*given, gate, state)
+    return run
+
+
+def stopped(function):
+    """What a step of training on a part of a sequence does: the last state goes on, and its gradient does not."""
+
+    def run(*arguments):
+        y, state = function(*arguments)
+        return y, jax.lax.stop_gradient(state)
+
+    return run
+
+
+def followed(function):
+    """A sequence in two parts."""
+
+    def run(*arguments):
+        first, state = function(*arguments)
+        second, state = function(*arguments[:-1], state)
+        return first, second, state
+
+    return run
+
+
+@pytest.mark.parametrize("around", [lambda function: function, stopped, followed], ids=["both", "stopped", "followed"])
+def test_a_last_state_has_a_cotangent_of_its_own(around):
+    run, arguments = around(with_state(lambda y: y)), FOUND["state_kept"].arguments
+    outcome = compare(with_gradients(run, arguments), arguments, gradients=False, **ONLY)
+    assert outcome.complaints == []
+    found = {(site.direction, site.verdict) for site in outcome.report.sites}
+    assert found == {("forward+backward", "applied")}
+    program = jax.make_jaxpr(optimized_like_a_user(with_gradients(run, arguments), **ONLY))(*arguments)
+    assert "scan" not in {e.primitive.name for e in flatten(program).equations}
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_layers_give_their_last_states(checkpointed):
+    q, k, v, gate, state = FOUND["state_kept"].arguments
+
+    def run(x, scales, states):
+        def layer(x, own):
+            scale, state = own
+            y, state = with_state(lambda y: y)(q, k, v * x, gate * scale, state)
+            return x + jnp.tanh(y), state
+
+        return jax.lax.scan(jax.checkpoint(layer) if checkpointed else layer, x, (scales, states))
+
+    arguments = jnp.ones_like(v), jnp.array([1.0, 0.5]), jnp.stack([state, -state])
+    outcome = compare(with_gradients(run, arguments), arguments, gradients=False, **ONLY)
+    assert outcome.complaints == []
+    assert [(site.direction, site.verdict) for site in outcome.report.sites] == [("forward+backward", "applied")]
+
+
+def test_two_stacked_results_with_cotangents_keep_the_loop_and_say_so():
+    run, arguments = with_state(lambda y: (y, jnp.tanh(y))), FOUND["state_kept"].arguments
     outcome = compare(with_gradients(run, arguments), arguments, gradients=False, **ONLY)
     assert outcome.complaints == []
     assert ["cotangents of several results" in reason for reason in outcome.reasons()] == [True]

@@ -391,7 +391,15 @@ class Assembly:
             raise Mismatch("its backward gives the cotangent of a constant", advice=LOOP_GRADIENT) from None
         if not gradients:
             raise Mismatch("its backward gives nothing", advice=LOOP_GRADIENT)
-        return BackwardMatch(home, pair.cotangent, tuple(sorted(gradients)))
+        cotangents = [pair.of_ends.get(end, pair.cotangent) for end in self.needed]
+        known = self.graph.positions[home]
+        if len(cotangents) > 1 and not (
+            all(n in known for n in cotangents)
+            and self.scan.equation.primitive.name == "scan"
+            and len({self.numbers[self.scan.ends[i]] for i in self.needed}) == len(cotangents)
+        ):
+            raise Mismatch("its backward gets the cotangents of several results", advice=LOOP_GRADIENT)
+        return BackwardMatch(home, cotangents[0], tuple(sorted(gradients)), further=tuple(cotangents[1:]))
 
 
 def _is_known(graph: Graph, number: int, body: Body) -> bool:

@@ -72,7 +72,8 @@ class Pair:
 
     Attributes:
       backward: the reversed loop.
-      cotangent: the number of the cotangent of the loop's one result, where the reversed loop is.
+      cotangent: the number of the cotangent of the loop's result, where the reversed loop is.
+      of_ends: those of the carried values at the end that are needed too, by their places.
       lead: from the values whose cotangents the reversed loop sums to the loop's constants.
       sources, first, slices: the number of the cotangent, by source, and by the places of carried values and slices.
       arrays: that of an array of which the loop reads slices elsewhere, by its number.
@@ -87,6 +88,7 @@ class Pair:
     slices: dict[int, int] = field(default_factory=dict)
     arrays: dict[int, int] = field(default_factory=dict)
     before: dict[int, int] = field(default_factory=dict)
+    of_ends: dict[int, int] = field(default_factory=dict)
 
 
 def program_key(
@@ -239,13 +241,16 @@ class Pairing:
         self.graph = graph
         self._derivatives: dict[Hashable, Body] = {}
 
-    def pair(self, scan: Scan, step: Step, result: int, backward: Scan, alive: frozenset[int]) -> Pair | None:
+    def pair(
+        self, scan: Scan, step: Step, result: int, further: Sequence[int], backward: Scan, alive: frozenset[int]
+    ) -> Pair | None:
         """Returns the pair of a loop and a reversed loop, or None.
 
         Args:
           scan: the loop.
           step: its step, with the result alone.
-          result: the place of its only result that is needed, among carried values and what it stacks.
+          result: the place of the result that is needed, among carried values and what it stacks.
+          further: the places of carried values that are needed too, as they are at the end.
           backward: the reversed loop.
           alive: the values that the program needs.
         """
@@ -256,7 +261,7 @@ class Pairing:
             assert lead is not None
             pair: Pair | None = None
             for guess in islice(self._guesses(scan, step, result, backward), _ATTEMPTS):
-                pair, complete = self._attempt(scan, step, result, backward, alive, guess, lead)
+                pair, complete = self._attempt(scan, step, result, further, backward, alive, guess, lead)
                 if pair is not None and complete:
                     return pair
                 if pair is not None:
@@ -290,7 +295,15 @@ class Pairing:
     # ------------------------------------------------------------------ one attempt
 
     def _attempt(
-        self, scan: Scan, step: Step, result: int, backward: Scan, alive: frozenset[int], guess: _Guess, lead: Lead
+        self,
+        scan: Scan,
+        step: Step,
+        result: int,
+        further: Sequence[int],
+        backward: Scan,
+        alive: frozenset[int],
+        guess: _Guess,
+        lead: Lead,
     ) -> tuple[Pair | None, bool]:
         """Returns the pair, if it is one, and whether it is complete: sums for constants may be sums for what these are
         computed from."""
@@ -298,13 +311,20 @@ class Pairing:
         derivative = self._cotangents(scan, step, backward, guess, lead)
         for place, own in guess.carries:
             closes = self._closes(derivative, step.carries[place], loop.after[own])
-            if not closes or not (place == result or loop.begins_with_zero(own)):
+            if not closes or not (place == result or place in further or loop.begins_with_zero(own)):
                 return None, False
         of_result = dict(guess.carries).get(result) if guess.result is None else loop.place_of(guess.result)
         cotangent = None if of_result is None else loop.starts[of_result]
         if cotangent is None:
             return None, False
-        return self._explained(Pair(backward, cotangent, lead), loop, guess, alive, scan, step, derivative, result)
+        pair = Pair(backward, cotangent, lead)
+        for place, own in guess.carries:
+            start = loop.starts[own]
+            if place in further and start is not None:
+                pair.of_ends[place] = start
+        if len(pair.of_ends) < len(further):
+            return None, False
+        return self._explained(pair, loop, guess, alive, scan, step, derivative, result)
 
     def _closes(self, derivative: _Derivative, carry: Var, after: int | None) -> bool:
         """Returns whether the cotangent of a carried value is what the reversed loop carries on, whatever the order of
