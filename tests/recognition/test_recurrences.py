@@ -198,7 +198,7 @@ def test_layers_give_their_last_states(checkpointed):
     def run(x, scales, states):
         def layer(x, own):
             scale, state = own
-            y, state = with_state(lambda y: y)(q, k, v * x, gate * scale, state)
+            y, state = with_state(lambda y: y)(q * scale, k * scale, v * x, gate * scale, state)
             return x + jnp.tanh(y), state
 
         return jax.lax.scan(jax.checkpoint(layer) if checkpointed else layer, x, (scales, states))
