@@ -405,7 +405,7 @@ def results_that_are_read_when_written(gate: Array, k: Array, v: Array, q: Array
 
 
 @found(jnp.repeat(gate, 2), k, v, q)
-def every_other_row(gate: Array, k: Array, v: Array, q: Array) -> Array:
+def every_other_row_between_others(gate: Array, k: Array, v: Array, q: Array) -> Array:
     """Reads each other element and writes each other row, of which the others stay as they were."""
 
     def step(i: Array, carried: Any) -> Any:

@@ -289,7 +289,7 @@ def receptance_by_matrices(r: Array, k: Array, v: Array, w: Array, bonus: Array)
 
 @found(*(a.reshape(T, B, -1) for a in (q, k, v, normal(T, B, H, N))), normal(H, N), normal(H * P), decay="channel")
 def receptance_normalised_in_the_step(r: Array, k: Array, v: Array, w: Array, bonus: Array, gain: Array) -> Array:
-    """Heads are split in the step, and what is read of each is normalised there: its mean is affine in the state too."""
+    """Heads are split in the step, where what is read of each is normalised: its mean is affine in the state too."""
 
     def step(state: Array, own: Any) -> Any:
         r, k, v, w = (x.reshape(B, H, -1) for x in own)
@@ -363,9 +363,7 @@ def gated_delta_rule_of_a_small_state(q: Array, k: Array, v: Array, beta: Array,
 
 
 @found(q, normal(T, B, H, N), k, v, unit, normal(T, B, H, N), decay="channel")
-def generalised_delta_rule_by_matrices(
-    r: Array, w: Array, k: Array, v: Array, removed: Array, rate: Array
-) -> Array:
+def generalised_delta_rule_by_matrices(r: Array, w: Array, k: Array, v: Array, removed: Array, rate: Array) -> Array:
     """RWKV-7 as its authors write it."""
 
     def step(state: Array, own: Any) -> Any:
