@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +31,6 @@ from .tolerance import ALLOWED, roundings
 
 __all__ = ["Verdict", "judge", "judge_faults"]
 
-_OPTIONS = resolve({"objective": "always", "strict": True})
 _CALLS = 40
 """So many calls of sites are looked at."""
 _NORMS = ("rms_norm", "layer_norm")
@@ -86,7 +85,7 @@ class _Twins(Oracle):
 
 
 def judge(program: RandomProgram) -> Verdict:
-    """Optimizes a program under objective "always", strictly, and compares it with float64."""
+    """Optimizes a program, by default under objective "always", strictly, and compares it with float64."""
     verdict = Verdict(program.seed, features=sorted(program.features))
     with _quietly(program):
         _judge(program, verdict)
@@ -101,11 +100,11 @@ def judge_faults(program: RandomProgram, faults: Sequence[str]) -> list[Verdict]
             original = jax.make_jaxpr(program.function())(*program.arrays())
         except NotImplementedError:
             return []
-        usual = _text(original)
+        usual = _text(original, program.every_option())
     for fault in faults:
         with put_back(fault):
             with _quietly(program):
-                same = _text(original) == usual
+                same = _text(original, program.every_option()) == usual
             if not same:
                 found.append(replace(judge(program), fault=fault))
     return found
@@ -118,10 +117,10 @@ def _wider_statistics(report: Any) -> bool:
     return any(spec["x_dtype"] in ("bfloat16", "float16") for spec in norms)
 
 
-def _text(original: Any) -> str:
+def _text(original: Any, options: Mapping[str, Any]) -> str:
     """What becomes of a program, as text."""
     try:
-        rewritten, report = rewrite(original, _OPTIONS, probes=False)
+        rewritten, report = rewrite(original, resolve(dict(options)), probes=False)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return f"{rewritten}\n{[(s.spec, s.replacement, s.assumptions) for s in report.sites]}"
@@ -150,7 +149,7 @@ def _judge(program: RandomProgram, verdict: Verdict) -> None:
     clock.lap("trace")
     leaves = jax.tree.leaves(arrays)
     try:
-        rewritten, report = rewrite(original, _OPTIONS, probes=False)
+        rewritten, report = rewrite(original, resolve(program.every_option()), probes=False)
         clock.lap("rewrite")
         verdict.applied = dict(report.counts())
         verdict.reasons = [f"{miss.op}: {miss.reason}" for miss in report.near_misses]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -31,6 +31,14 @@ _FIRST_DISPATCH = 32_000
 """From here on the last fifth are mixtures by scatters and gathers, intervals, gathered matrices and loops."""
 _FIRST_RECURRENCE = 80_000
 """From here on each of those is a tenth, two more tenths are loops over time, and three are what the draw says."""
+_FIRST_MEMORY = 100_000
+"""From here on half of the loops over time are optimized for memory, or checkpointed whatever that gains."""
+_MEMORY: dict[str, Mapping[str, Any]] = {
+    "usual": {},
+    "checkpoint": {"ops": ("scan_checkpoint",)},
+    "checkpoint and slices": {"ops": ("scan_checkpoint", "indexed_loop")},
+    "memory": {"objective": "memory"},
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,7 @@ class RandomProgram:
       choices: what was chosen other than plainly, by name.
       features: what it has, to count programs by.
       gradients: how many of its last results are gradients.
+      options: of :func:`autopallas.optimize`, other than those of all programs.
     """
 
     seed: int
@@ -54,6 +63,11 @@ class RandomProgram:
     choices: dict[str, str]
     features: frozenset[str]
     gradients: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def every_option(self) -> dict[str, Any]:
+        """Returns the options with which it is optimized."""
+        return {"objective": "always", "strict": True} | dict(self.options)
 
     def function(self) -> Callable[..., Any]:
         """The program itself."""
@@ -82,7 +96,8 @@ class RandomProgram:
             seeded = f"np.random.default_rng([{self.seed}, *b{a.name!r}])"
             lines.append(f"{a.name} = {a.text.replace('draw', seeded, 1)}")
         given = ", ".join(a.name for a in self.arguments)
-        lines += ['optimized = autopallas.optimize(program, objective="always", strict=True)']
+        options = ", ".join(f"{name}={value!r}" for name, value in self.every_option().items())
+        lines += [f"optimized = autopallas.optimize(program, {options})"]
         lines += [f"print(program({given}))", f"print(optimized({given}))", "print(optimized.report())"]
         return "\n".join(lines) + "\n"
 
@@ -110,6 +125,11 @@ def random_program(
         family = "respelling"
     if seed >= _FIRST_DISPATCH and place == 0:
         family = "dispatch"
+    options: Mapping[str, Any] = {}
+    if seed >= _FIRST_MEMORY and family == "recurrence":
+        name = c.pick("options", {name: name for name in _MEMORY}, 0.5)
+        options = _MEMORY[name]
+        w.features.add(f"options: {name}")
     w.features.add(f"family: {family}")
     w.features |= {"x64"} if w.x64 else set()
     core: list[str]
@@ -142,7 +162,7 @@ def random_program(
     w.line(f"return {result}")
     inner = [f"    def {head}({', '.join(core)}):", *w.lines]
     text, gradients = _around(w, head, core, inner)
-    return RandomProgram(seed, text, tuple(w.arguments), w.x64, c.taken, frozenset(w.features), gradients)
+    return RandomProgram(seed, text, tuple(w.arguments), w.x64, c.taken, frozenset(w.features), gradients, options)
 
 
 _INNER = {

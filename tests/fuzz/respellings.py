@@ -29,6 +29,7 @@ def body(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
         "convolution": _convolution, "cumulative": _cumulative, "window": _window, "one-hot": _one_hot,
         "indexed loop": _indexed_loop, "associative scan": _associative_scan, "reduction": _reduction,
         "dropout": _dropout, "small matrices": _small_matrices, "elementwise": _elementwise,
+        "triangular solve": _triangular_solve,
     }  # fmt: skip
     for n in range(c.pick(f"{at}.count", [1, 2, 3], 0.6)):
         name = c.pick(f"{at}.step {n}", {name: name for name in steps}, 0.8)
@@ -89,6 +90,25 @@ def _small_matrices(w: Writer, at: str, size: dict[str, int], x: str, ids: str) 
     axes = {"dbt": "(1, 2, 0)", "bdt": "(0, 2, 1)"}.get(form.partition("->")[2][:3])
     summed = f"{product}.sum({'(-1, -2)' if form.endswith('->...i') else '(-1, -2, -3)'})"
     return f"{x} + jnp.transpose({summed}, {axes})" if axes else f"{x} + {summed}"
+
+
+def _triangular_solve(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """Solves 20 triangular systems for each element, with whatever in the other triangle."""
+    c = w.choices
+    rows, columns = c.pick(f"{at}.rows", [3, 2, 4, 5, 1], 0.6), c.pick(f"{at}.columns", [1, 3], 0.4)
+    left, lower = c.chance(f"{at}.left", 0.7), c.chance(f"{at}.lower", 0.6)
+    wide = w.set("wide", f"jnp.tanh({x} / 8).astype(jnp.float32)[..., None, None, None]")
+    numbers = f"jnp.cos(jnp.arange({20 * rows * rows})).reshape(20, {rows}, {rows}).astype({wide}.dtype)"
+    diagonal = c.pick(f"{at}.diagonal", ["2", "-1.5"], 0.4)
+    matrix = w.set("matrix", f"{wide} * {numbers} + {diagonal} * jnp.eye({rows}, dtype={wide}.dtype)")
+    shape = (20, rows, columns) if left else (20, columns, rows)
+    given = f"{wide} + jnp.sin(jnp.arange({math.prod(shape)})).reshape({shape}).astype({wide}.dtype)"
+    w.features.add("triangular solve")
+    solved = (
+        f"lax.linalg.triangular_solve({matrix}, {given}, left_side={left}, lower={lower}, "
+        f"transpose_a={c.chance(f'{at}.transposed', 0.4)}, unit_diagonal={c.chance(f'{at}.unit', 0.3)})"
+    )
+    return f"{x} + 0.1 * {solved}.sum((-1, -2, -3)).astype({x}.dtype)"
 
 
 def _dropout(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:

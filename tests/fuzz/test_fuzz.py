@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,6 +73,22 @@ def test_loops_over_time_carry_what_they_are_said_to():
     wanted = [f"update: {name}" for name in updates] + ["recurrence: fori", "recurrence: scan", "decay: above one"]
     wanted += ["recurrence: numbers", "reads: before", "writes: add", "writes: twice"]
     assert [name for name in wanted if name not in features] == []
+
+
+def test_loops_over_time_are_checkpointed_and_optimized_for_memory():
+    programs = [random_program(seed) for seed in range(100_000, 100_200)]
+    features = {feature for program in programs for feature in program.features}
+    wanted = ("usual", "checkpoint", "checkpoint and slices", "memory")
+    assert [name for name in wanted if f"options: {name}" not in features] == []
+    assert "scan_checkpoint" in next(p for p in programs if "options: checkpoint" in p.features).script()
+
+
+def test_a_loop_that_runs_its_steps_again_is_judged():
+    rows = [Argument(name, "normal", (24, 8), "'float32', 0.3, 0.0") for name in "kvq"]
+    program = _written(_LOOP.format(gate="jax.nn.sigmoid(s.mean())", read="q @ s"), *rows)
+    verdict = judge(replace(program, options={"ops": ("scan_checkpoint",)}))
+    assert verdict.applied == {"respelling": 1}
+    assert verdict.complaints == []
 
 
 def test_mixtures_are_dispatched_in_each_way():

@@ -209,6 +209,62 @@ def test_layers_give_their_last_states(checkpointed):
     assert [(site.direction, site.verdict) for site in outcome.report.sites] == [("forward+backward", "applied")]
 
 
+def in_shard_map(function, checked):
+    """Sequences on the devices of a mesh."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    spec = jax.sharding.PartitionSpec("data")
+
+    def run(*arguments):
+        part = jax.shard_map(
+            jax.vmap(function), mesh=mesh, in_specs=(spec,) * len(arguments), out_specs=spec, check_vma=checked
+        )
+        return part(*arguments)
+
+    return run
+
+
+def decayed_outer_products(gate, k, v, q, state):
+    def step(state, own):
+        gate, k, v, q = own
+        state = jax.nn.sigmoid(gate) * state + jnp.outer(k, v)
+        return state, q @ state
+
+    return jax.lax.scan(step, state, (gate, k, v, q))[1]
+
+
+def indexed_outer_products(gate, k, v, q, state):
+    def step(i, carried):
+        state, y = carried
+        state = jax.nn.sigmoid(gate[i]) * state + jnp.outer(k[i], v[i])
+        return state, y.at[i].set(q[i] @ state)
+
+    return jax.lax.fori_loop(0, T, step, (state, 0 * v))[1]
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("function", [decayed_outer_products, indexed_outer_products])
+def test_a_loop_in_a_shard_map_is_found_with_its_backward(function, checked):
+    shapes = ((2, T), (2, T, 8), (2, T, 12), (2, T, 8), (2, 8, 12))
+    arguments = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+    run = with_gradients(in_shard_map(function, checked), arguments)
+    optimized = optimized_like_a_user(run, **ONLY)
+    given, expected = optimized(*arguments), with_gradients(jax.vmap(function), arguments)(*arguments)
+    for one, other in zip(jax.tree.leaves(given), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)
+    assert [(site.direction, site.verdict) for site in optimized.report().sites] == [("forward+backward", "applied")]
+
+
+def test_a_first_value_that_is_cast_to_vary_in_a_shard_map_keeps_the_loop_and_says_so():
+    def begun_with_zeros(gate, k, v, q):
+        zeros = jnp.zeros((8, 12))
+        state = jax.lax.pcast(zeros, ("data",), to="varying")
+        return decayed_outer_products(gate, k, v, q, state)
+
+    arguments = [jnp.ones((2, T, *n)) for n in ((), (8,), (12,), (8,))]
+    report = autopallas.explain(optimized_like_a_user(in_shard_map(begun_with_zeros, True), **ONLY), *arguments)
+    assert ["cast to vary" in miss.reason for miss in report.near_misses] == [True]
+
+
 def test_two_stacked_results_with_cotangents_keep_the_loop_and_say_so():
     run, arguments = with_state(lambda y: (y, jnp.tanh(y))), FOUND["state_kept"].arguments
     outcome = compare(with_gradients(run, arguments), arguments, gradients=False, **ONLY)
