@@ -255,13 +255,21 @@ def test_a_loop_in_a_shard_map_is_found_with_its_backward(function, checked):
 
 
 def test_a_first_value_that_is_cast_to_vary_in_a_shard_map_keeps_the_loop_and_says_so():
+    """Columns of the state on the devices of a mesh."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    columns = jax.sharding.PartitionSpec(None, "data")
+    whole = jax.sharding.PartitionSpec()
+
     def begun_with_zeros(gate, k, v, q):
-        zeros = jnp.zeros((8, 12))
-        state = jax.lax.pcast(zeros, ("data",), to="varying")
+        state = jax.lax.pcast(jnp.zeros((8, v.shape[1])), ("data",), to="varying")
         return decayed_outer_products(gate, k, v, q, state)
 
-    arguments = [jnp.ones((2, T, *n)) for n in ((), (8,), (12,), (8,))]
-    report = autopallas.explain(optimized_like_a_user(in_shard_map(begun_with_zeros, True), **ONLY), *arguments)
+    run = jax.shard_map(
+        begun_with_zeros, mesh=mesh, in_specs=(whole, whole, columns, whole), out_specs=columns, check_vma=True
+    )
+    arguments = [jnp.ones((T, *n)) for n in ((), (8,), (12,), (8,))]
+    report = autopallas.explain(optimized_like_a_user(run, **ONLY), *arguments)
+    assert (report.sites, report.failures) == ((), ())
     assert ["cast to vary" in miss.reason for miss in report.near_misses] == [True]
 
 
