@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ __all__ = [
     "SHARED_MEMORY",
     "array_bytes",
     "call",
+    "clusters",
     "is_hopper",
     "mosaic",
     "processors",
@@ -78,6 +79,11 @@ def is_hopper(device: Device) -> bool:
         return False
     found = compat.gpu_properties(device.kind)
     return found.capability == _CAPABILITY if found is not None else not _HOPPERS.isdisjoint(device.kind.split())
+
+
+def clusters(device: Device) -> int:
+    """Returns the number of clusters of two blocks that are there at once; where the kernel is interpreted, two."""
+    return max(2, processors(device) // 2)
 
 
 def processors(device: Device) -> int:
@@ -272,6 +278,7 @@ def call(
     out_type: Types,
     scratch: Sequence[Ref],
     warpgroups: int,
+    cluster: Mapping[str, int] = MappingProxyType({}),
     flops: int = 0,
     bytes_accessed: int = 0,
     transcendentals: int = 0,
@@ -288,6 +295,7 @@ def call(
       out_type: shapes and dtypes of the results.
       scratch: shared memory and barriers, as :func:`tile` and Pallas make them.
       warpgroups: threads of 128 lanes in a block.
+      cluster: the number of blocks along each named axis of a cluster; the grid then counts clusters.
       flops, bytes_accessed, transcendentals: what XLA's scheduler is told of its cost.
       approximate: whether :data:`APPROXIMATED` may be the hardware's approximations; of exp and log these are within
         about 2 units in the last place.
@@ -310,6 +318,8 @@ def call(
         scratch_types=list(scratch),
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
+        cluster=tuple(cluster.values()),
+        cluster_names=tuple(cluster),
         num_threads=warpgroups,
         thread_name="warpgroup",
         kernel_name=name,

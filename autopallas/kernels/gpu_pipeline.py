@@ -4,27 +4,34 @@ The tiles of the result are dealt out to the blocks in turn. The loading warpgro
 too, for as long as the ring of stages has room. Each stage has two barriers: TMA's transfers arrive on ``full``, and
 all consumers arrive on ``free``.
 
+Two blocks may be a cluster whose tiles have an operand in common. Each then loads half of it, which TMA writes into the
+shared memory of both, so that L2 is asked for it once. Such blocks take the same number of steps, and a stage is free
+when the consumers of both have given it back.
+
 This module imports Pallas, so it is imported only inside a kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from autopallas.kernels.gpu import mosaic
+from autopallas.kernels.gpu import clusters, mosaic, processors
 from autopallas.kernels.refs import Ref
+from autopallas.sites.device import Device
 
-__all__ = ["CONSUMERS", "PART", "REGISTERS", "Ring", "placed", "steps_of", "tiles"]
+__all__ = ["CONSUMERS", "PAIR", "PART", "REGISTERS", "Grid", "Ring", "grid", "placed", "steps_of", "tiles"]
 
 Array: TypeAlias = jax.Array
 
 CONSUMERS = 2
+PAIR = "pair"
+"""The axis of a cluster of two blocks that share an operand."""
 PART = 64
 """Rows of one wgmma."""
 PANEL = 8
@@ -32,6 +39,20 @@ PANEL = 8
 REGISTERS = (232, 40)
 """Registers per thread of a consumer and of the producer, together no more than the 168 that each thread starts
 with."""
+
+
+class Grid(TypedDict):
+    """Persistent blocks, as ``call`` takes them."""
+
+    grid: Mapping[str, int]
+    cluster: Mapping[str, int]
+
+
+def grid(paired: bool) -> Grid:
+    """Returns a block for each multiprocessor of the current device, or a cluster for two of them."""
+    device = Device.current()
+    blocks = clusters(device) if paired else processors(device)
+    return Grid(grid={"block": blocks}, cluster={PAIR: 2} if paired else {})
 
 
 class Ring(NamedTuple):
@@ -42,6 +63,16 @@ class Ring(NamedTuple):
     full: Ref
     free: Ref
     stages: int
+
+    @staticmethod
+    def barriers(stages: int, transfers: int, paired: bool = False) -> list[Ref]:
+        """Makes ``full``, on which so many transfers arrive for a step, and ``free``, of both blocks where they are
+        paired."""
+        plgpu = mosaic()
+        full = plgpu.Barrier(num_arrivals=transfers, num_barriers=stages)
+        settings: dict[str, Any] = dict(num_arrivals=CONSUMERS, num_barriers=stages)
+        free = plgpu.ClusterBarrier(collective_axes=(PAIR,), **settings) if paired else plgpu.Barrier(**settings)
+        return [full, free]
 
     def slot(self, step: Array) -> Array:
         return lax.rem(step, jnp.int32(self.stages))

@@ -24,11 +24,11 @@ from autopallas.compat import Dtype
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
 from autopallas.kernels.cross_entropy.tiles import Tile
 from autopallas.kernels.gpu import SHARED_MEMORY, mosaic, rounded, shared_bytes, tile
-from autopallas.kernels.gpu_pipeline import CONSUMERS, PART, REGISTERS, Ring, placed, steps_of, tiles
+from autopallas.kernels.gpu_pipeline import CONSUMERS, PAIR, PART, REGISTERS, Ring, placed, steps_of, tiles
 from autopallas.kernels.refs import Ref
 from autopallas.sites.elementwise import ElementwiseProgram, Score
 
-__all__ = ["ALIGNED", "ROWS", "Logits", "Plan", "Vectors", "each_tile", "of_wide", "padded", "value_of"]
+__all__ = ["ALIGNED", "ROWS", "Logits", "Plan", "Vectors", "each_tile", "of_wide", "padded", "paired", "value_of"]
 
 Array: TypeAlias = jax.Array
 Stored: TypeAlias = tuple[tuple[int, ...], DTypeLike]
@@ -74,13 +74,17 @@ class Plan(NamedTuple):
         parts = [(x, spec.row_dtype), (w, spec.weight_dtype), *self.beside]
         return shared_bytes(parts, barriers=2 * self.stages)
 
-    def scratch(self, spec: CrossEntropySpec) -> list[Ref]:
+    def scratch(self, spec: CrossEntropySpec, rows: int) -> list[Ref]:
         """The ring of stages: its memory, and its barriers."""
-        plgpu = mosaic()
         x, w = self.shapes(spec)
-        full = plgpu.Barrier(num_arrivals=CONSUMERS + 1, num_barriers=self.stages)
-        free = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=self.stages)
-        return [tile(x, spec.row_dtype), tile(w, spec.weight_dtype), full, free]
+        barriers = Ring.barriers(self.stages, CONSUMERS + 1, paired(rows))
+        return [tile(x, spec.row_dtype), tile(w, spec.weight_dtype), *barriers]
+
+
+def paired(rows: int) -> bool:
+    """Whether two blocks are a cluster, and take tiles of rows that stand one behind the other: both multiply the same
+    columns of the weight."""
+    return -(-rows // ROWS) % 2 == 0
 
 
 class Logits(NamedTuple):
@@ -102,9 +106,19 @@ class Logits(NamedTuple):
     column_tiles: int
     start: Ref | None = None
 
+    @property
+    def paired(self) -> bool:
+        return paired(self.x.shape[0])
+
+    @property
+    def row_tiles(self) -> int:
+        """How many tiles, or pairs of them, there are along the rows."""
+        return -(-self.x.shape[0] // ROWS) // (2 if self.paired else 1)
+
     def place(self, index: Array) -> tuple[Array, Array]:
-        """The tile of this number is at (row, column)."""
-        return placed(index, -(-self.x.shape[0] // ROWS), self.column_tiles)
+        """The tile of this number is at (row, column); of a pair's number, this block's tile."""
+        row, column = placed(index, self.row_tiles, self.column_tiles)
+        return 2 * row + lax.axis_index(PAIR) if self.paired else row, column
 
 
 Visit: TypeAlias = Callable[[Array, Array, Array], None]
@@ -115,7 +129,7 @@ float32."""
 def each_tile(own: Logits, visit: Visit) -> None:
     """The body of a kernel is a visit by each consumer of its part of each of the block's tiles."""
     plgpu = mosaic()
-    count = -(-own.x.shape[0] // ROWS) * own.column_tiles
+    count = own.row_tiles * own.column_tiles
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == CONSUMERS)
@@ -144,7 +158,8 @@ def _load_tile(own: Logits, first_column: Array, index: Array, step: Array) -> A
                 part = pl.ds(row * ROWS + i * PART, PART)
                 plgpu.copy_gmem_to_smem(own.x.at[part, along], ring.first.at[slot, i], barrier)
             block = (across, along) if own.spec.vocabulary_major else (along, across)
-            plgpu.copy_gmem_to_smem(own.w.at[block], ring.second.at[slot], barrier)
+            both = PAIR if own.paired else None
+            plgpu.copy_gmem_to_smem(own.w.at[block], ring.second.at[slot], barrier, collective_axes=both)
 
         ring.load(step, copies)
         return jnp.add(step, 1)

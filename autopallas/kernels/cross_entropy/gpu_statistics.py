@@ -17,13 +17,12 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from autopallas.kernels.cross_entropy.gpu_logits import Logits, Plan, Vectors, each_tile, padded, value_of
+from autopallas.kernels.cross_entropy.gpu_logits import Logits, Plan, Vectors, each_tile, padded, paired, value_of
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Statistic
 from autopallas.kernels.cross_entropy.tiles import Tile
-from autopallas.kernels.gpu import APPROXIMATED, call, mosaic, processors
-from autopallas.kernels.gpu_pipeline import CONSUMERS, PART, Ring
+from autopallas.kernels.gpu import APPROXIMATED, call, mosaic
+from autopallas.kernels.gpu_pipeline import CONSUMERS, PART, Ring, grid
 from autopallas.kernels.refs import Ref
-from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
 
 __all__ = ["plan_of", "statistics_call", "tiles_of_labels"]
@@ -70,9 +69,9 @@ def statistics_call(
     return call(
         partial(_kernel, spec, plan, tuple(needed), dict(labels), vectors),
         name="autopallas_cross_entropy_statistics",
-        grid={"block": processors(Device.current())},
+        **grid(paired(rows)),
         out_type=tuple(jax.ShapeDtypeStruct((count, rows), dtype) for dtype in dtypes),
-        scratch=[*plan.scratch(spec), *(mosaic().SMEM((CONSUMERS, PART), dtype) for dtype in dtypes)],
+        scratch=[*plan.scratch(spec, rows), *(mosaic().SMEM((CONSUMERS, PART), dtype) for dtype in dtypes)],
         warpgroups=CONSUMERS + 1,
         flops=2 * rows * vocabulary * spec.hidden,
         transcendentals=rows * vocabulary,

@@ -18,12 +18,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from autopallas.compat import Dtype
-from autopallas.kernels.cross_entropy.gpu_logits import Logits, Plan, Vectors, each_tile, value_of
+from autopallas.kernels.cross_entropy.gpu_logits import Logits, Plan, Vectors, each_tile, paired, value_of
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
-from autopallas.kernels.gpu import call, mosaic, processors, rounded, tile
-from autopallas.kernels.gpu_pipeline import CONSUMERS, PART, Ring
+from autopallas.kernels.gpu import call, mosaic, rounded, tile
+from autopallas.kernels.gpu_pipeline import CONSUMERS, PART, Ring, grid
 from autopallas.kernels.refs import Ref
-from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
 
 __all__ = ["Wanted", "plan_of", "values_call"]
@@ -62,9 +61,9 @@ def values_call(
     return call(
         partial(_kernel, spec, plan, tuple(wanted), vectors),
         name="autopallas_cross_entropy_values",
-        grid={"block": processors(Device.current())},
+        **grid(paired(spec.rows)),
         out_type=tuple(jax.ShapeDtypeStruct(shape, dtype) for _, dtype in wanted),
-        scratch=[*plan.scratch(spec), *(tile(shape, dtype) for shape, dtype in plan.beside)],
+        scratch=[*plan.scratch(spec, spec.rows), *(tile(shape, dtype) for shape, dtype in plan.beside)],
         warpgroups=CONSUMERS + 1,
         flops=2 * rows * columns * spec.hidden,
         transcendentals=rows * columns,

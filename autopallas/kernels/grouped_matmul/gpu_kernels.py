@@ -17,13 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from autopallas.kernels.gpu import call, mosaic, processors, tile, unravelled
-from autopallas.kernels.gpu_pipeline import CONSUMERS, PART, REGISTERS, Ring, placed, steps_of, tiles
-from autopallas.kernels.grouped_matmul.gpu_tiles import STORED, TOGETHER, Tile
+from autopallas.kernels.gpu import call, mosaic, tile, unravelled
+from autopallas.kernels.gpu_pipeline import CONSUMERS, PAIR, PART, REGISTERS, Ring, grid, placed, steps_of, tiles
+from autopallas.kernels.grouped_matmul.gpu_tiles import STORED, TOGETHER, SharedOperand, Tile
 from autopallas.kernels.grouped_matmul.gpu_visits import ALIGNED, AT, COUNT, FIRST, HIGH, LAST, LOW
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.kernels.refs import Ref
-from autopallas.sites.device import Device
 
 __all__ = ["rows_call", "weights_call"]
 
@@ -41,12 +40,13 @@ def rows_call(spec: GroupedMatmulSpec, tile_: Tile, total: int, columns: int) ->
     inner = spec.contracting if spec.use == "forward" else spec.columns
     out_type = jax.ShapeDtypeStruct((total, columns), spec.output_dtype)
     size = spec.first_dtype.itemsize
+    shared = tile_.shared_operand(columns)
     return call(
-        partial(_rows_kernel, spec, tile_),
+        partial(_rows_kernel, spec, tile_, shared),
         name=f"autopallas_grouped_matmul_{spec.use}",
-        grid={"block": processors(Device.current())},
+        **grid(shared is not None),
         out_type=out_type,
-        scratch=_scratch(spec, tile_),
+        scratch=_scratch(spec, tile_, shared),
         warpgroups=CONSUMERS + 1,
         flops=2 * total * inner * columns,
         bytes_accessed=size * (total * inner + spec.batch * spec.groups * inner * columns)
@@ -57,25 +57,35 @@ def rows_call(spec: GroupedMatmulSpec, tile_: Tile, total: int, columns: int) ->
 def weights_call(spec: GroupedMatmulSpec, tile_: Tile, total: int, groups: int, k: int, n: int) -> Callable[..., Array]:
     """The kernel of "drhs" as a function of (bounds, lhs [T, K], dout [T, N]), with the result [groups, K, N]."""
     size = spec.first_dtype.itemsize
+    shared = tile_.shared_operand(n, k)
     return call(
-        partial(_weights_kernel, spec, tile_),
+        partial(_weights_kernel, spec, tile_, shared),
         name="autopallas_grouped_matmul_drhs",
-        grid={"block": processors(Device.current())},
+        **grid(shared is not None),
         out_type=jax.ShapeDtypeStruct((groups, k, n), spec.result_dtype),
-        scratch=_scratch(spec, tile_),
+        scratch=_scratch(spec, tile_, shared),
         warpgroups=CONSUMERS + 1,
         flops=2 * total * k * n,
         bytes_accessed=size * total * (k + n) + groups * k * n * spec.result_dtype.itemsize,
     )
 
 
-def _scratch(spec: GroupedMatmulSpec, tile_: Tile) -> list[Ref]:
+def _scratch(spec: GroupedMatmulSpec, tile_: Tile, shared: SharedOperand | None) -> list[Ref]:
     plgpu = mosaic()
     first, second, stored, *ladder = tile_.shapes(spec)
-    full = plgpu.Barrier(num_arrivals=tile_.row_parts + tile_.column_parts, num_barriers=tile_.stages)
-    free = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile_.stages)
+    barriers = Ring.barriers(tile_.stages, tile_.row_parts + tile_.column_parts, shared is not None)
     own = [plgpu.SMEM(*shape) for shape in ladder] or [plgpu.Barrier(num_arrivals=CONSUMERS)]
-    return [tile(*first), tile(*second), tile(*stored), full, free, *own]
+    return [tile(*first), tile(*second), tile(*stored), *barriers, *own]
+
+
+def _of_pair(tiles_: int, paired: bool) -> int:
+    """How many tiles, or pairs of them, there are along an axis."""
+    return tiles_ // 2 if paired else tiles_
+
+
+def _of_block(number: Array, paired: bool) -> Array:
+    """The number of this block's tile, of that of a pair."""
+    return 2 * number + lax.axis_index(PAIR) if paired else number
 
 
 # ---------------------------------------------------------------------- rows by weights
@@ -85,19 +95,20 @@ class _Rows(NamedTuple):
     """This is the kernel of rows by weights, as its warpgroups see it.
 
     Attributes:
-      spec, tile: what is computed, and how.
+      spec, tile, shared: what is computed, and how.
       table, bounds: of the visits, and of the groups.
       rows, weights, out: operands and result in main memory.
       ring: the stages.
       stored, ladder: what whole and cut tiles go through on their way out.
       passes: steps of the pipeline that one group takes.
-      column_tiles: how many there are side by side.
+      column_tiles: how many there are side by side; or pairs, if blocks share an operand, which is that of the rows.
       visits: how many there are.
       warpgroup: which one this is.
     """
 
     spec: GroupedMatmulSpec
     tile: Tile
+    shared: SharedOperand | None
     table: Ref
     bounds: Ref
     rows: Ref
@@ -116,15 +127,21 @@ class _Rows(NamedTuple):
         """Whether the weights' columns are what is summed over."""
         return self.spec.use == "dlhs"
 
+    def place(self, index: Array) -> tuple[Array, Array]:
+        """The tile of this number is at (visit, column); of a pair's number, this block's tile."""
+        visit, column = placed(index, self.visits, self.column_tiles)
+        return visit, _of_block(column, self.shared is not None)
 
-def _rows_kernel(spec: GroupedMatmulSpec, tile_: Tile, *refs: Ref) -> None:
+
+def _rows_kernel(spec: GroupedMatmulSpec, tile_: Tile, shared: SharedOperand | None, *refs: Ref) -> None:
     table, number, bounds, rows, weights, out, first, second, stored, full, free, ladder = refs
     plgpu = mosaic()
     ring = Ring(first, second, full, free, tile_.stages)
     visits, warpgroup = number[0], lax.axis_index("warpgroup")
     own = _Rows(
-        spec, tile_, table, bounds, rows, weights, out, ring, stored, ladder,
-        passes=-(-rows.shape[1] // tile_.inner), column_tiles=-(-out.shape[1] // tile_.columns),
+        spec, tile_, shared, table, bounds, rows, weights, out, ring, stored, ladder,
+        passes=-(-rows.shape[1] // tile_.inner),
+        column_tiles=_of_pair(-(-out.shape[1] // tile_.columns), shared is not None),
         visits=visits, warpgroup=warpgroup,
     )  # fmt: skip
 
@@ -220,7 +237,7 @@ def _parts(tile_: Tile, warpgroup: Array) -> tuple[Array, Array]:
 def _load_rows(own: _Rows, row_parts: Sequence[Array | int], index: Array, step: Array) -> Array:
     """The producer loads what these parts of a tile of the result are the product of, and returns the steps done."""
     plgpu, tile_, ring = mosaic(), own.tile, own.ring
-    visit, column = placed(index, own.visits, own.column_tiles)
+    visit, column = own.place(index)
     at = pl.multiple_of(own.table[visit, AT], ALIGNED)
     begin = at + own.table[visit, LOW]
 
@@ -234,7 +251,10 @@ def _load_rows(own: _Rows, row_parts: Sequence[Array | int], index: Array, step:
                 along = pl.ds(k * tile_.inner, tile_.inner)
                 for i, part in enumerate(row_parts):
                     rows = pl.ds(at + part * PART, PART)
-                    plgpu.copy_gmem_to_smem(own.rows.at[rows, along], ring.first.at[slot, i], barrier)
+                    both = PAIR if own.shared == "first" else None
+                    plgpu.copy_gmem_to_smem(
+                        own.rows.at[rows, along], ring.first.at[slot, i], barrier, collective_axes=both
+                    )
                 for _ in range(tile_.row_parts - len(row_parts)):
                     plgpu.barrier_arrive(barrier)
                 for i in range(tile_.column_parts):
@@ -254,7 +274,7 @@ def _load_rows(own: _Rows, row_parts: Sequence[Array | int], index: Array, step:
 def _compute_rows(own: _Rows, share: _Share, index: Array, step: Array) -> Array:
     """A consumer computes and stores its part of a tile of the result, and returns the steps done."""
     spec, tile_, ring, row_part = own.spec, own.tile, own.ring, share.row_part
-    visit, column = placed(index, own.visits, own.column_tiles)
+    visit, column = own.place(index)
     steps = own.table[visit, COUNT] * own.passes
 
     def product(sum_: Ref) -> Array:
@@ -336,18 +356,19 @@ class _Weights(NamedTuple):
     """This is the kernel of the gradient of the weights, as its warpgroups see it.
 
     Attributes:
-      spec, tile: what is computed, and how.
+      spec, tile, shared: what is computed, and how.
       bounds: of the groups.
       lhs, dout, out: operands and result in main memory.
       ring: the stages.
       stored: what tiles go through on their way out.
       masked: the barrier at which the consumers have cleared a stage.
-      row_tiles, column_tiles: of one group.
+      row_tiles, column_tiles: of one group; or pairs, along the axis whose tiles share an operand.
       warpgroup: which one this is.
     """
 
     spec: GroupedMatmulSpec
     tile: Tile
+    shared: SharedOperand | None
     bounds: Ref
     lhs: Ref
     dout: Ref
@@ -363,7 +384,8 @@ class _Weights(NamedTuple):
         """The tile of this number is at (group, row, column)."""
         each = self.row_tiles * self.column_tiles
         group = lax.div(index, jnp.int32(each))
-        return (group, *placed(index - group * each, self.row_tiles, self.column_tiles))
+        row, column = placed(index - group * each, self.row_tiles, self.column_tiles)
+        return group, _of_block(row, self.shared == "second"), _of_block(column, self.shared == "first")
 
     def extent(self, group: Array) -> tuple[Array, Array, Array, Array]:
         """A group takes (first row loaded, its first and the one behind its last, counted from there, steps)."""
@@ -373,14 +395,17 @@ class _Weights(NamedTuple):
         return at, begin - at, end - at, jnp.where(end > begin, steps, 0)
 
 
-def _weights_kernel(spec: GroupedMatmulSpec, tile_: Tile, *refs: Ref) -> None:
+def _weights_kernel(spec: GroupedMatmulSpec, tile_: Tile, shared: SharedOperand | None, *refs: Ref) -> None:
     bounds, lhs, dout, out, first, second, stored, full, free, masked = refs
     plgpu = mosaic()
     ring = Ring(first, second, full, free, tile_.stages)
     groups, inner, columns = out.shape
-    row_tiles, column_tiles = -(-inner // tile_.rows), -(-columns // tile_.columns)
+    row_tiles = _of_pair(-(-inner // tile_.rows), shared == "second")
+    column_tiles = _of_pair(-(-columns // tile_.columns), shared == "first")
     count, warpgroup = groups * row_tiles * column_tiles, lax.axis_index("warpgroup")
-    own = _Weights(spec, tile_, bounds, lhs, dout, out, ring, stored, masked, row_tiles, column_tiles, warpgroup)
+    own = _Weights(
+        spec, tile_, shared, bounds, lhs, dout, out, ring, stored, masked, row_tiles, column_tiles, warpgroup
+    )
 
     @pl.when(warpgroup == CONSUMERS)
     def produce() -> None:
@@ -405,11 +430,17 @@ def _load_weights(own: _Weights, index: Array, step: Array) -> Array:
             along = pl.ds(at + m * tile_.inner, tile_.inner)
             for i in range(tile_.row_parts):
                 across = pl.ds(row * tile_.rows + i * PART, PART)
-                plgpu.copy_gmem_to_smem(own.lhs.at[along, across], ring.first.at[slot, i], barrier)
+                both = PAIR if own.shared == "first" else None
+                plgpu.copy_gmem_to_smem(
+                    own.lhs.at[along, across], ring.first.at[slot, i], barrier, collective_axes=both
+                )
             for i in range(tile_.column_parts):
                 start = column * tile_.columns + i * tile_.part_columns
                 across = pl.ds(start, tile_.part_columns)
-                plgpu.copy_gmem_to_smem(own.dout.at[along, across], ring.second.at[slot, i], barrier)
+                both = PAIR if own.shared == "second" else None
+                plgpu.copy_gmem_to_smem(
+                    own.dout.at[along, across], ring.second.at[slot, i], barrier, collective_axes=both
+                )
 
         ring.load(step, copies)
         return jnp.add(step, 1)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from autopallas.compat import Dtype
 from autopallas.kernels.gpu import SHARED_MEMORY, rounded, shared_bytes
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 
-__all__ = ["PART", "STORED", "TOGETHER", "Tile"]
+__all__ = ["PART", "STORED", "TOGETHER", "SharedOperand", "Tile"]
 
 Stored: TypeAlias = tuple[tuple[int, ...], Dtype]
 """Shape and dtype of something in shared memory."""
+
+SharedOperand: TypeAlias = Literal["first", "second"]
+"""What two blocks load together: the first operand for tiles side by side, the second for tiles one below the other."""
 
 PART = 64
 """Rows of one wgmma, and what is summed over between two steps of the pipeline."""
@@ -80,6 +83,17 @@ class Tile(NamedTuple):
     def halves(self) -> bool:
         """Whether a tile may be computed as two, of 64 rows each, by warpgroups that share the columns."""
         return self.row_parts == 2 and self.columns % (2 * STORED) == 0
+
+    def shared_operand(self, columns: int, rows: int | None = None) -> SharedOperand | None:
+        """What two blocks share, where the result's tiles are an even number along an axis; the larger one if they are
+        along both.
+
+        Args:
+          columns, rows: of the result; rows are None where tiles one below the other may differ in their weights.
+        """
+        if rows is not None and -(-rows // self.rows) % 2 == 0:
+            return "second"
+        return "first" if -(-columns // self.columns) % 2 == 0 else None
 
     def shapes(self, spec: GroupedMatmulSpec) -> tuple[Stored, ...]:
         """Shape and dtype of everything in shared memory: first, second, and twice the result on its way out."""
