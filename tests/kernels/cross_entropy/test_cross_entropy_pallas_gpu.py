@@ -13,6 +13,8 @@ import pytest
 from cross_entropy_cases import BF16, F32, F64, KINDS, LOSS, Case
 from cross_entropy_implementation import BY_NAME, SIZES, CrossEntropyImplementation
 
+from support.multicast import interpreted_multicast
+
 from autopallas import compat
 from autopallas.kernels.cross_entropy import gpu_logits, gpu_statistics, pallas_gpu, xla
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
@@ -45,6 +47,13 @@ TILED = {
 its tiles, with labels in the last columns of one and the first of the next; and rows whose labels are none."""
 
 
+SHARING = {
+    "pairs": Case("pairs", rows=500, hidden=136, vocabulary=520, labels=(-3, 600), kinds=LOSS),
+    "pairs, table": Case("pairs, table", rows=200, hidden=72, vocabulary=300, kinds=KINDS, vocabulary_major=True),
+}
+"""An even number of tiles of rows, so that two blocks load the same columns of the weight together."""
+
+
 class Gpu(CrossEntropyImplementation):
     name = "pallas_gpu"
     __test__ = False
@@ -54,7 +63,7 @@ class Gpu(CrossEntropyImplementation):
 def racing():
     from jax.experimental.pallas import mosaic_gpu
 
-    with interpret.mode(mosaic_gpu.InterpretGPUParams(detect_races=True)):
+    with interpret.mode(mosaic_gpu.InterpretGPUParams(detect_races=True)), interpreted_multicast():
         yield Gpu()
 
 
@@ -85,6 +94,18 @@ def test_statistics_and_gradients(racing, kernels_alone, name, dtype):
 def test_several_tiles_of_every_axis(racing, kernels_alone, name):
     for _ in range(3 if EVERYTHING else 1):  # threads of the interpreter run in another order each time
         racing.check(pallas_gpu, TILED[name], BlockSizes(1000, 136), BF16)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", some(SHARING, ["pairs, table"]))
+def test_two_blocks_load_the_weight_together(kernels_alone, name):
+    from jax.experimental.pallas import mosaic_gpu
+
+    case = SHARING[name]
+    assert gpu_logits.paired(case.rows) and not gpu_logits.paired(384)
+    with interpret.mode(mosaic_gpu.InterpretGPUParams(detect_races=True)), interpreted_multicast() as transfers:
+        Gpu().check(pallas_gpu, case, BlockSizes(1000, 136), BF16)
+    assert transfers[0] > 0
 
 
 @needs_interpreter

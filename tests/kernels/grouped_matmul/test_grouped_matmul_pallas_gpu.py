@@ -14,9 +14,13 @@ from test_grouped_matmul_implementations import (
     SIZES,
     USES,
     GroupedMatmulImplementation,
+    error,
     operands,
     spec_of,
+    truths,
 )
+
+from support.multicast import interpreted_multicast
 
 from autopallas import compat
 from autopallas.kernels.gpu import SHARED_MEMORY, too_few_threads
@@ -45,12 +49,15 @@ WIDE = {
     "small tiles, tails": (BlockSizes(64, 64, 128), dict(rows=90, inner=136, columns=72, groups=3), [70, 0, 11]),
     "whole tiles": (BlockSizes(128, 64, 128), dict(rows=256, inner=256, columns=128, groups=2), [128, 128]),
     "deep steps": (BlockSizes(128, 128, 64), dict(rows=136, inner=300, columns=64, groups=2), [130, 6]),
-    "last tile in halves": (BlockSizes(128, 64, 128), dict(rows=298, inner=128, columns=136, groups=2), [128, 163]),
-    "one tile in halves": (BlockSizes(128, 64, 256), dict(rows=100, inner=200, columns=256, groups=1), [97]),
+    "pairs, last tile in halves": (
+        BlockSizes(128, 64, 128), dict(rows=291, inner=136, columns=200, groups=2), [128, 163]
+    ),
+    "one tile in halves": (BlockSizes(128, 64, 256), dict(rows=97, inner=200, columns=256, groups=1), [97]),
     "halves, overlapping": (BlockSizes(128, 64, 128), dict(rows=120, inner=72, columns=128, groups=3), [100, -40, 60]),
 }
-"""Shapes of several tiles, and of more steps than there are stages. Two blocks are interpreted, so that of an odd
-number of tiles the last is computed in halves."""
+"""Shapes of several tiles, and of more steps than there are stages. Two blocks are interpreted, or clusters of two where
+tiles are even in number along an axis, so that of an odd number of tiles, or of pairs, the last is computed in
+halves."""
 
 
 def racing() -> Any:
@@ -67,8 +74,8 @@ class TestPallasGpu(GroupedMatmulImplementation):
 
     @pytest.fixture(autouse=True)
     def interpreted(self):
-        with racing():
-            yield
+        with racing(), interpreted_multicast() as transfers:
+            yield transfers
 
     @pytest.mark.parametrize(
         "pattern", SIZES if EVERYTHING else ["rows past the sum", "negative, so that groups overlap"]
@@ -111,11 +118,55 @@ class TestPallasGpu(GroupedMatmulImplementation):
             finite = np.isfinite(found).reshape(len(found), -1).all(axis=1)
             assert set(np.flatnonzero(~finite)) == ({1, 3} if use == "drhs" else {4})
 
-    @pytest.mark.parametrize("name", WIDE if EVERYTHING else ["tails everywhere", "last tile in halves"])
+    @pytest.mark.parametrize("name", WIDE if EVERYTHING else ["tails everywhere", "pairs, last tile in halves"])
     def test_several_tiles_of_every_axis(self, module, name):
         block, shape, group_sizes = WIDE[name]
         for _ in range(3 if EVERYTHING else 1):  # threads of the interpreter run in another order each time
             self.check(module, spec_of("forward", self.dtype, **shape), group_sizes, sizes=block)
+
+    @pytest.mark.parametrize("use, shared", [("forward", "first"), ("drhs", "first"), ("drhs", "second")])
+    def test_what_one_group_holds_does_not_reach_another_where_blocks_share_an_operand(self, module, use, shared):
+        """Of three groups, one of them empty, the first and what is behind the last hold NaN."""
+        inner, columns = (64, 256) if shared == "first" else (256, 64)
+        spec = spec_of(use, "bfloat16", rows=150, inner=inner, columns=columns, groups=3)
+        block = BlockSizes(128, 64, 128)
+        first, second, cotangent = operands(spec)
+        group_sizes = np.asarray([[67, 0, 65]])
+        poisoned = first.at[0, 3, 2].set(jnp.nan).at[0, 140, 1].set(jnp.inf)
+        if use == "drhs":
+            second = second.at[0, 141].set(jnp.nan)
+        found = jax.jit(partial(module.forward, spec, block))(Operands(poisoned, second, jnp.asarray(group_sizes)))[0]
+        wanted = truths(spec, first, jnp.nan_to_num(second), group_sizes, cotangent)["result"][0]
+        whole = np.delete(np.arange(len(found)), [0] if use == "drhs" else [3, 140])
+        assert error(np.asarray(found, np.float32)[whole], wanted[whole]) <= 1e-2
+        assert np.isnan(np.asarray(found, np.float32)[0 if use == "drhs" else 3]).any()
+
+    def test_both_blocks_of_a_cluster_load_what_they_share(self, module, interpreted):
+        block, shape, group_sizes = WIDE["tails everywhere"]
+        spec = spec_of("forward", "bfloat16", **shape)
+        first, second, _ = operands(spec)
+        jax.jit(partial(module.forward, spec, block))(Operands(first, second, jnp.asarray([group_sizes])))
+        # Of four visits, three of which have a group, each takes two steps: two parts of rows, loaded by two blocks.
+        assert interpreted == [3 * 2 * 2 * 2]
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", [name for name in WIDE if "halves" in name])
+def test_the_shapes_with_halves_have_an_odd_number_of_tiles(name):
+    block, shape, group_sizes = WIDE[name]
+    spec = spec_of("forward", "bfloat16", **shape)
+    tile = Tile.of(spec, block)
+    number = int(visits(jnp.asarray([group_sizes]), spec.rows, tile.rows).number[0])
+    across = -(-spec.columns // tile.columns)
+    assert tile.halves and number * (across // 2 if tile.shared_operand(spec.columns) else across) % 2 == 1
+
+
+def test_blocks_share_the_larger_operand_that_both_have():
+    tile = Tile(128, 64, 256, 4)
+    assert tile.shared_operand(4096) == "first"  # rows may be of different groups
+    assert tile.shared_operand(4096, 4096) == tile.shared_operand(768, 4096) == "second"
+    assert tile.shared_operand(4096, 300) == "first"
+    assert tile.shared_operand(768) is tile.shared_operand(768, 384) is tile.shared_operand(1, 1) is None
 
 
 # ---------------------------------------------------------------------- what is supported
