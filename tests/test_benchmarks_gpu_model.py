@@ -61,6 +61,14 @@ def test_a_tile_stores_once_and_skips_what_is_rare():
     assert tile.cycles == 2 + 4 + 5 + 4 + 4 + 6 + 1 + 5 + 5
 
 
+def test_transfers_into_the_memory_of_both_blocks_are_counted():
+    loads = """   -:2:-:Y:01        /*0028*/                   @UP1 UTMALDG.4D [UR16], [UR26]
+   -:2:-:Y:01        /*002c*/                   @UP1 UTMALDG.4D.MULTICAST [UR24], [UR36], UR16
+"""
+    again = PERSISTENT.replace(".L_x_5:\n", f".L_x_5:\n{loads}", 1)
+    assert [Code.of(listing, 168, 200_000).multicasts for listing in (PERSISTENT, again)] == [0, 1]
+
+
 def test_a_listing_becomes_parts_of_the_model():
     code = Code.of(PERSISTENT, 168, 200_000)
     (step,) = code.loops
@@ -91,11 +99,11 @@ def test_less_work_takes_less_time():
     before, after = (cross_entropy("", c, shape).teraflops() for c in (code, lean))
     assert after > before
     forward = codes()["e24747c grouped_matmul forward"]
-    near, far = (
-        grouped_matmul("", forward, (8192, 4096, 4096, 8), row_tiles=68, step_bytes=n).teraflops()
-        for n in (40960, 49152)
+    far, columns, rows = (
+        grouped_matmul("", replace(forward, multicasts=n), (8192, 4096, 4096, 8), row_tiles=68).teraflops()
+        for n in range(3)
     )
-    assert near > far
+    assert columns > rows > far
     assert Tiles(forward, 132, 64).seconds(CONSTANTS) < Tiles(forward, 133, 64).seconds(CONSTANTS), "a round more"
     (step,) = forward.loops
     halved = replace(forward, loops=(step, step._replace(products=step.products / 2)))

@@ -15,6 +15,9 @@ _SIZE = 2
 """Bytes of bfloat16."""
 _ROWS, _COLUMNS, _INNER = 128, 256, 64
 """Tile of the persistent kernels."""
+_SHARED = {0: (1.0, 1.0), 1: (1.0, 0.5), 2: (0.5, 1.0)}
+"""What each multiprocessor loads of its tiles of rows and of columns, by the number of transfers that two blocks make
+together: rows come in two, and columns in one."""
 _PART = 8192
 """Columns of the vocabulary whose gradient is stored at a time."""
 
@@ -60,7 +63,6 @@ def grouped_matmul(
     shape: tuple[int, int, int, int],
     *,
     row_tiles: int | None = None,
-    step_bytes: float = _INNER * (_ROWS + _COLUMNS) * _SIZE,
 ) -> Case:
     """Grouped matmul of (M, K, N, G).
 
@@ -68,7 +70,6 @@ def grouped_matmul(
       name, code: of the case and its kernel.
       shape: what is computed.
       row_tiles: how many tiles of rows the groups have; None for the gradient of the weights, whose groups are even.
-      step_bytes: that a multiprocessor loads in a step.
     """
     m, k, n, groups = shape
     columns = -(-n // _COLUMNS)
@@ -76,30 +77,27 @@ def grouped_matmul(
         count, steps = groups * -(-k // _ROWS) * columns, m / groups / _INNER + 0.5
     else:
         count, steps = row_tiles * columns, -(-k // _INNER)
-    return Case(name, 2.0 * m * k * n, (Tiles(code, count, steps, step_bytes),))
+    return Case(name, 2.0 * m * k * n, (_tiles(code, count, steps),))
 
 
-def cross_entropy(
-    name: str, code: Code, shape: tuple[int, int, int], step_bytes: float = _INNER * (_ROWS + _COLUMNS) * _SIZE
-) -> Case:
+def _tiles(code: Code, count: float, steps: float) -> Tiles:
+    rows, columns = (_INNER * n * _SIZE * share for n, share in zip((_ROWS, _COLUMNS), _SHARED[code.multicasts], strict=True))
+    return Tiles(code, count, steps, rows + columns, half_bytes=rows / 2 + columns)
+
+
+def cross_entropy(name: str, code: Code, shape: tuple[int, int, int]) -> Case:
     """The statistics, or the values, of the logits of (N rows, D, V)."""
     n, d, v = shape
     tiles = -(-n // _ROWS) * -(-v // _COLUMNS)
-    return Case(name, 2.0 * n * d * v, (Tiles(code, tiles, -(-d // _INNER), step_bytes),))
+    return Case(name, 2.0 * n * d * v, (_tiles(code, tiles, -(-d // _INNER)),))
 
 
-def train_step(
-    name: str,
-    statistics: Code,
-    values: Code,
-    shape: tuple[int, int, int],
-    step_bytes: float = _INNER * (_ROWS + _COLUMNS) * _SIZE,
-) -> Case:
+def train_step(name: str, statistics: Code, values: Code, shape: tuple[int, int, int]) -> Case:
     """Statistics, the gradient of the logits, dx and dW, of which three products are credited."""
     n, d, v = shape
     parts = -(-v // _PART)
     own = tuple(
-        cross_entropy("", code, (n, d, columns), step_bytes).works[0]
+        cross_entropy("", code, (n, d, columns)).works[0]
         for code, columns, count in (
             (statistics, v, 1),
             (values, _PART, parts - 1),

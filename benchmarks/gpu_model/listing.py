@@ -82,6 +82,7 @@ class Loop:
       products: its wgmma by shape, such as ``64x128x16``.
       waits: how often it waits at a barrier.
       overlaps: how often it waits for all groups of wgmma but the last.
+      multicasts: transfers that write into the shared memory of all blocks of a cluster.
     """
 
     blocks: frozenset[int]
@@ -94,6 +95,7 @@ class Loop:
     products: Mapping[str, int]
     waits: int
     overlaps: int
+    multicasts: int
 
     @property
     def instructions(self) -> int:
@@ -171,6 +173,7 @@ class Listing:
             dict(Counter(filter(None, map(_product, taken)))),
             sum(i.name == "BAR" or i.operation.startswith("SYNCS.PHASECHK") for i in taken),
             sum(i.operation.startswith("WARPGROUP.DEPBAR") and i.operands.endswith("0x1") for i in taken),
+            sum(i.name == "UTMALDG" and i.operation.endswith(".MULTICAST") for i in taken),
         )
 
     def _multiplies(self, body: set[int]) -> bool:

@@ -128,12 +128,14 @@ class Code:
       loops: those with products, in the order of the code.
       tile: what a persistent kernel does for a tile beside its products, or None.
       registers, shared_bytes: as ptxas reports them.
+      multicasts: transfers of a step that two blocks make together.
     """
 
     loops: tuple[Part, ...]
     tile: Part | None
     registers: int = 168
     shared_bytes: int = 0
+    multicasts: int = 0
 
     @staticmethod
     def of(listing: str, registers: int, shared_bytes: int) -> Code:
@@ -141,7 +143,8 @@ class Code:
         loops = Listing.of(listing).loops
         around = [Part.of(loop) for loop in loops if loop.inside]
         own = tuple(Part.of(loop) for loop in loops if loop.products)
-        return Code(own, around[0] if around else None, registers, shared_bytes)
+        multicasts = max((loop.multicasts for loop in loops), default=0)
+        return Code(own, around[0] if around else None, registers, shared_bytes, multicasts)
 
 
 def occupancy(registers: int, threads: int, shared_bytes: int) -> int:
@@ -223,6 +226,7 @@ class Tiles:
       steps: passes of the loop for each.
       step_bytes: loaded in a step from L2 by each multiprocessor.
       warpgroups: that compute.
+      half_bytes: the same where two blocks compute a tile, half of the rows each.
     """
 
     code: Code
@@ -230,6 +234,7 @@ class Tiles:
     steps: float
     step_bytes: float = 49152.0
     warpgroups: int = 2
+    half_bytes: float = 40960.0
 
     def seconds(self, constants: Constants) -> float:
         step, *others = self.code.loops
@@ -237,8 +242,8 @@ class Tiles:
         begin = self.epilogue(constants)
         cycles = rounds * (self.steps * self._step(step, self.step_bytes, constants) + begin)
         if rest and others and 2 * others[0].products == step.products and 2 * rest <= PROCESSORS:
-            # Two blocks compute a tile of the last round: each loads half of the rows, and all columns.
-            cycles += self.steps * self._step(others[0], self.step_bytes * 5 / 6, constants) + begin
+            # Two blocks compute a tile of the last round.
+            cycles += self.steps * self._step(others[0], self.half_bytes, constants) + begin
         elif rest:
             cycles += self.steps * self._step(step, self.step_bytes, constants) + begin
         return cycles / CLOCK + LAUNCH
