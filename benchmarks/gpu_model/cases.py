@@ -81,7 +81,9 @@ def grouped_matmul(
 
 
 def _tiles(code: Code, count: float, steps: float) -> Tiles:
-    rows, columns = (_INNER * n * _SIZE * share for n, share in zip((_ROWS, _COLUMNS), _SHARED[code.multicasts], strict=True))
+    rows, columns = (
+        _INNER * n * _SIZE * share for n, share in zip((_ROWS, _COLUMNS), _SHARED[code.multicasts], strict=True)
+    )
     return Tiles(code, count, steps, rows + columns, half_bytes=rows / 2 + columns)
 
 

@@ -32,13 +32,15 @@ Wanted: TypeAlias = tuple[ElementwiseProgram, Dtype]
 """A program, and the dtype in which its values are stored."""
 
 _STRIP = 64
+_BUFFERS = 2
+"""Strips that are stored together."""
 _FEWEST_STAGES = 3
 _TOGETHER = 8
 
 
 def plan_of(spec: CrossEntropySpec, wanted: Sequence[Wanted], columns: int) -> Plan:
     """The widest tile of so many columns at most that leaves room for a pipeline, beside two buffers per value."""
-    beside = [((CONSUMERS, 2, PART, _STRIP), dtype) for _, dtype in wanted]
+    beside = [((CONSUMERS, _BUFFERS, PART, _STRIP), dtype) for _, dtype in wanted]
     wide = Plan.of(spec, min(256, rounded(columns, PART)), _STRIP, beside)
     return wide if wide.stages >= _FEWEST_STAGES else Plan.of(spec, 128, _STRIP, beside)
 
@@ -83,22 +85,24 @@ def _kernel(spec: CrossEntropySpec, plan: Plan, wanted: Sequence[Wanted], given:
 
     def visit(at: Array, column: Array, logits: Array) -> None:
         here, first_column = column * plan.columns, start[0]
-        if strips % 2:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # else the last tile's last strip is in the first buffer
         for i, c in enumerate(range(0, plan.columns, plan.strip)):
             position = at, first_column + here + c
             # Read anew for each strip: else ptxas computes all strips at once, and spills registers.
             rows = given.of_rows(vectors, at)
             strip = given.strip(spec, logits[:, c : c + plan.strip], position, vectors, rows)
             values = [jnp.broadcast_to(value_of(p, strip).astype(dtype), strip.score.shape) for p, dtype in wanted]
-            # Those of the strip before may still be read, from the other buffers.
-            plgpu.wait_smem_to_gmem(len(wanted), wait_read_only=True)
+            if i % _BUFFERS == 0:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # nothing is read from the buffers any more
             for value, place in zip(values, stored, strict=True):
-                place.at[warpgroup, i % 2][...] = value
-            plgpu.commit_smem()
-            for place, result in zip(stored, results, strict=True):
-                target = result.at[pl.ds(at, PART), pl.ds(here + c, plan.strip)]
-                plgpu.copy_smem_to_gmem(place.at[warpgroup, i % 2], target)
+                place.at[warpgroup, i % _BUFFERS][...] = value
+            if i % _BUFFERS < _BUFFERS - 1 and i + 1 < strips:
+                continue
+            plgpu.commit_smem()  # of all buffers together
+            for n in range(i % _BUFFERS + 1):
+                across = pl.ds(here + c - (i % _BUFFERS - n) * plan.strip, plan.strip)
+                for place, result in zip(stored, results, strict=True):
+                    target = result.at[pl.ds(at, PART), across]
+                    plgpu.copy_smem_to_gmem(place.at[warpgroup, n], target)
 
     ring = Ring(first, second, full, free, plan.stages)
     # What TMA writes behind the end of the results is dropped.

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 
 from autopallas.kernels.gpu import call, mosaic, tile, unravelled
 from autopallas.kernels.gpu_pipeline import CONSUMERS, PAIR, PART, REGISTERS, Ring, grid, placed, steps_of, tiles
-from autopallas.kernels.grouped_matmul.gpu_tiles import STORED, TOGETHER, SharedOperand, Tile
+from autopallas.kernels.grouped_matmul.gpu_tiles import STORED, SharedOperand, Tile
 from autopallas.kernels.grouped_matmul.gpu_visits import ALIGNED, AT, COUNT, FIRST, HIGH, LAST, LOW
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.kernels.refs import Ref
@@ -311,13 +311,14 @@ def _store(spec: GroupedMatmulSpec, value: Array, stored: Ref, target: Callable[
     An activation needs the registers of a strip: there strips go one at a time, through one buffer and the other.
     """
     plgpu = mosaic()
-    together = TOGETHER if spec.epilogue is None else 1
+    buffers = stored.shape[0]
+    together = buffers if spec.epilogue is None else 1
     starts = range(0, value.shape[1], STORED)
     for begin in range(0, len(starts), together):
-        places = {n % TOGETHER: starts[n] for n in range(begin, min(begin + together, len(starts)))}
+        places = {n % buffers: starts[n] for n in range(begin, min(begin + together, len(starts)))}
         strips = [spec.finished(value[:, c : c + STORED].astype(spec.result_dtype)) for c in places.values()]
         # Of the last tile, and of what was written here before, nothing is read any more.
-        plgpu.wait_smem_to_gmem(TOGETHER - together if begin else 0, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(buffers - together if begin else 0, wait_read_only=True)
         for place, strip in zip(places, strips, strict=True):
             stored.at[place][...] = strip
         plgpu.commit_smem()  # what was written by threads is now there for TMA

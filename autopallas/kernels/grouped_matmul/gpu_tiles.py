@@ -9,7 +9,7 @@ from autopallas.kernels.gpu import SHARED_MEMORY, rounded, shared_bytes
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 
-__all__ = ["PART", "STORED", "TOGETHER", "SharedOperand", "Tile"]
+__all__ = ["PART", "STORED", "SharedOperand", "Tile"]
 
 Stored: TypeAlias = tuple[tuple[int, ...], Dtype]
 """Shape and dtype of something in shared memory."""
@@ -23,7 +23,7 @@ PART = 64
 STORED = 64
 """Columns of the result that go through shared memory at a time."""
 
-TOGETHER = 2
+_FEWEST_TOGETHER, _MOST_TOGETHER = 2, 4
 """Strips of so many columns that are stored together."""
 
 _MOST_STAGES = 6
@@ -37,17 +37,19 @@ class Tile(NamedTuple):
       inner: what is summed over in a step.
       columns: of the result.
       stages: how many steps the loads are ahead.
+      together: how many strips of the result have a place in shared memory, and are stored together.
     """
 
     rows: int
     inner: int
     columns: int
     stages: int
+    together: int = _FEWEST_TOGETHER
 
     @staticmethod
     def of(spec: GroupedMatmulSpec, sizes: BlockSizes) -> Tile:
         """The tile for block sizes: rounded to what wgmma takes, no larger than the result, and with as many stages as
-        fit into shared memory."""
+        fit into shared memory; and then with more room for the result, if there is."""
         inner, columns = spec.contracting, spec.columns
         if spec.use == "dlhs":
             inner, columns = columns, inner
@@ -62,7 +64,11 @@ class Tile(NamedTuple):
         wanted = min(_MOST_STAGES, max(2, -(-inner // step)))
         for stages in range(wanted, 1, -1):
             if (candidate := tile._replace(stages=stages)).shared_bytes(spec) <= SHARED_MEMORY:
-                return candidate
+                strips = min(_MOST_TOGETHER, tile.part_columns // STORED)
+                roomy = candidate._replace(together=max(strips, _FEWEST_TOGETHER))
+                # An activation is evaluated strip by strip.
+                more = spec.epilogue is None and roomy.shared_bytes(spec) <= SHARED_MEMORY
+                return roomy if more else candidate
         return tile._replace(stages=2)
 
     @property
@@ -96,13 +102,13 @@ class Tile(NamedTuple):
         return "first" if -(-columns // self.columns) % 2 == 0 else None
 
     def shapes(self, spec: GroupedMatmulSpec) -> tuple[Stored, ...]:
-        """Shape and dtype of everything in shared memory: first, second, and twice the result on its way out."""
+        """Shape and dtype of everything in shared memory: first, second, and the result on its way out."""
         first = (self.inner, PART) if spec.use == "drhs" else (PART, self.inner)
         second = (self.part_columns, self.inner) if spec.use == "dlhs" else (self.inner, self.part_columns)
         found = (
             ((self.stages, self.row_parts, *first), spec.first_dtype),
             ((self.stages, self.column_parts, *second), spec.second_dtype),
-            ((2, TOGETHER, PART, STORED), spec.output_dtype),
+            ((2, self.together, PART, STORED), spec.output_dtype),
         )
         return found if spec.use == "drhs" else (*found, ((2, PART, STORED), spec.output_dtype))
 

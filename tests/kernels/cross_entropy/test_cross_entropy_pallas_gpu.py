@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from cross_entropy_cases import BF16, F32, F64, KINDS, LOSS, Case
 from cross_entropy_implementation import BY_NAME, SIZES, CrossEntropyImplementation
-
 from support.multicast import interpreted_multicast
 
 from autopallas import compat
@@ -102,7 +101,8 @@ def test_two_blocks_load_the_weight_together(kernels_alone, name):
     from jax.experimental.pallas import mosaic_gpu
 
     case = SHARING[name]
-    assert gpu_logits.paired(case.rows) and not gpu_logits.paired(384)
+    assert gpu_logits.paired(case.rows)
+    assert not gpu_logits.paired(384)
     with interpret.mode(mosaic_gpu.InterpretGPUParams(detect_races=True)), interpreted_multicast() as transfers:
         Gpu().check(pallas_gpu, case, BlockSizes(1000, 136), BF16)
     assert transfers[0] > 0

@@ -54,6 +54,9 @@ def check(compiler, spec, sizes):
     (kernel,) = found.kernels
     tile = Tile.of(spec, sizes)
     assert abs(tile.shared_bytes(spec) / kernel.shared_bytes - 1) <= 0.25
+    sides = (spec.contracting, spec.columns)
+    shared = tile.shared_operand(sides[spec.use != "dlhs"], spec.contracting if spec.use == "drhs" else None)
+    assert (".MULTICAST" in kernel.listing) == (shared is not None), "what two blocks share is loaded once"
     tables = 4 * (6 + 8) * capacity(spec.batch, spec.rows, spec.groups, tile.rows) + 2**14
     assert found.temporary_bytes <= tables, "more than the tables of visits"
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.multicast import interpreted_multicast
 from test_grouped_matmul_implementations import (
     SIZES,
     USES,
@@ -19,8 +20,6 @@ from test_grouped_matmul_implementations import (
     spec_of,
     truths,
 )
-
-from support.multicast import interpreted_multicast
 
 from autopallas import compat
 from autopallas.kernels.gpu import SHARED_MEMORY, too_few_threads
@@ -50,14 +49,17 @@ WIDE = {
     "whole tiles": (BlockSizes(128, 64, 128), dict(rows=256, inner=256, columns=128, groups=2), [128, 128]),
     "deep steps": (BlockSizes(128, 128, 64), dict(rows=136, inner=300, columns=64, groups=2), [130, 6]),
     "pairs, last tile in halves": (
-        BlockSizes(128, 64, 128), dict(rows=291, inner=136, columns=200, groups=2), [128, 163]
+        BlockSizes(128, 64, 128),
+        dict(rows=291, inner=136, columns=200, groups=2),
+        [128, 163],
     ),
     "one tile in halves": (BlockSizes(128, 64, 256), dict(rows=97, inner=200, columns=256, groups=1), [97]),
+    "four strips, halves": (BlockSizes(128, 64, 256), dict(rows=261, inner=64, columns=512, groups=1), [261]),
     "halves, overlapping": (BlockSizes(128, 64, 128), dict(rows=120, inner=72, columns=128, groups=3), [100, -40, 60]),
 }
-"""Shapes of several tiles, and of more steps than there are stages. Two blocks are interpreted, or clusters of two where
-tiles are even in number along an axis, so that of an odd number of tiles, or of pairs, the last is computed in
-halves."""
+"""Shapes of several tiles, and of more steps than there are stages. Two blocks are interpreted, or clusters of two
+blocks where tiles are even in number along an axis, so that of an odd number of tiles, or of pairs, the last is
+computed in halves."""
 
 
 def racing() -> Any:
@@ -158,7 +160,14 @@ def test_the_shapes_with_halves_have_an_odd_number_of_tiles(name):
     tile = Tile.of(spec, block)
     number = int(visits(jnp.asarray([group_sizes]), spec.rows, tile.rows).number[0])
     across = -(-spec.columns // tile.columns)
-    assert tile.halves and number * (across // 2 if tile.shared_operand(spec.columns) else across) % 2 == 1
+    assert tile.halves
+    assert number * (across // 2 if tile.shared_operand(spec.columns) else across) % 2 == 1
+
+
+def test_room_for_the_whole_result_takes_no_stage():
+    large = dict(rows=8192, inner=4096, columns=4096, groups=8)
+    found = [Tile.of(spec_of(use, "bfloat16", **large), BlockSizes(128)) for use in USES]
+    assert [(tile.stages, tile.together) for tile in found] == [(3, 4), (3, 4), (4, 2)]
 
 
 def test_blocks_share_the_larger_operand_that_both_have():
