@@ -38,6 +38,11 @@ def test_an_exported_program_has_as_many_blocks_as_an_h100():
     assert gpu.processors(CPU) == 2
 
 
+def test_a_cluster_has_two_multiprocessors_and_two_clusters_are_interpreted():
+    assert [gpu.clusters(Device("gpu", kind)) for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe")] == [66, 57]
+    assert gpu.clusters(CPU) == 2
+
+
 @pytest.mark.parametrize("device", [Device("gpu", "NVIDIA A100-SXM4-40GB"), Device("gpu", "NVIDIA B200"), CPU])
 def test_nothing_else_is_hopper(device):
     assert not gpu.is_hopper(device)

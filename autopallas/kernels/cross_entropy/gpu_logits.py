@@ -113,7 +113,8 @@ class Logits(NamedTuple):
     @property
     def row_tiles(self) -> int:
         """How many tiles, or pairs of them, there are along the rows."""
-        return -(-self.x.shape[0] // ROWS) // (2 if self.paired else 1)
+        count: int = -(-self.x.shape[0] // ROWS)
+        return count // 2 if self.paired else count
 
     def place(self, index: Array) -> tuple[Array, Array]:
         """The tile of this number is at (row, column); of a pair's number, this block's tile."""
