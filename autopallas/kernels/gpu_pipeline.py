@@ -14,7 +14,8 @@ This module imports Pallas, so it is imported only inside a kernel.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias, TypedDict
+from functools import partial
+from typing import NamedTuple, TypeAlias, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -70,9 +71,8 @@ class Ring(NamedTuple):
         paired."""
         plgpu = mosaic()
         full = plgpu.Barrier(num_arrivals=transfers, num_barriers=stages)
-        settings: dict[str, Any] = dict(num_arrivals=CONSUMERS, num_barriers=stages)
-        free = plgpu.ClusterBarrier(collective_axes=(PAIR,), **settings) if paired else plgpu.Barrier(**settings)
-        return [full, free]
+        barrier = partial(plgpu.ClusterBarrier, collective_axes=(PAIR,)) if paired else plgpu.Barrier
+        return [full, barrier(num_arrivals=CONSUMERS, num_barriers=stages)]
 
     def slot(self, step: Array) -> Array:
         return lax.rem(step, jnp.int32(self.stages))
