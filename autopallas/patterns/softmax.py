@@ -10,9 +10,8 @@ logsumexp all give the same form.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jax import lax
@@ -33,7 +32,9 @@ from autopallas.patterns.advice import (
     STOP_EARLIER,
 )
 from autopallas.patterns.expressions import Apply, Expression, Scope, parts_of
+from autopallas.patterns.key_axis import DEEPEST, KeyAxis
 from autopallas.patterns.match import Mismatch
+from autopallas.patterns.score_magnitudes import BLURS_BY, ScoreMagnitudes
 from autopallas.patterns.softmax_terms import (
     HIDDEN,
     ROUNDED,
@@ -48,11 +49,6 @@ from autopallas.sites.elementwise import Constant, conversion_params
 
 __all__ = ["Softmax"]
 
-T = TypeVar("T")
-
-_DEEPEST = 64
-"""Most operations on one path that a proof looks through. No spelling of a softmax has so many, but a program may have
-any number."""
 _MOST_TERMS = 32
 """Most terms of one sum of logarithms; a longer sum is a term of its own."""
 _DROWNS_IN = 1e10
@@ -60,10 +56,6 @@ _DROWNS_IN = 1e10
 nothing but numbers of this size, ``exp(s - logsumexp(s))`` is 1 everywhere."""
 _HELD = 2**15
 """Largest number of keys for which every floating dtype holds a sum of exponentials that are at most 1 each."""
-_BLURS_BY = 1e3
-"""Magnitude to which float32 adds a score with an error beyond its tolerance."""
-_KEEPS_DIGITS = frozenset({"convert_element_type", "max", "min", "neg", "select_n"})
-"""Operations whose results have no more digits than their operands."""
 
 
 class _Stripped(NamedTuple):
@@ -79,43 +71,25 @@ class _Stripped(NamedTuple):
     under_mask: Sequence[Term] = ()
 
 
-class Softmax:
-    """Implements the algebra over one site. ``axis`` holds the labels of S."""
+class Softmax(KeyAxis):
+    """Implements the algebra over one site."""
 
     def __init__(self, scope: Scope, axis: tuple[Atom, ...], offset: int):
-        self.scope, self.space = scope, scope.space
-        self.axis = axis
-        self.offset = offset  # where the keys start in a longer axis, as beside a sink column
+        super().__init__(scope, axis, offset)
+        self.magnitudes = ScoreMagnitudes(self)
         self.note: Mismatch | None = None  # why a denominator could not be read
         self.unshifted = False  # whether some exponential was read without a subtracted maximum
         self.rounded = False  # whether some exponential is relative to a maximum in a narrower dtype
         self.added_behind = False  # whether something, possibly a fill, is added to scores less their maximum
         self.scaled_behind = False  # whether exact scores are scaled after their maximum was subtracted
         self.overflows = False  # whether a row value was taken out that a cast may make infinite
-        self._memory: dict[Hashable, tuple[int, Any]] = {}  # per question, (label refinements at that time, answer)
-
-    def _remembered(self, what: str, ref: Ref, compute: Callable[[], T], further: Hashable = None) -> T:
-        """Returns the outcome of ``compute``, which is called once for each use of a value.
-
-        Calls it again after labels were refined, since more can be read then.
-        """
-        key = (what, ref.value, self.space.view(ref.view), self.space.resolve(self.axis), further)
-        known = self._memory.get(key)
-        if known is None or known[0] != self.space.refinements:
-            outcome = compute()
-            known = self._memory[key] = self.space.refinements, outcome
-        found: T = known[1]
-        return found
-
-    def carries_axis(self, ref: Ref) -> bool:
-        return bool(self.space.atoms(ref) & set(self.space.resolve(self.axis)))
 
     # ------------------------------------------------------------------ the weights' side
 
     def exponential(self, ref: Ref, depth: int = 0) -> Exponential:
         """Pulls probabilities, normalised or not, back to an exponential of the scores."""
-        if depth > _DEEPEST:
-            raise Mismatch(f"the probabilities pass through more than {_DEEPEST} operations", advice=BETWEEN_PRODUCTS)
+        if depth > DEEPEST:
+            raise Mismatch(f"the probabilities pass through more than {DEEPEST} operations", advice=BETWEEN_PRODUCTS)
         ref = self.space.canonical(ref)
         name, operands = self.scope.name(ref), self.space.operands(ref)
         if operands is None:
@@ -213,23 +187,9 @@ class Softmax:
         """Returns whether a value is computed from an exponential of the scores by elementwise operations."""
 
         def operands(at: Ref) -> Sequence[Ref]:
-            return self.space.operands(at) or [] if self._carries_scores(at) else []
+            return self.space.operands(at) or [] if self.carries_scores(at) else []
 
-        return any(self._carries_scores(at) and self.scope.exponential(at) for at in self._behind(ref, operands))
-
-    def _carries_scores(self, ref: Ref) -> bool:
-        return self.scope.depends(ref.value) and self.carries_axis(ref)
-
-    def _behind(self, ref: Ref, operands: Callable[[Ref], Iterable[Ref]], most: float = math.inf) -> Iterator[Ref]:
-        """Yields a value, then the values from which it is computed, as far as ``operands`` lists them."""
-        seen: set[int] = set()
-        todo = [ref]
-        while todo and len(seen) <= most:
-            at = self.space.canonical(todo.pop())
-            if at.value not in seen:
-                seen.add(at.value)
-                yield at
-                todo += operands(at)
+        return any(self.carries_scores(at) and self.scope.exponential(at) for at in self.behind(ref, operands))
 
     # ------------------------------------------------------------------ the exponential's argument
 
@@ -241,9 +201,9 @@ class Softmax:
         """Does what ``strip`` does; a fill below ``nothing`` has an exponential of exactly 0 if ``ref`` is the whole
         exponent."""
         ref = self.space.canonical(ref)
-        if not self.scope.depends(ref.value) or depth > _DEEPEST:
+        if not self.scope.depends(ref.value) or depth > DEEPEST:
             return _Stripped(ref, [])
-        return self._remembered("strip", ref, lambda: self._take_rows_out(ref, nothing, depth), nothing)
+        return self.remembered("strip", ref, lambda: self._take_rows_out(ref, nothing, depth), nothing)
 
     def _take_rows_out(self, ref: Ref, nothing: float, depth: int) -> _Stripped:
         name, operands, node = self.scope.name(ref), self.space.operands(ref), self.scope.node(ref)
@@ -257,19 +217,19 @@ class Softmax:
         if name in ("add", "add_any", "sub"):
             a, b = operands
             sign = -1 if name == "sub" else 1
-            if self._is_row(b):
+            if self.is_row(b):
                 x, rows, shifted, under = self._stripped(a, depth=depth + 1)
                 row = [t.scaled(sign) for t in self.linear(b)]
                 bounds = self._bounds(row, a)
-                if self._drowns(row) and self.is_filled(a, _DROWNS_IN):
+                if self._drowns(row) and self.magnitudes.is_filled(a, _DROWNS_IN):
                     row = [Term(float(sign), "value", self.space.canonical(b))]
                     bounds = False
-                elif not bounds and self._blurs(a, b):
+                elif not bounds and self.magnitudes.blurs(a, b):
                     return _Stripped(ref, [])  # a row value as large as a fill takes the scores' last digits
-                self.overflows |= self._overflows(b)
+                self.overflows |= self.magnitudes.overflows(b)
                 rows = rows + row
                 shifted = bounds or shifted and all(t.coefficient < 0 for t in row)
-            elif self._is_row(a):
+            elif self.is_row(a):
                 x, inner, _, under = self._stripped(b, depth=depth + 1)
                 under = [t.scaled(sign) for t in under]
                 rows = self.linear(a) + [t.scaled(sign) for t in inner]
@@ -278,7 +238,7 @@ class Softmax:
             else:
                 left, right = (self._stripped(o, depth=depth + 1) for o in (a, b))
                 if not self.space.same(self.space.canonical(a), self.space.canonical(b)):
-                    if any(side.rows and self._is_offset(o) for side, o in ((left, a), (right, b))):
+                    if any(side.rows and self.magnitudes.is_offset(o) for side, o in ((left, a), (right, b))):
                         self.added_behind = True
                         return _Stripped(ref, [])  # the program subtracts first, so the addend keeps its digits
                 x = self._on_wide(node, left.x, right.x)
@@ -286,11 +246,11 @@ class Softmax:
                 under = [*left.under_mask, *(t.scaled(sign) for t in right.under_mask)]
         elif name == "convert_element_type" and self._rounds(ref, operands[0]):
             x, rows, shifted, under = self._stripped(operands[0], nothing, depth + 1)
-            if blurs(dtype, self._added(operands[0])):
+            if blurs(dtype, self.magnitudes.added(operands[0])):
                 rows = []
             elif widens(self.scope.dtype(x), dtype):
                 x = self.convert(x, dtype)
-            elif self.scope.dtype(x) == np.float64 and not self._double:
+            elif self.scope.dtype(x) == np.float64 and not self.magnitudes.double:
                 rows = []  # kernels compute in float32, which does not hold what float64 does before rows are taken out
         elif name in ("mul", "div") and node.name == name:  # not a dot without contraction
             for position in (0, 1) if name == "mul" else (0,):
@@ -330,62 +290,8 @@ class Softmax:
         is a power of two. Where scores have all digits of their dtype, the program rounded them as much.
         """
         if math.frexp(factor)[0] not in (0.5, -0.5) and any(self.depends(term) for term in stripped.rows):
-            all_digits = jnp.finfo(np.float64 if self._double else np.float32).nmant
-            self.scaled_behind |= self._digits(stripped.x) < all_digits
-
-    def _digits(self, x: Expression, depth: int = 0) -> int:
-        """Returns how many binary digits the scores in an expression have at most, as far as dtypes tell."""
-        if isinstance(x, Ref):
-            x = self.space.canonical(x)
-            if x.value == self.scope.score:
-                return self._digits_of_product(x)
-        digits = _digits_of(self.scope.dtype(x))
-        arguments: Sequence[Expression] | None
-        match x:
-            case Ref():
-                if not self.scope.depends(x.value):
-                    return 0
-                name, arguments = self.scope.name(x), self.space.operands(x)
-            case Apply():
-                name, arguments = x.primitive.name, x.arguments
-            case _:
-                return 0
-        if arguments is None or depth > _DEEPEST or name not in _KEEPS_DIGITS:
-            return digits
-        return min(digits, max(self._digits(a, depth + 1) for a in arguments))
-
-    def _digits_of_product(self, score: Ref) -> int:
-        graph, product = self.scope.graph, self.scope.node(score)
-        assert product is not None
-        found = 0
-        for number in product.inputs:
-            dtypes = [graph.dtype(number)]
-            while (node := graph.definitions.get(number)) is not None and node.name == "convert_element_type":
-                number = node.inputs[0]
-                dtypes.append(graph.dtype(number))
-            found += min(map(_digits_of, dtypes)) + 1
-        return min(found, _digits_of(graph.dtype(score.value)))
-
-    def _added(self, ref: Ref, depth: int = 0) -> float:
-        """Bounds how far from 0 the known numbers that the program adds after a row value carry the sums."""
-        ref = self.space.canonical(ref)
-        if not self.scope.depends(ref.value) or depth > _DEEPEST:
-            return 0.0
-        return self._remembered("added", ref, lambda: self._added_before(ref, depth + 1))
-
-    def _added_before(self, ref: Ref, depth: int) -> float:
-        operands, name, found = self.space.operands(ref), self.scope.name(ref), 0.0
-        if operands is None or name not in ("add", "add_any", "sub", "neg", "select_n", "convert_element_type"):
-            return 0.0
-        if any(self._is_row(operand) for operand in operands):
-            return 0.0
-        for operand in operands:
-            number = self.scope.number(operand)
-            if number is None:
-                found += self._added(operand, depth)
-            elif name in ("add", "add_any", "sub") and math.isfinite(number):
-                found += abs(number)
-        return found
+            all_digits = jnp.finfo(np.float64 if self.magnitudes.double else np.float32).nmant
+            self.scaled_behind |= self.magnitudes.digits(stripped.x) < all_digits
 
     def _on_wide(self, node: Node, *arguments: Expression) -> Apply:
         """Applies an equation to other operands, in the widest of their dtypes: an operand whose cast was left out is
@@ -403,12 +309,6 @@ class Softmax:
             return Constant(expression.value, dtype)
         return Apply(lax.convert_element_type_p, conversion_params(dtype), (expression,), dtype)
 
-    @property
-    def _double(self) -> bool:
-        """Whether kernels compute in float64."""
-        score = self.scope.score
-        return score is not None and self.scope.graph.dtype(score) == np.float64
-
     def _bounds(self, row: Sequence[Term], values: Ref) -> bool:
         """Returns whether a row that is added to some values subtracts their maximum, up to rounding, or the logarithm
         of the sum of their exponentials."""
@@ -420,74 +320,9 @@ class Softmax:
                     return True
         return False
 
-    def _one_of(self, at: Ref) -> Sequence[Ref]:
-        """Returns the operands of which a row value is always one, up to rounding."""
-        name, operands = self.scope.name(at), self.space.operands(at) or []
-        if name == "select_n":
-            return operands[1:]
-        return operands if name in ("max", "stop_gradient", "convert_element_type") else []
-
-    def _overflows(self, number: Ref) -> bool:
-        """Returns whether a row value may be a fill that a cast makes infinite: an infinite number less itself is not
-        0."""
-        for at in self._behind(number, self._one_of, _DEEPEST):
-            dtype = self.scope.dtype(at)
-            if self.scope.name(at) == "convert_element_type" and rounds(dtype, dtype):
-                if self.is_filled(at, float(jnp.finfo(dtype).max)):
-                    return True
-        return False
-
-    def _blurs(self, scores: Ref, number: Ref) -> bool:
-        """Returns whether a row value, other than a maximum, may be as large as a fill among the scores, or infinite
-        like one."""
-        one_of = self._one_of
-        ends = [at for at in self._behind(number, one_of, _DEEPEST) if not one_of(at) and self.scope.depends(at.value)]
-        numbers = [at for at in ends if self.scope.name(at) != "reduce_max"]
-        filled = any(self.is_filled(at, _BLURS_BY) for at in numbers) and self.is_filled(scores, _BLURS_BY)
-        return filled or any(map(self._is_filled_with_infinities, numbers))
-
     def _drowns(self, row: Sequence[Term]) -> bool:
         """Returns whether the program adds the logarithm of the sum to the row's maximum before it subtracts both."""
         return [t.kind for t in row if t.kind != "constant"] == ["logsumexp"]
-
-    def is_filled(self, ref: Ref, beyond: float) -> bool:
-        """Returns whether a value is computed from scores, some of which are replaced by a finite number larger than
-        ``beyond``."""
-        numbers = map(self.scope.number, self._behind(ref, self._across_keys, _MOST_TERMS))
-        return any(number is not None and beyond < abs(number) < math.inf for number in numbers)
-
-    def _is_offset(self, ref: Ref) -> bool:
-        """Returns whether all scores of a row may be as large as a fill, or as an array that the program adds to
-        them."""
-
-        def operands(at: Ref) -> Sequence[Ref]:
-            name, found = self.scope.name(at), self.space.operands(at) or []
-            if name == "select_n":
-                return found[1:]
-            return found if name in ("add", "add_any", "sub", "neg", "convert_element_type") else []
-
-        behind = self._behind(ref, operands, _MOST_TERMS)
-        given = (at for at in behind if not self.scope.depends(at.value) and self.carries_axis(at))
-        return self.is_filled(ref, _BLURS_BY) or any(self.scope.number(at) is None for at in given)
-
-    def _is_filled_with_infinities(self, ref: Ref) -> bool:
-        """Returns whether a value is computed from infinite scores, other than through exponentials and maxima."""
-
-        def operands(at: Ref) -> Sequence[Ref]:
-            return [] if self.scope.name(at) in ("exp", "exp2", "reduce_max") else self._across_keys(at)
-
-        numbers = map(self.scope.number, self._behind(ref, operands, _MOST_TERMS))
-        return any(number in (math.inf, -math.inf) for number in numbers)
-
-    def _across_keys(self, ref: Ref) -> Sequence[Ref]:
-        """Returns the operands of a value; for a reduction over the keys, what it reduces."""
-        if self.scope.number(ref) is not None:
-            return []
-        if self.scope.name(ref) in ("reduce_max", "reduce_min", "reduce_sum"):
-            with suppress(Mismatch):
-                return [self.reduced(ref)]
-            return []
-        return self.space.operands(ref) or []
 
     def assumed(self, argument: Expression, weights: Iterable[Factor]) -> tuple[str, ...]:
         """Returns what the proof assumes about summed exponentials of some scores, masked by ``weights``."""
@@ -501,13 +336,13 @@ class Softmax:
         """Returns whether a row of exponentials may hold nothing but a mask's fill, because a greater score was hidden
         after it was subtracted: in the program they are then all 0."""
         refs = [part for part in parts_of(inner.argument) if isinstance(part, Ref)]
-        filled = any(self.is_filled(ref, _BLURS_BY) for ref in refs)
+        filled = any(self.magnitudes.is_filled(ref, BLURS_BY) for ref in refs)
         return filled and not {UNSHIFTED, HIDDEN}.isdisjoint(self.assumed(inner.argument, inner.weights))
 
     def _shown(self, argument: Expression) -> set[tuple[str, Hashable]]:
         """Returns the masks that set scores to -inf."""
         found: set[tuple[str, Hashable]] = set()
-        for _ in range(_DEEPEST):
+        for _ in range(DEEPEST):
             name: str | None = None
             arguments: Sequence[Expression] = ()
             if isinstance(argument, Ref):
@@ -532,9 +367,6 @@ class Softmax:
             return expression.value
         return self.scope.number(expression) if isinstance(expression, Ref) else None
 
-    def _is_row(self, ref: Ref) -> bool:
-        return self.scope.depends(ref.value) and not self.carries_axis(ref)
-
     # ------------------------------------------------------------------ row terms
 
     def linear(self, ref: Ref, depth: int = 0) -> list[Term]:
@@ -544,9 +376,9 @@ class Softmax:
         if number is not None:
             return [Term(float(number), "constant", None)]
         itself = [Term(1.0, "value", ref)]
-        if not self.scope.depends(ref.value) or depth > _DEEPEST:
+        if not self.scope.depends(ref.value) or depth > DEEPEST:
             return itself
-        terms = self._remembered("linear", ref, lambda: self._summands(ref, depth + 1))
+        terms = self.remembered("linear", ref, lambda: self._summands(ref, depth + 1))
         return itself if terms is None else list(terms)
 
     def _summands(self, ref: Ref, depth: int) -> list[Term] | None:
@@ -583,9 +415,9 @@ class Softmax:
         number = self.scope.number(ref)
         if number is not None and number > 0:
             return [Term(math.log(number), "constant", None)]
-        if not self.scope.depends(ref.value) or depth > _DEEPEST:
+        if not self.scope.depends(ref.value) or depth > DEEPEST:
             return [Term(1.0, "log", ref)]
-        return list(self._remembered("log", ref, lambda: self._log(ref, depth + 1)))
+        return list(self.remembered("log", ref, lambda: self._log(ref, depth + 1)))
 
     def _log(self, ref: Ref, depth: int) -> list[Term]:
         name, operands, node = self.scope.name(ref), self.space.operands(ref), self.scope.node(ref)
@@ -675,7 +507,7 @@ class Softmax:
         keeps = self._rounds if about else self._widens
         row = self.space.canonical(row)
         rounded = False
-        for _ in range(_DEEPEST):
+        for _ in range(DEEPEST):
             name, operands = self.scope.name(row), self.space.operands(row) or []
             kept = [o for o in operands if name != "max" or self.scope.number(o) != -math.inf]
             if about and name == "select_n" and len(operands) == 3 and self.scope.name(operands[0]) == "is_finite":
@@ -743,27 +575,6 @@ class Softmax:
         inner = found[0].inner
         merged = LogSumExp(inner.argument, inner.weights, (*inner.extras, *extras))
         return [*shift, Term(1.0, "logsumexp", merged)]
-
-    def reduced(self, ref: Ref) -> Ref:
-        """Returns the operand of a reduction over exactly the keys.
-
-        Raises:
-          Mismatch: it reduces more or less than the keys.
-        """
-        node = self.scope.node(ref)
-        assert node is not None
-        axes, source = node.params["axes"], node.inputs[0]
-        shape, labels = self.scope.graph.shape(source), self.space.resolve(self.axis)
-        sizes = [shape[d] for d in axes]
-        groups = self.space.cut(labels, [n for n in sizes if n != 1])
-        if groups is None or math.prod(sizes) != self.space.extent(labels):
-            raise Mismatch(
-                "a maximum is taken over more or less than the keys",
-                advice="Take the maximum over the keys alone, the axis of the softmax, or use jax.nn.softmax.",
-            )
-        left, kept = iter(groups), iter(ref.view)
-        axis = {d: (0, ()) if shape[d] == 1 else next(left) for d in axes}
-        return Ref(source, tuple(axis[d] if d in axis else next(kept) for d in range(len(shape))))
 
     def _log_of_reduction(self, ref: Ref) -> list[Term]:
         """Returns the log of a sum over the keys, or over the keys and sink columns beside them."""
@@ -851,28 +662,6 @@ class Softmax:
                 raise Mismatch(f"a column beside the keys passes through {self.scope.name(at)}", advice=SINK)
         return [*rows, *self.linear(at)]
 
-    def segments(self, value: int, axis: int) -> list[int] | None:
-        """Returns the sizes of the pieces if the axis of a value comes from a concatenation."""
-        graph = self.scope.graph
-        size = graph.shape(value)[axis]
-        todo, seen = [value], set[int]()
-        while todo and len(seen) < 60:
-            value = todo.pop()
-            node = graph.definitions.get(value)
-            if node is None or value in seen:
-                continue
-            seen.add(value)
-            if node.name == "stack" and node.params["axis"] == axis:
-                return [1] * len(node.inputs)
-            if node.name == "concatenate":
-                if node.params["dimension"] == axis:
-                    return [graph.shape(i)[axis] for i in node.inputs]
-            elif self.space.operands(self.space.full(value)) is None:
-                continue
-            shapes = ((i, graph.shape(i)) for i in node.inputs[::-1])
-            todo += [i for i, shape in shapes if len(shape) > axis and shape[axis] == size]
-        return None
-
     def _log_of_dot(self, ref: Ref) -> list[Term] | None:
         """Returns the log of a sum over the keys that is spelled as a dot with a constant vector."""
         node = self.scope.node(ref)
@@ -937,12 +726,6 @@ def _positive(term: Term) -> bool:
     if term.kind != "logsumexp":
         return term.kind == "value" or term.kind == "constant"
     return all(w.kind in ("where", "unless") for w in term.inner.weights)
-
-
-def _digits_of(dtype: Dtype) -> int:
-    """Returns the number of binary digits after the leading one; that of float64 for types other than floats of 16 bits
-    or more."""
-    return int(jnp.finfo(dtype if rounds(dtype, dtype) else np.float64).nmant)
 
 
 def _normalised(found: Exponential) -> bool:

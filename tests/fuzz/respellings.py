@@ -138,7 +138,7 @@ def _elementwise(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> 
         "power": f"jnp.abs({scaled}) ** {w.choices.pick(f'{at}.exponent', [1.5, 2.2, 0.75], 0.5)}",
         "inverse": f"(1 + jnp.abs({scaled})) ** -1.5",
         "exponential": f"1.7 ** {scaled}",
-        "arcsine": f"jnp.arcsin({scaled} / 4) + jnp.arccos({scaled} / 4)",
+        "arcsine": f"(jnp.arcsin({scaled} / 4) + jnp.arccos({scaled} / 4))",
         "angle": f"jnp.arctan2({scaled}, 1 + {scaled} * {scaled})",
         "root": f"jnp.cbrt(1 + {scaled} * {scaled})",
     }

@@ -198,7 +198,7 @@ class _Reader:
         if operands is None:
             raise Mismatch(f"a factor of the row passes through {name}", advice=NORMALISE)
         if name == "convert_element_type" and jnp.issubdtype(dtype, jnp.floating):
-            if self.softmax.is_filled(ref, float(jnp.finfo(dtype).max)):
+            if self.softmax.magnitudes.is_filled(ref, float(jnp.finfo(dtype).max)):
                 raise Mismatch(
                     f"a row of nothing but a mask's fill has a maximum that is infinite in {dtype}",
                     advice=OWN_DTYPE,

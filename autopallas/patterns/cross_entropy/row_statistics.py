@@ -393,7 +393,7 @@ class RowStatistics(Softmax):
         """Returns whether a tile value is a scatter of one element per row, apart from factors."""
         if depth > _DEEPEST:
             return False
-        return self._remembered("places", self.space.canonical(tile), lambda: self._scatters(tile, depth + 1))
+        return self.remembered("places", self.space.canonical(tile), lambda: self._scatters(tile, depth + 1))
 
     def _scatters(self, tile: Ref, depth: int) -> bool:
         tile = self.space.canonical(tile)
