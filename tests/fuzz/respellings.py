@@ -30,6 +30,7 @@ def body(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
         "indexed loop": _indexed_loop, "associative scan": _associative_scan, "reduction": _reduction,
         "dropout": _dropout, "small matrices": _small_matrices, "elementwise": _elementwise,
         "triangular solve": _triangular_solve,
+        "short sum": _short_sum,
     }  # fmt: skip
     for n in range(c.pick(f"{at}.count", [1, 2, 3], 0.6)):
         name = c.pick(f"{at}.step {n}", {name: name for name in steps}, 0.8)
@@ -64,6 +65,19 @@ def _reduction(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> st
     axes = w.choices.pick(f"{at}.axes", ["(1, 3)", "(0, 3)", "(0, 1, 3)"], 0.5)
     groups = w.set("groups", f"{x}.reshape(*{x}.shape[:-1], 2, -1)")
     return w.set("x", f"({groups} - {groups}.mean({axes}, keepdims=True)).reshape({x}.shape)")
+
+
+def _short_sum(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """Adds up channels, or a sequence, of 1,024 numbers for each element, or three numbers of each of these."""
+    forms = {
+        "channels": "{}.sum(2).mean(-1)[..., None]",
+        "sequence": "{}.mean(1).sum(-1)[:, None]",
+        "rows": "({}[..., None] * jnp.array([1, -2, 3], {}.dtype)).sum(-1).mean(-1)",
+        "squares": "jnp.sqrt(jnp.square({} - 0.5).sum((1, 2)) + 1).mean(-1)[:, None, None]",
+    }
+    wide = w.set("wide", f"(jnp.tanh({x} / 8)[..., None] * jnp.cos(jnp.arange(1024.0))).astype({x}.dtype)")
+    w.features.add("short sum")
+    return f"{x} + {w.choices.pick(f'{at}.form', forms, 0.7).format(wide, wide)}"
 
 
 def _small_matrices(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:

@@ -1,0 +1,89 @@
+"""Sums of a few numbers each, such as the coordinates of points, the experts of a token or a batch of gradients.
+
+XLA's CPU compiler hands these to a library that is made for long sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+
+from autopallas.compat import JaxprEqn
+from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
+from autopallas.kernels.respelling.plain_sums import LONGEST_COLUMN, LONGEST_ROW, plain_sum, short_sums
+from autopallas.kernels.respelling.spec import Plain, RespellingSpec
+
+__all__ = ["KIND"]
+
+_FEWEST = 4096
+"""Elements below which the library is not used."""
+_MANY = 32768
+"""Columns from which the library of JAX 0.10 takes up to 40 times as long."""
+
+
+def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
+    (operand,) = equation.invars
+    shape, axes = operand.aval.shape, tuple(sorted(equation.params["axes"]))
+    if operand.aval.dtype != jnp.float32 or math.prod(shape) < _FEWEST or short_sums(shape, axes) is None:
+        return None
+    return {"axes": axes}
+
+
+def _axes(spec: RespellingSpec) -> tuple[int, ...]:
+    return cast("tuple[int, ...]", spec["axes"])
+
+
+def _original(spec: RespellingSpec, x: jax.Array) -> list[jax.Array]:
+    return [jnp.sum(x, _axes(spec))]
+
+
+def _respelt(spec: RespellingSpec, x: jax.Array) -> list[jax.Array]:
+    return [plain_sum(x, _axes(spec))]
+
+
+# ---------------------------------------------------------------------- evidence
+
+
+def _feature(spec: RespellingSpec) -> str:
+    ((shape, _),) = spec.operands
+    sizes = short_sums(shape, _axes(spec))
+    assert sizes is not None  # the match has asked
+    _, length, behind = sizes
+    if behind == 1:
+        return f"rows of up to {next(limit for limit in (4, 8, LONGEST_ROW) if length <= limit)}"
+    limit = next(limit for limit in (8, 32, LONGEST_COLUMN) if length <= limit)
+    return f"{'many' if behind >= _MANY else 'few'} columns of up to {limit}"
+
+
+def _samples() -> Iterator[tuple[str, Sample]]:
+    for elements in (2**15, 2**19, 2**23):
+        for length, function in ((3, _total), (8, _total), (16, jax.nn.softmax)):  # of 16, a softmax gains least
+            shape: tuple[int, ...] = (elements // length, length)
+            yield f"rows {'x'.join(map(str, shape))}", Sample(function, (jax.ShapeDtypeStruct(shape, jnp.float32),))
+    shapes = [(1, 8, 4096), (1, 32, 1024), (1, 128, 256), (8, 8, 1024), (16, 8, 4096), (8, 32, 2048), (8, 128, 512)]
+    shapes += [(1, 8, 65536), (1, 32, 32768), (1, 2, 262144), (256, 8, 4096), (256, 32, 1024), (64, 128, 1024)]
+    shapes += [(16, 8, 65536), (4, 32, 65536), (1, 128, 65536)]
+    for shape in shapes:
+        yield f"columns {'x'.join(map(str, shape))}", Sample(_total, (jax.ShapeDtypeStruct(shape, jnp.float32),))
+
+
+def _total(x: jax.Array) -> jax.Array:
+    return jnp.sum(x, 1)
+
+
+KIND = Kind(
+    name="short_sum",
+    primitives=("reduce_sum",),
+    numerics="reordered",
+    instead="a sum in a loop of the program's own",
+    match=of_equation(_parameters),
+    original=_original,
+    respelt=_respelt,
+    feature=_feature,
+    samples=_samples,
+    elsewhere_from=math.inf,  # sums of columns gain up to 40 with JAX 0.10, and nothing with 0.12
+)
