@@ -25,8 +25,8 @@ SUMMED = -1
 
 _LITTLE = 2**16
 """Elements of a step that gain nothing from several threads."""
-_LONGEST_COLUMN = 2**12
-"""Most numbers that are added up one after the other: what that rounds away grows with them."""
+_LONGEST_ROW, _LONGEST_COLUMN = 16, 2**12
+"""Most numbers that are added up one after the other in a step: what that rounds away grows with them."""
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
 
 
@@ -183,7 +183,11 @@ def run_step(program: ClosedJaxpr, steps: Sequence[int], given: Sequence[jax.Arr
 
 def _is_summed_alone(x: jax.Array, axes: Sequence[int]) -> bool:
     """Returns whether a sum of one step takes less time in the loop than in the library that XLA gives it to."""
-    return x.dtype == np.float32 and x.size <= _LITTLE and short_sums(x.shape, axes, _LONGEST_COLUMN) is not None
+    return (
+        x.dtype == np.float32
+        and x.size <= _LITTLE
+        and short_sums(x.shape, axes, _LONGEST_ROW, _LONGEST_COLUMN) is not None
+    )
 
 
 def _of_one_step(equation: JaxprEqn, axis: int) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def test_sums_at_random(data):
 @pytest.mark.parametrize(
     ("shape", "axes"),
     [
-        ((600, 17), (1,)),  # long rows
+        ((600, 9), (1,)),  # long rows
         ((129, 600), (0,)),  # long columns
         ((3, 600, 4), (0, 2)),  # others stand between
         ((16, 64, 8), (0, 1, 2)),  # one sum
@@ -148,7 +148,7 @@ def test_in_a_loop_and_a_checkpoint():
     ("shape", "axes", "sizes"),
     [
         ((5, 6, 7), (1,), (5, 6, 7)),
-        ((5, 6, 2), (1, 2), (5, 12, 1)),
+        ((5, 3, 2), (1, 2), (5, 6, 1)),
         ((5, 1, 7), (0, 1), (1, 5, 7)),
         ((5, 1, 7), (1,), None),
         ((5, 6, 7), (0, 2), None),
