@@ -160,3 +160,12 @@ def test_sizes_of_short_sums(shape, axes, sizes):
     if sizes is not None:
         x = jnp.arange(float(np.prod(shape))).reshape(shape)
         np.testing.assert_array_equal(plain_sum(x, axes), x.sum(axes))
+
+
+def test_squared_distances_on_request_come_first():
+    x, y = random(40, 3), random(50, 3, seed=1)
+    distances = lambda x, y: jnp.sum((x[:, None] - y[None]) ** 2, -1)  # noqa: E731
+    for ops in ("squared_distances", ["respelling", "squared_distances"]):
+        report = autopallas.explain(autopallas.optimize(distances, ops=ops, objective="always"), x, y)
+        assert [site.kind for site in report.sites] == ["squared_distances"]
+    assert found(distances, x, y) == ["short_sum"]

@@ -106,8 +106,8 @@ def test_what_is_left_alone(name):
 
 def test_nothing_is_done_unless_it_is_named():
     assert named(distances, X, Y) == ["squared_distances"]
-    assert found(distances, X, Y) == []
-    run = autopallas.optimize(distances, objective="always")
+    assert "squared_distances" not in found(distances, X, Y)
+    run = autopallas.optimize(distances, objective="always", ops="-short_sum")
     np.testing.assert_array_equal(run(X, Y), jax.jit(distances)(X, Y))
     assert run.report().counts() == {}
     both = autopallas.explain(

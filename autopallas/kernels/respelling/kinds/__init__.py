@@ -28,7 +28,8 @@ def kind_named(name: str) -> Kind:
 
 @functools.cache
 def kinds_by_primitive() -> dict[str, tuple[Kind, ...]]:
-    """Returns, for each primitive, the kinds that look at its equations."""
-    kinds = [kind_named(name) for name in kind_names()]
+    """Returns, for each primitive, the kinds that look at its equations; first those that are looked for on request
+    alone, which would find nothing where another one has taken the equation."""
+    kinds = sorted(map(kind_named, kind_names()), key=lambda kind: not kind.on_request)
     primitives = sorted({primitive for kind in kinds for primitive in kind.primitives})
     return {name: tuple(kind for kind in kinds if name in kind.primitives) for name in primitives}
