@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from autopallas.compat import ClosedJaxpr, JaxprEqn, Literal
@@ -172,12 +173,14 @@ def run_step(program: ClosedJaxpr, steps: Sequence[int], given: Sequence[jax.Arr
     known = dict(zip(jaxpr.invars, given, strict=True))
     for equation, axis in zip(jaxpr.eqns, steps, strict=True):
         (result,) = equation.outvars
-        operands: list[Any] = [v.val if isinstance(v, Literal) else known[v] for v in equation.invars]
+        operands = [v.val if isinstance(v, Literal) else known[v] for v in equation.invars]
+        if equation.primitive.name == "reduce_sum":
+            x, axes = jnp.asarray(operands[0]), equation.params["axes"]
+            if _is_summed_alone(x, axes):
+                known[result] = plain_sum(x, axes)
+                continue
         params = equation.primitive.get_bind_params(_of_one_step(equation, axis))
-        if equation.primitive.name == "reduce_sum" and _is_summed_alone(operands[0], equation.params["axes"]):
-            known[result] = plain_sum(operands[0], equation.params["axes"])
-        else:
-            known[result] = equation.primitive.bind(*operands, **params)
+        known[result] = equation.primitive.bind(*operands, **params)
     return [known[v] for v in jaxpr.outvars if not isinstance(v, Literal)]
 
 
