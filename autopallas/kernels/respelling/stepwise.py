@@ -25,7 +25,7 @@ SUMMED = -1
 """In place of an axis: a result that is summed over the steps."""
 
 _LITTLE = 2**16
-"""Elements of a step that gain nothing from several threads."""
+"""Elements of the largest step in which such a sum was measured, and gained."""
 _LONGEST_ROW, _LONGEST_COLUMN = 16, 2**12
 """Most numbers that are added up one after the other in a step: what that rounds away grows with them."""
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})

@@ -159,8 +159,7 @@ class SlicedForm:
         there is one."""
         if row is not None and self._begins_with_zero(carried):
             return row
-        fits = row is None and result is not None
-        first = result if fits and result is not None else self.made.variable(self._row_type(carried).aval)
+        first = result if row is None and result is not None else self.made.variable(self._row_type(carried).aval)
         self._slice(first, self.loop.first[carried], self.tables[carried].place(self.tables[carried].summed))
         self.of_table[first] = carried
         return first if row is None else self.made.sum(row, first, result)
