@@ -155,6 +155,8 @@ def _elementwise(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> 
         "arcsine": f"(jnp.arcsin({scaled} / 4) + jnp.arccos({scaled} / 4))",
         "angle": f"jnp.arctan2({scaled}, 1 + {scaled} * {scaled})",
         "root": f"jnp.cbrt(1 + {scaled} * {scaled})",
+        "remainder": f"jnp.abs({scaled} % 3 - 1.5)",  # which has no jump
+        "wrapped": f"jnp.cos(jnp.fmod(3 * {scaled}, 2 * np.pi))",
     }
     w.features.add("elementwise")
     return f"({w.choices.pick(f'{at}.form', forms, 0.7)} @ jnp.full((256,), 1 / 256, {x}.dtype)).astype({x}.dtype)"

@@ -31,6 +31,8 @@ __all__ = [
     "constant_power",
     "cos",
     "power_of_constant",
+    "rem",
+    "rem_is_apart",
     "sin",
     "tan",
 ]
@@ -73,6 +75,8 @@ _SIGN, _MAGNITUDE = np.int32(-(2**31)), np.int32(2**31 - 1)
 _NORMAL = np.int32(0x00800000)
 """Bits of the least number that is not denormal."""
 _INFINITE = np.int32(0x7F800000)
+_EXACT = np.int32((127 - 102) << 23)
+"""Bits of 2^-102: what is left of a division by that, or by more, is no denormal number."""
 _ROOT_HALF = np.int32(0x3F3504F3)
 """Bits of the square root of 1 / 2."""
 _BITS, _BIAS = np.int32(23), 1023.0
@@ -168,6 +172,30 @@ def atan2(y: jax.Array, x: jax.Array) -> jax.Array:
     angle = _where(steep, np.float64(math.pi / 2) - angle, angle)
     angle = _where(_is_negative(x), np.float64(math.pi) - angle, angle)
     return _with_sign(_where((x != x) | (y != y), np.float32(math.nan), _single(angle)), y)
+
+
+# ---------------------------------------------------------------------- remainders
+
+
+@_in_float64
+def rem(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns what is left of whole divisions, with the sign of x, exactly, where :func:`rem_is_apart` is False.
+
+    A quotient below 2^28 is rounded to no whole number above it, since it is at least 2^-24 below that; its product
+    with 24 bits and the difference have at most 53 bits.
+    """
+    a, b = _double(_absolute(x)), _double(_absolute(y))
+    left = a - lax.floor(a / b) * b
+    left = _where((b == np.float64(math.inf)) & (a < np.float64(math.inf)), a, left)
+    return _with_sign(_single(left), x)
+
+
+def rem_is_apart(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns where :func:`rem` may not be exact: quotients from 2^28, denormals, divisors below 2^-102."""
+    a, b = _size(x), _size(y)
+    divides = b > np.int32(0)
+    far = divides & (_absolute(x) >= _absolute(y) * np.float32(2.0**28)) & (a < _INFINITE)
+    return far | ((a > np.int32(0)) & (a < _NORMAL)) | (divides & (b < _EXACT))
 
 
 # ---------------------------------------------------------------------- powers

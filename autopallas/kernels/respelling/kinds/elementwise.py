@@ -1,12 +1,12 @@
-"""Sines, cosines, tangents, their inverses, powers and cube roots, as arithmetic on vectors.
+"""Sines, cosines, tangents, their inverses, powers, cube roots and remainders, as arithmetic on vectors.
 
 XLA's CPU compiler has no vector form of these functions, and calls one for scalars for each element.  The arithmetic is
 that of :mod:`autopallas.kernels.respelling.elementary`: in float64, and rounded once, so that results are nearer to the
-exact ones than the original's.
+exact ones than the original's; remainders are exact, as the original's are.
 
-Sines, cosines and tangents of numbers from 2^23 on need more digits of pi than that has.  Where there is such a number,
-the original is computed.  Both stand in branches, which also keep the compiler from computing the function anew in all
-that reads it.
+Sines, cosines and tangents of numbers from 2^23 on need more digits of pi than that has, and remainders of quotients
+from 2^28 on more than its 53 bits.  Where there is such a number, the original is computed.  Both stand in branches,
+which also keep the compiler from computing the function anew in all that reads it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,13 @@ __all__ = ["KIND"]
 _LEAST, _MOST = 1024, 2**31
 """Elements of the least and of the largest array that is looked at: branches cost more than fewer would save."""
 _PERIODIC = ("sin", "cos", "tan")
+_BOUNDED = (*_PERIODIC, "rem")
+"""Functions whose arithmetic does not hold for all numbers."""
+_DIVISORS = (2.0**-100, 2.0**99)
+"""Magnitudes of known divisors for which it is enough to look at the dividends.
+
+Where they are powers of two from 1 on, the compiler itself writes vectors.
+"""
 _FUNCTIONS: Mapping[str, Callable[..., jax.Array]] = {
     "sin": elementary.sin,
     "cos": elementary.cos,
@@ -42,6 +49,7 @@ _FUNCTIONS: Mapping[str, Callable[..., jax.Array]] = {
     "acos": elementary.acos,
     "atan2": elementary.atan2,
     "cbrt": elementary.cbrt,
+    "rem": elementary.rem,
 }
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _LAYOUT = frozenset({"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "rev", "pad"})
@@ -72,10 +80,14 @@ def _match(graph: Graph, node: Node) -> Found | None:
     constants = [graph.literals.get(number) for number in node.inputs]
     if any(np.ndim(constant) for constant in constants if constant is not None):
         return None
-    if node.name != "pow":
-        known = any(constant is not None for constant in constants)
-        return None if known else Found((("function", node.name),), node.inputs, node.outputs)
-    if sum(constant is not None for constant in constants) != 1:
+    if all(constant is None for constant in constants) and node.name != "pow":
+        return Found((("function", node.name),), node.inputs, node.outputs)
+    if node.name == "rem" and constants[0] is None:
+        divisor, (given, _) = float(np.asarray(constants[1])), node.inputs
+        known = _DIVISORS[0] <= abs(divisor) <= _DIVISORS[1] and graph.shape(given) == result.aval.shape
+        known = known and not (abs(divisor) >= 1 and math.frexp(abs(divisor))[0] == 0.5)
+        return Found((("divisor", str(divisor)), ("function", "rem")), (given,), node.outputs) if known else None
+    if node.name != "pow" or sum(constant is not None for constant in constants) != 1:
         return None
     base, exponent = (None if constant is None else float(np.asarray(constant)) for constant in constants)
     given = node.inputs[0] if base is None else node.inputs[1]
@@ -128,7 +140,7 @@ def _is_fused(name: str) -> bool:
 
 
 def _constant(spec: RespellingSpec, name: str) -> float | None:
-    """Returns the base or the exponent, where the program knows it."""
+    """Returns the base, the exponent or the divisor, where the program knows it."""
     value = dict(spec.parameters).get(name)
     return None if value is None else float(cast(str, value))
 
@@ -139,11 +151,13 @@ def _original(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
 
 def _computed(spec: RespellingSpec, operands: Sequence[jax.Array]) -> jax.Array:
     dtype = spec.results[0][1]
-    base, exponent = (_constant(spec, name) for name in ("base", "exponent"))
+    base, exponent, divisor = (_constant(spec, name) for name in ("base", "exponent", "divisor"))
     if base is not None:
         return lax.pow(np.asarray(base, dtype)[()], operands[0])
     if exponent is not None:
         return lax.pow(operands[0], np.asarray(exponent, dtype)[()])
+    if divisor is not None:
+        return lax.rem(operands[0], np.asarray(divisor, dtype)[()])
     found: jax.Array = getattr(lax, cast(str, spec["function"]))(*operands)
     return found
 
@@ -156,14 +170,16 @@ def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
     def arithmetic(*given: jax.Array) -> jax.Array:
         return _function(spec)(*(x.astype(jnp.float32) for x in given)).astype(dtype)
 
-    if spec["function"] not in _PERIODIC or float(jnp.finfo(dtype).max) < elementary.LARGE:
+    if spec["function"] not in _BOUNDED or (
+        spec["function"] in _PERIODIC and float(jnp.finfo(dtype).max) < elementary.LARGE
+    ):
         return [unfused(arithmetic, lambda *given: given[place], *operands)]
 
     # Under vmap a condition for each example would have both branches computed; one for all of them has not.
     @jax.custom_batching.custom_vmap
     def chosen(*given: jax.Array) -> jax.Array:
-        large = _any_large(given[place].astype(jnp.float32))
-        found: jax.Array = lax.cond(large, lambda *given: _computed(spec, given), arithmetic, *given)
+        beyond = _any_beyond(spec, *(x.astype(jnp.float32) for x in given))
+        found: jax.Array = lax.cond(beyond, lambda *given: _computed(spec, given), arithmetic, *given)
         return found
 
     @chosen.def_vmap
@@ -175,34 +191,42 @@ def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
 
 
 def _function(spec: RespellingSpec) -> Callable[..., jax.Array]:
-    base, exponent = (_constant(spec, name) for name in ("base", "exponent"))
+    base, exponent, divisor = (_constant(spec, name) for name in ("base", "exponent", "divisor"))
     if base is not None:
         return lambda y: elementary.power_of_constant(base, y)
     if exponent is not None:
         return lambda x: elementary.constant_power(x, exponent)
+    if divisor is not None:
+        return lambda x: elementary.rem(x, jnp.asarray(divisor, jnp.float32))
     return _FUNCTIONS[cast(str, spec["function"])]
 
 
-def _any_large(x: jax.Array) -> jax.Array:
-    """Returns whether a finite number is too large for the arithmetic.
+def _any_beyond(spec: RespellingSpec, *given: jax.Array) -> jax.Array:
+    """Returns whether the arithmetic does not hold for some of the numbers.
 
     A sum of float32 numbers is faster than ``any`` and than a count in integers, and XLA has a routine for it, where it
     compiles three kernels for those.
     """
-    size = jnp.abs(x)
-    large = (size >= np.float32(elementary.LARGE)) & (size < np.float32(math.inf))
-    return jnp.sum(large.astype(jnp.float32)) != 0
+    if spec["function"] == "rem":
+        divisor = _constant(spec, "divisor")
+        beyond = elementary.rem_is_apart(*given, *(() if divisor is None else (jnp.asarray(divisor, jnp.float32),)))
+    else:
+        size = jnp.abs(given[0])
+        beyond = (size >= np.float32(elementary.LARGE)) & (size < np.float32(math.inf))
+    return jnp.sum(beyond.astype(jnp.float32)) != 0
 
 
 # ---------------------------------------------------------------------- evidence
 
 
 def _feature(spec: RespellingSpec) -> str:
-    """Returns the function, and of powers what of them is known, and whether roots compute it."""
+    """Returns the function, what of its operands is known, and whether roots compute it."""
     function = cast(str, spec["function"])
     base, exponent = (_constant(spec, name) for name in ("base", "exponent"))
     if exponent is not None:
         return f"{function} {'by roots' if elementary.by_roots(exponent) else 'of one exponent'}"
+    if _constant(spec, "divisor") is not None:
+        return f"{function} of one divisor"
     return function if base is None else f"{function} of one base"
 
 
@@ -223,6 +247,7 @@ _FORMS: Mapping[str, Callable[..., jax.Array]] = {
     "roots": lambda x: x**-1.5,
     "exponent": lambda x: x**2.2,
     "base": lambda y: lax.pow(jnp.asarray(10000, y.dtype), y),
+    "divisor": lambda x: lax.rem(x, jnp.asarray(0.7, x.dtype)),
 }
 _NARROW = ("sin", "cos", "roots", "exponent")
 """Forms that are measured in 16 bits too."""
@@ -232,7 +257,7 @@ def _samples() -> Iterator[tuple[str, Sample]]:
     for shape in _SIZES:
         for name, function in _FORMS.items():
             for dtype in _DTYPES if name in _NARROW else _DTYPES[:1]:
-                given = (jax.ShapeDtypeStruct(shape, dtype),) * (2 if name == "atan2" else 1)
+                given = (jax.ShapeDtypeStruct(shape, dtype),) * (2 if name in ("atan2", "rem") else 1)
                 own = "" if dtype == jnp.float32 else f"-{jnp.dtype(dtype).name}"
                 yield f"{name}-{math.prod(shape)}{own}", Sample(function, given)
 
@@ -240,7 +265,7 @@ def _samples() -> Iterator[tuple[str, Sample]]:
 KIND = Kind(
     name="elementwise",
     primitives=(*_FUNCTIONS, "pow"),
-    numerics="tolerance",
+    numerics=lambda spec: "identical" if spec["function"] == "rem" else "tolerance",
     instead="arithmetic on vectors, in float64",
     match=_match,
     original=_original,

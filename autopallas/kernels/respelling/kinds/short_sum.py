@@ -60,11 +60,22 @@ def _feature(spec: RespellingSpec) -> str:
 
 
 def _samples() -> Iterator[tuple[str, Sample]]:
-    for elements in (2**15, 2**19, 2**23):
+    for elements in (2**13, 2**15, 2**19, 2**23):
         for length in (3, 8):
             shape: tuple[int, ...] = (elements // length, length)
             yield f"rows-{'x'.join(map(str, shape))}", Sample(_total, (jax.ShapeDtypeStruct(shape, jnp.float32),))
-    shapes = [(1, 8, 4096), (1, 32, 1024), (1, 128, 256), (8, 8, 1024), (16, 8, 4096), (8, 32, 2048), (8, 128, 512)]
+    shapes = [
+        (1, 8, 1024),
+        (1, 32, 256),
+        (1, 128, 64),
+        (1, 8, 4096),
+        (1, 32, 1024),
+        (1, 128, 256),
+        (8, 8, 1024),
+        (16, 8, 4096),
+        (8, 32, 2048),
+        (8, 128, 512),
+    ]
     shapes += [(1, 8, 65536), (1, 32, 32768), (1, 2, 262144), (256, 8, 4096), (256, 32, 1024), (64, 128, 1024)]
     shapes += [(16, 8, 65536), (4, 32, 65536), (1, 128, 65536)]
     for shape in shapes:
