@@ -41,15 +41,16 @@ EXTENSIONS = {"avx2": "AVX2", "avx512_bf16": "AVX-512"}
 
 
 def respellings() -> str:
-    """The gains of respellings on CPUs, from the table's rows: a line for each kind and form, all sizes together."""
+    """The gains of respellings on CPUs, from the table's rows: a line for each kind and form, of all sizes and versions of
+    JAX together."""
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
     for (*_, invariants), row in TABLE.files.read("cpu"):
         kind, form, *_ = invariants.split(", ")
         if kind != FOR_MEMORY:
             found.setdefault((kind, form), {}).setdefault(str(row.extensions), []).append(row.speedup)
     rows = [
-        f"| kind | form | {' | '.join(f'median gain with {name} (from, to)' for name in EXTENSIONS.values())} | sizes "
-        "measured | of these left alone |",
+        f"| kind | form | {' | '.join(f'median gain with {name} (from, to)' for name in EXTENSIONS.values())} | rows "
+        "| of these left alone |",
         "|---|---|---|---|---|---|",
     ]
     for (kind, form), by_extensions in sorted(found.items()):

@@ -25,6 +25,7 @@ from autopallas.sites.device import Device
 from autopallas.sites.operation import operation_named
 from autopallas.sites.workload import Workload
 from autopallas.tuning import processor
+from autopallas.tuning.row import jax_line
 from autopallas.tuning.table import Row
 
 S = TypeVar("S")
@@ -99,7 +100,7 @@ def gap(row: Row[object], match: Workload, device: Device, own_form: bool = Fals
     here = processor.vector_extensions()
     if _narrow(match) and not processor.alike(row.measured_with, here):
         decided = "no row for these vector extensions, which decide the speed of 16-bit numbers"
-    elif asked.with_jax and row.assured_gain < asked.elsewhere_from and _minor(row.versions) != _minor(_jax()):
+    elif asked.with_jax and row.assured_gain < asked.elsewhere_from and row.jax_line != jax_line(_jax()):
         return f"no row for this version of JAX: the table's was measured with {row.versions}, and this is {_jax()}"
     elif row.measured_with != (here or _UNKNOWN) and row.assured_gain < asked.elsewhere_from:
         decided = "no row for these vector extensions, on which the gain depends"
@@ -152,10 +153,6 @@ def products(original: ClosedJaxpr) -> str:
 def _jax() -> str:
     """Returns the version of JAX as rows state it."""
     return f"jax {compat.versions()['jax']}"
-
-
-def _minor(versions: str) -> list[str]:
-    return versions.split(".")[:2]
 
 
 def _narrow(match: Workload) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, Literal, TypeAlias, TypeVar, cast
@@ -17,6 +18,7 @@ __all__ = [
     "Key",
     "Row",
     "Rows",
+    "jax_line",
     "key_of_least_time",
 ]
 
@@ -105,6 +107,11 @@ class Row(Generic[S]):
         """Vector extensions that the row is for, if it is of a CPU."""
         return self.extensions or "avx2"
 
+    @property
+    def jax_line(self) -> str:
+        """Minor version of JAX that the row was measured with."""
+        return jax_line(self.versions)
+
 
 Rows: TypeAlias = Mapping[Key, Row[BlockSizes]]
 """Rows of one device."""
@@ -119,6 +126,17 @@ class Bucket:
 
     def __contains__(self, sizes: Mapping[str, int]) -> bool:
         return all(low <= sizes[name] <= high for name, (low, high) in self.ranges.items())
+
+
+def jax_line(versions: str) -> str:
+    """Returns the minor version of JAX in a row's versions; empty if there is none.
+
+    Example:
+      >>> jax_line("jax 0.12.0.1"), jax_line("jax 0.10.2, libtpu 0.0.34"), jax_line("")
+      ('0.12', '0.10', '')
+    """
+    found = re.match(r"jax (\d+\.\d+)\b", versions)
+    return found[1] if found else ""
 
 
 def key_of_least_time(key: Key) -> Key:

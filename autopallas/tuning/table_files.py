@@ -1,8 +1,8 @@
 """Reads and writes the tables' files, ``autopallas/tuning/data/<device>/<operation>.csv``, when first asked for.
 
 Each row stands on one line, so that differences and merges are of rows, and each column is named once.  On CPUs the
-processor's vector extensions are a second key: of rows that otherwise have the same key, the one for this processor
-counts.
+processor's vector extensions and the minor version of JAX, which has the compiler, are a second key: of rows that
+otherwise have the same key, the one for this processor and this version counts.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypedDict, cast
 
+from autopallas import compat
 from autopallas.sites.spec import BlockSizes
 from autopallas.tuning import processor
-from autopallas.tuning.row import DEVICES, Bucket, Evidence, Key, Row, Rows, key_of_least_time
+from autopallas.tuning.row import DEVICES, Bucket, Evidence, Key, Row, Rows, jax_line, key_of_least_time
 
 __all__ = ["DATA", "Files", "device_of", "folder_of"]
 
@@ -101,13 +102,15 @@ class Files(Mapping[str, Rows]):
         self._operation = operation
         self._block_sizes = block_sizes
         self._buckets = [bucket.name for bucket in buckets]
-        self._views: dict[tuple[str, str | None], Rows] = {}
+        self._views: dict[tuple[str, str | None, str], Rows] = {}
 
     def __getitem__(self, device: str) -> Rows:
         here = processor.vector_extensions() if device == "cpu" else None
-        view = self._views.get((device, here))
+        line = jax_line(f"jax {compat.versions()['jax']}")
+        view = self._views.get((device, here, line))
         if view is None:
-            view = self._views[device, here] = MappingProxyType(_for_processor(self.read(device), here))
+            view = MappingProxyType(_for_processor(self.read(device), here, line))
+            self._views[device, here, line] = view
         if not view:
             raise KeyError(device)
         return view
@@ -143,7 +146,7 @@ class Files(Mapping[str, Rows]):
         def order(item: tuple[Key, Row[BlockSizes]]) -> tuple[object, ...]:
             (*first, bucket, invariants), row = item
             place = self._buckets.index(bucket) if bucket in self._buckets else len(self._buckets)
-            return (*first, place, invariants, row.measured_with)
+            return (*first, place, invariants, row.measured_with, _age(row.jax_line))
 
         sizes = [field.name for field in dataclasses.fields(self._block_sizes)]
         written = io.StringIO()
@@ -156,7 +159,8 @@ class Files(Mapping[str, Rows]):
         return written.getvalue()
 
     def write(self, device: str, rows: Rows, both_objectives: bool = False) -> Path:
-        """Writes rows of a device into its file, replacing those of the same key and vector extensions.
+        """Writes rows of a device into its file, replacing those of the same key, and on CPUs of the same vector
+        extensions and minor version of JAX.
 
         Args:
           device: the device, as tables name it.
@@ -171,8 +175,9 @@ class Files(Mapping[str, Rows]):
           OSError: it cannot be written.
         """
 
-        def place(key: Key, row: Row[BlockSizes]) -> tuple[Key, str]:
-            return key_of_least_time(key) if both_objectives else key, row.measured_with
+        def place(key: Key, row: Row[BlockSizes]) -> tuple[Key, str, str]:
+            own = row.jax_line if device == "cpu" else ""
+            return key_of_least_time(key) if both_objectives else key, row.measured_with, own
 
         replaced = {place(key, row) for key, row in rows.items()}
         kept = [(key, row) for key, row in self.read(device) if place(key, row) not in replaced]
@@ -186,15 +191,25 @@ class Files(Mapping[str, Rows]):
         return path
 
 
-def _for_processor(rows: Sequence[tuple[Key, Row[BlockSizes]]], here: str | None) -> dict[Key, Row[BlockSizes]]:
-    """Chooses among rows that differ only in their vector extensions: those of this processor, else of processors that
-    multiply alike, else those of AVX2; the rows of both objectives come from one processor."""
+def _for_processor(
+    rows: Sequence[tuple[Key, Row[BlockSizes]]], here: str | None, line: str
+) -> dict[Key, Row[BlockSizes]]:
+    """Chooses among rows that differ only in their vector extensions and version of JAX: those of this processor, else
+    of processors that multiply alike, else those of AVX2; of these, those of this minor version, else of the latest.
+    The rows of both objectives were measured together."""
 
-    def rank(extensions: str) -> tuple[bool, bool, bool]:
-        return extensions == here, processor.alike(extensions, here), extensions == "avx2"
+    def rank(measured: tuple[str, str]) -> tuple[object, ...]:
+        extensions, version = measured
+        same = extensions == here, processor.alike(extensions, here), extensions == "avx2"
+        return *same, version == line, _age(version)
 
-    best: dict[Key, str] = {}
+    best: dict[Key, tuple[str, str]] = {}
     for key, row in rows:
-        place = key_of_least_time(key)
-        best[place] = max(best.get(place, row.measured_with), row.measured_with, key=rank)
-    return {key: row for key, row in rows if row.measured_with == best[key_of_least_time(key)]}
+        place, own = key_of_least_time(key), (row.measured_with, row.jax_line)
+        best[place] = max(best.get(place, own), own, key=rank)
+    return {key: row for key, row in rows if (row.measured_with, row.jax_line) == best[key_of_least_time(key)]}
+
+
+def _age(line: str) -> list[int]:
+    """Returns what puts minor versions in their order."""
+    return [int(part) for part in line.split(".") if part]

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from autopallas import compat
 from autopallas.compile.tpu import GENERATIONS
 from autopallas.environment import OPERATIONS
 from autopallas.kernels.attention.block_sizes import BlockSizes
@@ -210,6 +211,32 @@ def test_a_cpus_vector_extensions_are_a_second_key(files, monkeypatch):
     assert here(None) == here("avx2"), "what is not known multiplies like none of them"
     files.write("cpu", {key("a"): row(64, 64)})
     assert here("avx2")["full"] == 64, "a row that states nothing is one of AVX2"
+
+
+def test_the_minor_version_of_jax_is_a_part_of_that_key_on_cpus(files, monkeypatch):
+    def with_jax(version, size, extensions="avx2"):
+        return dataclasses.replace(row(size, size), versions=f"jax {version}", extensions=extensions)
+
+    lean = key("a", "full" + LEAST_MEMORY)
+    files.write("cpu", {key("a"): with_jax("0.10.2", 8), lean: with_jax("0.10.2", 4)})
+    files.write("cpu", {key("a"): with_jax("0.9.2", 2)})
+    files.write("cpu", {key("a"): with_jax("0.12.0.1", 16)}, both_objectives=True)
+    files.write("cpu", {key("a"): with_jax("0.12.0.1", 32, "amx"), key("b"): with_jax("0.10.2", 64)})
+    for version in ("0.10.1", "0.12.0"):
+        files.write("TPU v4", {key("a"): with_jax(version, 8)})
+    assert (len(files.read("cpu")), len(files.read("TPU v4"))) == (6, 1)
+
+    def here(version, extensions="avx2"):
+        monkeypatch.setattr(compat, "versions", lambda: {"jax": version})
+        monkeypatch.setattr(processor, "vector_extensions", lambda: extensions)
+        return [files["cpu"][k].block_sizes.query_block for k in (key("a"), lean, key("b")) if k in files["cpu"]]
+
+    assert here("0.10.4") == [8, 4, 64]
+    assert here("0.12.1") == here("0.13.0") == [16, 64], "the latest, where none is of this version"
+    assert here("0.9.0") == [2, 64]
+    assert here("0.10.2", "amx") == [32, 64], "the processor comes first"
+    files.write("cpu", {key("a"): with_jax("0.12.2", 128)})
+    assert here("0.12.1") == [128, 64], "a row takes the place of one of the same version"
 
 
 @given(st.text(st.characters(codec="utf-8"), min_size=1, max_size=20))
