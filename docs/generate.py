@@ -41,8 +41,7 @@ EXTENSIONS = {"avx2": "AVX2", "avx512_bf16": "AVX-512"}
 
 
 def respellings() -> str:
-    """The gains of respellings on CPUs, from the table's rows: a line for each kind and form, of all sizes and versions of
-    JAX together."""
+    """The gains of respellings on CPUs, from the table's rows: a line for each kind and form."""
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
     for (*_, invariants), row in TABLE.files.read("cpu"):
         kind, form, *_ = invariants.split(", ")
