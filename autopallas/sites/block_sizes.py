@@ -17,7 +17,7 @@ _LEAST = 64
 """Smaller blocks stay as they are: a vector more or less is a good part of their time."""
 
 
-def dividing(block: int, length: int) -> int:
+def dividing(block: int, length: int, multiple: int = 1) -> int:
     """Returns the size next to ``block``, at most a quarter away, of which ``length`` is a multiple; else ``block``.
 
     A shorter last block has loops of its own, for each block of the other axis, and a loop takes as long to compile as
@@ -26,15 +26,16 @@ def dividing(block: int, length: int) -> int:
     Args:
       block: a size of blocks.
       length: that of an axis.
+      multiple: what the size is a multiple of, as ``block`` is.
 
     Example:
-      >>> dividing(256, 1500), dividing(256, 1536), dividing(256, 1009)
-      (300, 256, 256)
+      >>> dividing(256, 1500), dividing(256, 1536), dividing(256, 1009), dividing(256, 1500, multiple=64)
+      (300, 256, 256, 256)
     """
     if not _LEAST <= block < length or length % block == 0:
         return block
     counts = range(-(-4 * length // (5 * block)), 4 * length // (3 * block) + 1)
-    near = (length // count for count in counts if length % count == 0)
+    near = (length // count for count in counts if length % (count * multiple) == 0)
     return min(near, key=lambda size: (size % 8 > 0, size % 4 > 0, abs(size - block)), default=block)
 
 

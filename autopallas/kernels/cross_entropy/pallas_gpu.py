@@ -172,7 +172,7 @@ def _contracted(
 
     part = BlockSizes(spec.rows, min(spec.vocabulary, rounded(sizes.vocabulary_block, ALIGNED)))
     own = operands._replace(sides=operands.sides[: len(spec.sides)])
-    return contracted(spec, part, TileOperands.of(spec, own), targets, make)
+    return contracted(spec, part, TileOperands.of(spec, own), targets, make, ALIGNED)
 
 
 def _whole(spec: CrossEntropySpec, vectors: Vectors, operands: Operands) -> tuple[Array, Array, list[Array]]:

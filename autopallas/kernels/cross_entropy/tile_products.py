@@ -105,10 +105,12 @@ def contracted(
     operands: TileOperands,
     targets: Sequence[Target],
     make: Callable[[Tile, Block, Block], tuple[Array, ...]],
+    multiple: int = 1,
 ) -> tuple[Array, ...]:
     """The targets of the values that ``make`` gives for each tile.  The vocabulary is outside.
 
     A result with a vocabulary axis is complete when all rows have passed, so that only part of it is ever accumulated.
+    Blocks of the vocabulary begin at a multiple of ``multiple``, as its block size is one.
     """
     one_block = sizes.vocabulary_block >= spec.vocabulary
 
@@ -131,7 +133,7 @@ def contracted(
         return tuple(merged(*each) for each in zip(targets, carry, found, strict=True))
 
     start = tuple(map(empty, targets))
-    found = over(spec.vocabulary, sizes.vocabulary_block, columns, start)
+    found = over(spec.vocabulary, sizes.vocabulary_block, columns, start, multiple)
     return tuple(target.result(spec, array) for target, array in zip(targets, found, strict=True))
 
 

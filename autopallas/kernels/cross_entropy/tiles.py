@@ -164,12 +164,14 @@ def stored(array: Array, update: Array, block: Block, axis: int) -> Array:
     return lax.dynamic_update_slice_in_dim(array, update, block[0], axis)
 
 
-def over(length: int, block: int, body: Callable[[Block, Carry], Carry], carry: Carry) -> Carry:
+def over(
+    length: int, block: int, body: Callable[[Block, Carry], Carry], carry: Carry, multiple: int = 1
+) -> Carry:
     """``carry`` after ``body`` for each block of an axis, the shorter last one included.
 
-    Blocks have a size near by that divides the axis, where there is one.
+    Blocks have a size near by that divides the axis, where there is one; and begin at a multiple of this.
     """
-    block = dividing(block, length)
+    block = dividing(block, length, multiple)
     count, rest = divmod(length, block)
     if count == 1:
         carry = body((0, block), carry)

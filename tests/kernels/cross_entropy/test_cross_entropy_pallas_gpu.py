@@ -15,7 +15,7 @@ from cross_entropy_implementation import BY_NAME, SIZES, CrossEntropyImplementat
 from support.multicast import interpreted_multicast
 
 from autopallas import compat
-from autopallas.kernels.cross_entropy import gpu_logits, gpu_statistics, pallas_gpu, xla
+from autopallas.kernels.cross_entropy import gpu_logits, gpu_statistics, gpu_values, pallas_gpu, xla
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.gradients import Pull
 from autopallas.kernels.cross_entropy.operands import Operands
@@ -207,6 +207,29 @@ def test_tiles_that_have_a_label():
 @pytest.mark.parametrize("name", some(["odd embedding table", "bias"], ["bias"]))
 def test_products(racing, kernels_alone, name, form):
     racing.check_products(pallas_gpu, BY_NAME[name], form, SIZES["vocabulary streams"], BF16)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("vocabulary, part", [(300, 192), (1000, 256), (130, 128)])
+def test_parts_of_the_vocabulary_begin_where_tma_reads_whole_tiles(monkeypatch, vocabulary, part):
+    """A size near by that divides the vocabulary begins parts in the middle of TMA's tiles of 64 columns."""
+    case = Case("parts", rows=8, hidden=8, vocabulary=vocabulary, labels=(0, vocabulary), kinds=LOSS)
+    begun = []
+
+    def values_call(spec, wanted, vectors, columns):
+        def call(start, *operands):
+            begun.append((int(start[0]), columns))
+            return tuple(jnp.zeros((spec.rows, columns), dtype) for _, dtype in wanted)
+
+        return call
+
+    monkeypatch.setattr(gpu_values, "values_call", values_call)
+    spec = case.with_products(case.spec(BF16), "products")
+    x, w, sides, _ = case.operands(BF16)
+    with jax.disable_jit():
+        pallas_gpu.forward(spec, BlockSizes(8, part), Operands(x, w, (*sides, jnp.zeros((8, 1), F32))))
+    assert sum(columns for _, columns in begun) >= vocabulary
+    assert [start % gpu_logits.ALIGNED for start, _ in begun] == [0] * len(begun)
 
 
 @needs_interpreter
