@@ -43,6 +43,8 @@ class Timed:
       key: the table's, or None.
       bytes_moved: of memory that it cannot do without reading or writing.
       expansion: how many times as much of both the original does, where that is known; for estimates.
+      lean: a candidate that the table has as that of least memory where nothing was measured, and how many times as
+        much of both it does.
       priority: its place among the headlines, the cases that are timed first; 100 for all others.
     """
 
@@ -56,6 +58,7 @@ class Timed:
     key: Key | None
     bytes_moved: float = 0.0
     expansion: float = 1.0
+    lean: tuple[str, float] | None = None
     priority: int = 100
 
 

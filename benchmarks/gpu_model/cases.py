@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from benchmarks.gpu_model.model import Blocks, Case, Code, Tiles
 
-__all__ = ["attention", "cross_entropy", "grouped_matmul", "train_step"]
+__all__ = ["attention", "cross_entropy", "grouped_matmul", "materialised_train_step", "train_step", "train_step_kept"]
 
 _SIZE = 2
 """Bytes of bfloat16."""
@@ -110,3 +110,21 @@ def train_step(name: str, statistics: Code, values: Code, shape: tuple[int, int,
     product = 2.0 * n * d * v
     # dx is read and written in float32 for every part.
     return Case(name, 3 * product, own, copied=2.0 * parts * n * d * 4, products=2 * product)
+
+
+def train_step_kept(name: str, logits: Code, shape: tuple[int, int, int], rows: int) -> Case:
+    """Logits with their statistics, dx and dW, so many rows after the other."""
+    n, d, v = shape
+    parts = -(-n // rows)
+    own = cross_entropy("", logits, (rows, d, v)).works * parts
+    product = 2.0 * n * d * v
+    # The gradient is written over the logits; dW is read and written in float32 for every part.
+    return Case(name, 3 * product, own, copied=2.0 * n * v * _SIZE + 2.0 * parts * d * v * 4, products=2 * product)
+
+
+def materialised_train_step(name: str, shape: tuple[int, int, int]) -> Case:
+    """The same as XLA compiles it as it is written, with all logits: read for the maximum, for the sum, and for their
+    gradient; that is written in float32, and rounded."""
+    n, d, v = shape
+    product = 2.0 * n * d * v
+    return Case(name, 3 * product, (), copied=float(n * v) * (3 * _SIZE + 4 + 4 + _SIZE), products=3 * product)

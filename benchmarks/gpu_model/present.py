@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import replace
 
 import jax
 
 from autopallas.compile.gpu import Compilation, Compiler, Kernel
+from autopallas.sites.block_sizes import dividing
 from benchmarks import gpu_attention, gpu_cross_entropy, gpu_grouped_matmul
 from benchmarks.gpu_benchmark import Timed
 from benchmarks.gpu_model import cases
@@ -43,17 +44,34 @@ def _grouped(shape: tuple[int, int, int, int], use: str) -> Row:
     return timed, case
 
 
-def _cross_entropy(train: bool) -> Row:
-    direction: Any = "forward+backward" if train else "forward"
-    timed = gpu_cross_entropy._timed(gpu_cross_entropy.case_of(*_CROSS_ENTROPY, "bfloat16", direction), 1)
+def _cross_entropy() -> Row:
+    timed = gpu_cross_entropy._timed(gpu_cross_entropy.case_of(*_CROSS_ENTROPY, "bfloat16", "forward"), 1)
 
     def case(name: str, found: Compiled, copied: int) -> Case:
-        statistics = found["autopallas_cross_entropy_statistics"]
-        if not train:
-            return cases.cross_entropy(name, statistics, _CROSS_ENTROPY)
-        return cases.train_step(name, statistics, found["autopallas_cross_entropy_values"], _CROSS_ENTROPY)
+        return cases.cross_entropy(name, found["autopallas_cross_entropy_statistics"], _CROSS_ENTROPY)
 
     return timed, case
+
+
+def _train_step(kept: int = 0) -> Row:
+    """Logits are computed again; or those of so many rows are kept."""
+    timed = gpu_cross_entropy._timed(gpu_cross_entropy.case_of(*_CROSS_ENTROPY, "bfloat16", "forward+backward"), 9)
+    assert timed.lean is not None
+    wanted = timed.lean[0]
+    if kept:
+        n, _, v = _CROSS_ENTROPY
+        blocks = {
+            name: dividing(s.rows_block, n, 128) for name, s in timed.block_sizes.items() if s.vocabulary_block > v
+        }
+        wanted = next(name for name, rows in blocks.items() if rows == kept)
+
+    def case(name: str, found: Compiled, copied: int) -> Case:
+        if kept:
+            return cases.train_step_kept(name, found["autopallas_cross_entropy_logits"], _CROSS_ENTROPY, kept)
+        statistics, values = (found[f"autopallas_cross_entropy_{part}"] for part in ("statistics", "values"))
+        return cases.train_step(name, statistics, values, _CROSS_ENTROPY)
+
+    return replace(timed, block_sizes={wanted: timed.block_sizes[wanted]}), case
 
 
 def _attention(shape: tuple[int, int, int, int], mask: str, backward: bool, rounded: bool = False) -> Row:
@@ -78,8 +96,10 @@ CASES: dict[str, Callable[[], Row]] = {
     "grouped matmul drhs G8": lambda: _grouped(_LARGE, "drhs"),
     "grouped matmul forward G64": lambda: _grouped(_MANY, "forward"),
     "grouped matmul drhs G64": lambda: _grouped(_MANY, "drhs"),
-    "cross-entropy forward": lambda: _cross_entropy(False),
-    "cross-entropy train step": lambda: _cross_entropy(True),
+    "cross-entropy forward": _cross_entropy,
+    "cross-entropy train step, logits again": _train_step,
+    "cross-entropy train step, logits of 2048 rows kept": lambda: _train_step(2048),
+    "cross-entropy train step, logits of 4096 rows kept": lambda: _train_step(4096),
     "attention forward T16384 D128 causal": lambda: _attention((1, 16384, 16, 128), "causal", False),
     "attention forward T16384 D128 full": lambda: _attention((1, 16384, 16, 128), "full", False),
     "attention forward T4096 D128 causal": lambda: _attention((4, 4096, 16, 128), "causal", False),

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
 
-__all__ = ["BlockSizes"]
+__all__ = ["WHOLE", "BlockSizes"]
 
 _ALIGNMENT = 8
-_WHOLE = 2**20
+WHOLE = 2**20
 """A vocabulary block that no vocabulary exceeds."""
 _LARGEST_TILE = 64 * 2**20
 """Bytes.  512 rows of 32,000 logits are the fastest; with more, what is saved is too little to be worth while."""
@@ -67,7 +67,7 @@ class BlockSizes:
         Those for the whole vocabulary are not fitted to this one: they are meant for every one near by.
         """
         streaming = [(2048, 4096), (2048, 2048), (2048, 1280), (1024, 2048), (512, 2048)]
-        spanning = [(rows, _WHOLE) for rows in (512, 256, 128, 64)]
+        spanning = [(rows, WHOLE) for rows in (512, 256, 128, 64)]
         if spec.products:  # logits that are kept need not be computed twice
             blocks = [*spanning[:3], streaming[0], spanning[3], *streaming[1:]]
         else:
@@ -79,7 +79,7 @@ class BlockSizes:
             if tile <= _LARGEST_TILE:
                 different.setdefault(fitted, sizes)
         return tuple(
-            cls(fitted.rows_block, sizes.vocabulary_block) if sizes.vocabulary_block == _WHOLE else fitted
+            cls(fitted.rows_block, sizes.vocabulary_block) if sizes.vocabulary_block == WHOLE else fitted
             for fitted, sizes in different.items()
         )
 

@@ -1,6 +1,7 @@
-"""The body of cross-entropy's GPU kernel: statistics of the rows of a tile of logits that never leaves the registers.
+"""The body of cross-entropy's GPU kernel: statistics of the rows of a tile of logits that is in the registers.
 
-For each of its 64 rows of a tile, a consumer writes one number per statistic.
+For each of its 64 rows of a tile, a consumer writes one number per statistic.  It writes the logits too, where they are
+wanted.
 
 Letters: N rows (tokens), D hidden size, V vocabulary.
 """
@@ -20,7 +21,7 @@ from jax.experimental import pallas as pl
 from autopallas.kernels.cross_entropy.gpu_logits import Logits, Plan, Vectors, each_tile, padded, paired, value_of
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Statistic
 from autopallas.kernels.cross_entropy.tiles import Tile
-from autopallas.kernels.gpu import APPROXIMATED, call, mosaic
+from autopallas.kernels.gpu import APPROXIMATED, call, mosaic, rounded, tile
 from autopallas.kernels.gpu_pipeline import CONSUMERS, PART, Ring, grid
 from autopallas.kernels.refs import Ref
 from autopallas.sites.elementwise import ElementwiseProgram
@@ -34,13 +35,19 @@ _FEW = 3
 _NONE = np.iinfo(np.int32).max
 
 
-def plan_of(spec: CrossEntropySpec, statistics: int) -> Plan:
-    """Few columns where many statistics, side inputs or float16 need registers."""
+def plan_of(spec: CrossEntropySpec, statistics: int, kept: bool = False) -> Plan:
+    """Few columns where many statistics, side inputs or float16 need registers.
+
+    Logits that are ``kept`` are in shared memory for a tile at a time, so that they are waited for once.
+    """
     along = any(side.varies[1] or (side.varies[0] and side.differentiable) for side in spec.sides)
     plain = all(len(s.program.instructions) <= 1 for s in spec.statistics)
     wide = statistics <= _FEW and (plain or spec.logit_dtype != np.float16)
     strip = 64 if wide and not along else 32
-    return Plan.of(spec, 256 if wide else 128, strip, [((CONSUMERS, PART), np.float32)] * statistics)
+    columns = 256 if wide and (not kept or spec.logit_dtype.itemsize == 2) else 128
+    columns = max(PART, min(columns, rounded(spec.vocabulary, PART)))
+    logits = [((CONSUMERS, columns // PART, PART, PART), spec.logit_dtype)] if kept else []
+    return Plan.of(spec, columns, strip, [*logits, *[((CONSUMERS, PART), np.float32)] * statistics])
 
 
 def statistics_call(
@@ -50,11 +57,13 @@ def statistics_call(
     vectors: Vectors,
     rows: int,
     vocabulary: int,
+    kept: bool = False,
 ) -> Callable[..., tuple[Array, ...]]:
     """The kernel as a function of (x [rows, D], w, what :func:`tiles_of_labels` gives where a statistic picks columns,
     what ``vectors.operands`` gives).
 
-    It gives, for each statistic, that of each tile of columns: [tiles, rows].
+    It gives, for each statistic, that of each tile of columns, [tiles, rows]; and last the logits that are kept, [rows,
+    vocabulary].
 
     Args:
       spec: whose statistics.
@@ -62,21 +71,29 @@ def statistics_call(
       labels: where, among the vectors, the canonical labels are, by the position of their side input.
       vectors: the side inputs, and the labels.
       rows, vocabulary: with what they are padded by.
+      kept: whether the logits are wanted.
     """
-    plan = plan_of(spec, len(needed))
+    plan = plan_of(spec, len(needed), kept)
     count = -(-vocabulary // plan.columns)
     dtypes = [np.dtype(np.int32 if s.kind == "argmax" else np.float32) for s in needed]
+    types = [jax.ShapeDtypeStruct((count, rows), dtype) for dtype in dtypes]
+    buffers = [mosaic().SMEM((CONSUMERS, PART), dtype) for dtype in dtypes]
+    if kept:
+        types.append(jax.ShapeDtypeStruct((rows, vocabulary), spec.logit_dtype))
+        buffers.append(tile(*plan.beside[0]))
     return call(
         partial(_kernel, spec, plan, tuple(needed), dict(labels), vectors),
-        name="autopallas_cross_entropy_statistics",
+        name="autopallas_cross_entropy_logits" if kept else "autopallas_cross_entropy_statistics",
         **grid(paired(rows)),
-        out_type=tuple(jax.ShapeDtypeStruct((count, rows), dtype) for dtype in dtypes),
-        scratch=[*plan.scratch(spec, rows), *(mosaic().SMEM((CONSUMERS, PART), dtype) for dtype in dtypes)],
+        out_type=tuple(types),
+        scratch=[*plan.scratch(spec, rows), *buffers],
         warpgroups=CONSUMERS + 1,
         flops=2 * rows * vocabulary * spec.hidden,
         transcendentals=rows * vocabulary,
         approximate=all(APPROXIMATED.isdisjoint(s.program.primitives) for s in needed),
-        bytes_accessed=spec.row_dtype.itemsize * spec.hidden * (rows + vocabulary) + 4 * rows * count * len(needed),
+        bytes_accessed=spec.row_dtype.itemsize * spec.hidden * (rows + vocabulary)
+        + 4 * rows * count * len(needed)
+        + kept * rows * vocabulary * spec.logit_dtype.itemsize,
     )
 
 
@@ -92,13 +109,19 @@ def _kernel(
     x, w, *rest = refs
     tables, rest = rest[: bool(picked)], rest[bool(picked) :]
     vectors, rest = rest[: len(given.kinds)], rest[len(given.kinds) :]
-    results, (first, second, full, free, *stored) = rest[: len(needed)], rest[len(needed) :]
+    count = len(plan.beside)  # one more than there are statistics, where the logits are kept
+    results, (first, second, full, free, *stored) = rest[:count], rest[count:]
+    keeping = list(zip(stored[len(needed) :], results[len(needed) :], strict=True))
     plgpu = mosaic()
     warpgroup = lax.axis_index("warpgroup")
 
     def visit(at: Array, column: Array, logits: Array) -> None:
         rows = given.of_rows(vectors, at)
         start = column * plan.columns
+        for place, _ in keeping:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for n in range(plan.columns // PART):
+                place.at[warpgroup, n][...] = logits[:, n * PART : (n + 1) * PART].astype(spec.logit_dtype)
         here: Array = tables[0][lax.div(at, jnp.int32(PART)), column] != 0 if picked else jnp.bool_(False)
 
         def strips(bounded: bool) -> Iterator[_Strip]:
@@ -135,8 +158,13 @@ def _kernel(
             pl.when(here)(pick)
             pl.when(~here)(lambda: keep(picked, [_initial(s) for s in picked]))
         plgpu.commit_smem()
-        for place, result in zip(stored, results, strict=True):
+        for place, result in zip(stored[: len(needed)], results[: len(needed)], strict=True):
             plgpu.copy_smem_to_gmem(place.at[warpgroup], result.at[column, pl.ds(at, PART)])
+        for place, result in keeping:
+            for n in range(plan.columns // PART):
+                # What is behind the end of the vocabulary is dropped.
+                target = result.at[pl.ds(at, PART), pl.ds(start + n * PART, PART)]
+                plgpu.copy_smem_to_gmem(place.at[warpgroup, n], target)
 
     ring = Ring(first, second, full, free, plan.stages)
     each_tile(Logits(spec, plan, x, w, ring, results[0].shape[0]), visit)

@@ -19,17 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas.kernels.cross_entropy import xla
-from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
+from autopallas.kernels.cross_entropy.block_sizes import WHOLE, BlockSizes
 from autopallas.kernels.cross_entropy.gradients import Pull
+from autopallas.kernels.cross_entropy.kept_logits import keeps, statistics_and_products
 from autopallas.kernels.cross_entropy.operands import Gradients, Operands, Residuals, Results
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec, Statistic
 from autopallas.kernels.cross_entropy.statistics import finite, required
 from autopallas.kernels.cross_entropy.tile_products import Target, contracted
-from autopallas.kernels.cross_entropy.tiles import Block, Tile, TileOperands
+from autopallas.kernels.cross_entropy.tiles import Block, Tile, TileOperands, cut, cut_rows
 from autopallas.kernels.gpu import reason_against, reason_against_programs, rounded
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
-from autopallas.sites.elementwise import ElementwiseProgram
+from autopallas.sites.elementwise import ElementwiseProgram, Index
 from autopallas.sites.operation import Supported, Unsupported
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ NUMERICS: Numerics = "tolerance"
 
 Array: TypeAlias = jax.Array
 
+_FEWEST_ROWS, _MOST_ROWS = 256, 8192
+"""Rows whose logits are kept: two tiles, so that two blocks load the weight together, to a few GB of logits."""
+_WIDE = 1536
+"""Hidden size from which on a product takes longer than the reading and writing that takes its place."""
 _WIDEST = 256
 """Columns of a tile of logits at most; the last one of a part of the vocabulary may go on behind its end."""
 
@@ -71,13 +76,29 @@ def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
 
 
 def candidates(spec: CrossEntropySpec, device: Device) -> tuple[BlockSizes, ...]:
-    """What a search should try, best guess first: parts of the vocabulary, for products and gradients."""
-    sizes = (BlockSizes(2**20, part).fitted(spec) for part in (8192, 16384, 4096))
-    return tuple(dict.fromkeys(sizes))
+    """What a search should try, best guess first.
+
+    Products and gradients compute the logits again for a part of the vocabulary; or where there are statistics too, a
+    block of rows keeps them.  Those of as many rows as the hidden size fill what the weight's gradient takes, which is
+    written last, and so need no memory of their own.  Beside its three products such a block reads and writes three
+    times as many bytes as it has logits of 32 bits, which takes as long as the fourth product for D = 1,450.
+    """
+    again = [BlockSizes(WHOLE, part).fitted(spec) for part in (8192, 16384, 4096)]
+    if not (spec.statistics and spec.products):
+        return tuple(dict.fromkeys(again))
+    rows = max(_FEWEST_ROWS, min(spec.hidden, _MOST_ROWS) // _FEWEST_ROWS * _FEWEST_ROWS)
+    kept = [BlockSizes(min(n, spec.rows), WHOLE) for n in (rows, 2 * rows)]
+    first, second = (kept, again) if spec.hidden >= _WIDE else (again, kept)
+    return tuple(dict.fromkeys((first[0], second[0], first[1], second[1], *again)))
 
 
 def forward(spec: CrossEntropySpec, block_sizes: BlockSizes, operands: Operands) -> Results:
-    """One kernel gives the statistics, and another one the values of which the library makes the products."""
+    """One kernel gives the statistics, and another one the values of which the library makes the products.
+
+    With a block of the whole vocabulary the first one stores the logits too, for a block of rows at a time.
+    """
+    if keeps(spec, block_sizes):
+        return _kept(spec, block_sizes, operands) if _exact(spec) else xla.forward(spec, block_sizes, operands)
     found = _statistics(spec, operands) if spec.statistics else ()
     if not spec.products:
         return Results(found)
@@ -123,6 +144,13 @@ def backward(
 
 def _statistics(spec: CrossEntropySpec, operands: Operands) -> tuple[Array, ...]:
     """The spec's statistics, [N] each."""
+    return _statistics_and_logits(spec, operands, kept=False)[0]
+
+
+def _statistics_and_logits(
+    spec: CrossEntropySpec, operands: Operands, kept: bool = True
+) -> tuple[tuple[Array, ...], Array | None]:
+    """The spec's statistics, [N] each, and the logits [N, V] if they are kept."""
     from autopallas.kernels.cross_entropy.gpu_logits import Vectors
     from autopallas.kernels.cross_entropy.gpu_statistics import plan_of, statistics_call, tiles_of_labels
 
@@ -133,11 +161,39 @@ def _statistics(spec: CrossEntropySpec, operands: Operands) -> tuple[Array, ...]
     x, w, beside = _whole(spec, vectors, given)
     places = {position: len(operands.sides) + n for n, position in enumerate(labels)}
     columns = w.shape[0 if spec.vocabulary_major else 1]
-    kernel = statistics_call(spec, needed, places, vectors, x.shape[0], columns)
-    tile = plan_of(spec, len(needed)).columns
+    kernel = statistics_call(spec, needed, places, vectors, x.shape[0], columns, kept)
+    tile = plan_of(spec, len(needed), kept).columns
     tables = [tiles_of_labels([*labels.values()], x.shape[0], tile, -(-columns // tile))] if labels else []
-    parts = dict(zip(needed, kernel(x, w, *tables, *beside), strict=True))
-    return tuple(_merged(s, parts)[: spec.rows] for s in spec.statistics)
+    *found, last = kernel(x, w, *tables, *beside)
+    parts = dict(zip(needed, found if kept else [*found, last], strict=True))
+    statistics = tuple(_merged(s, parts)[: spec.rows] for s in spec.statistics)
+    return statistics, last[: spec.rows, : spec.vocabulary] if kept else None
+
+
+def _kept(spec: CrossEntropySpec, sizes: BlockSizes, operands: Operands) -> Results:
+    """Logits are computed once: the kernel of the statistics stores those of some rows, and all that follows is the
+    library's."""
+    from autopallas.kernels.cross_entropy.gpu_logits import ALIGNED, ROWS, padded
+
+    arrays = TileOperands.of(spec, operands)
+    w = padded(operands.w, tuple(rounded(n, ALIGNED) for n in operands.w.shape))
+
+    def found(tile: Tile, rows: Block) -> tuple[Array, tuple[Array, ...]]:
+        # The tile's own logits are not read, so that nothing computes them.
+        own = replace(spec, rows=rows[1], finish=(), products=())
+        sides = cut_rows(operands.side_arrays, rows)
+        statistics, logits = _statistics_and_logits(own, Operands(cut(operands.x, rows, 0), w, sides))
+        assert logits is not None
+        return logits, statistics
+
+    return statistics_and_products(spec.honoured(), sizes, arrays, found, ROWS)
+
+
+def _exact(spec: CrossEntropySpec) -> bool:
+    """Whether the library, which makes the values of products from logits that were stored, finds in them what the
+    kernel found: the number of a row, and where a program of the logits is greatest."""
+    counts = any(isinstance(i, Index) and i.axis == "query" for s in spec.statistics for i in s.program.inputs)
+    return not counts and not any(s.kind in ("argmax", "ties") for s in spec.statistics)
 
 
 def _contracted(

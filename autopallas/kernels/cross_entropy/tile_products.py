@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product
-from autopallas.kernels.cross_entropy.tiles import Block, Rows, Tile, TileOperands, cut, dot, over, stored
+from autopallas.kernels.cross_entropy.tiles import Block, Rows, Tile, TileOperands, cut, dot, on_gpu, over, stored
 
 __all__ = ["Target", "added", "contracted"]
 
@@ -179,12 +179,12 @@ def added(
     """``total`` with what the tile of some rows contributes.
 
     A sum over rows that has the vocabulary's length grows part by part: each part of the product is added while it is
-    still in a cache, and the whole of the product never exists.
+    still in a cache, and the whole of the product never exists.  A GPU's products add to what is there.
     """
     axis = target.rows_axis()
     if axis is not None:
         return stored(total, target.contribution(spec, value, x, w), part, axis)
-    if target.kind != "columns":
+    if target.kind != "columns" or on_gpu():
         return total + target.contribution(spec, value, x, w)
     head = spec.heads[target.head]
     axis = 0 if head.vocabulary_major else 1

@@ -20,7 +20,7 @@ from autopallas.sites.block_sizes import dividing
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram, reproducible
 
-__all__ = ["Block", "Rows", "Tile", "TileOperands", "cut", "cut_row", "cut_rows", "dot", "over", "stored"]
+__all__ = ["Block", "Rows", "Tile", "TileOperands", "cut", "cut_row", "cut_rows", "dot", "on_gpu", "over", "stored"]
 
 Array: TypeAlias = jax.Array
 Start: TypeAlias = int | Array
@@ -70,12 +70,20 @@ class Rows(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """Of one of the spec's heads, the activations both ways, and the weight."""
+    """Of one of the spec's heads, the activations both ways, and the weight.
+
+    A GPU's library reads either way at the same speed, and has the activations once.
+    """
 
     x: Array
-    transposed: Array
+    transposed: Array | None
     w: Array
     vocabulary_axis: int
+
+    def rows(self, block: Block) -> Rows:
+        """Part of the activations."""
+        x = cut(self.x, block, 0)
+        return Rows(x, x.T if self.transposed is None else cut(self.transposed, block, 1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,16 +102,17 @@ class TileOperands:
         positions = {s.label for s in spec.statistics if s.label is not None}
         labels = {n: canonical_labels(cast(Array, sides[n]), spec.vocabulary) for n in sorted(positions)}
         further = [side for side, s in zip(sides, spec.sides, strict=False) if s.head is not None]
+        once = on_gpu()
         # The barrier keeps XLA from folding the transposition back into the dots.
         heads = tuple(
-            _Head(x, lax.optimization_barrier(x.T), w, 0 if head.vocabulary_major else 1)
+            _Head(x, None if once else lax.optimization_barrier(x.T), w, 0 if head.vocabulary_major else 1)
             for head, (x, w) in zip(spec.heads, ((x, w), *further), strict=True)
         )
         return TileOperands(heads, tuple(None if isinstance(side, tuple) else side for side in sides), labels)
 
     def rows(self, block: Block) -> tuple[Rows, ...]:
         """Part of the activations of each head, also transposed."""
-        return tuple(Rows(cut(head.x, block, 0), cut(head.transposed, block, 1)) for head in self.heads)
+        return tuple(head.rows(block) for head in self.heads)
 
     def columns(self, block: Block) -> tuple[Array, ...]:
         """Part of each weight, in its own layout."""
@@ -113,9 +122,10 @@ class TileOperands:
         """The tile whose operands ``x`` and ``w`` have been cut already."""
         query = (rows[0] + np.arange(rows[1], dtype=np.int32))[:, None]
         key = (columns[0] + np.arange(columns[1], dtype=np.int32))[None, :]
+        dtypes = (spec.logit_dtype, *(s.dtype for s in spec.sides if s.head is not None))
         products = (
-            dot(spec, part.x, weight, (1, 1 - head.vocabulary_axis))
-            for head, part, weight in zip(self.heads, x, w, strict=True)
+            dot(spec, part.x, weight, (1, 1 - head.vocabulary_axis), dtype)
+            for head, part, weight, dtype in zip(self.heads, x, w, dtypes, strict=True)
         )
         logits = _rounded(next(products), spec.logit_dtype)
 
@@ -164,9 +174,7 @@ def stored(array: Array, update: Array, block: Block, axis: int) -> Array:
     return lax.dynamic_update_slice_in_dim(array, update, block[0], axis)
 
 
-def over(
-    length: int, block: int, body: Callable[[Block, Carry], Carry], carry: Carry, multiple: int = 1
-) -> Carry:
+def over(length: int, block: int, body: Callable[[Block, Carry], Carry], carry: Carry, multiple: int = 1) -> Carry:
     """``carry`` after ``body`` for each block of an axis, the shorter last one included.
 
     Blocks have a size near by that divides the axis, where there is one; and begin at a multiple of this.
@@ -177,12 +185,32 @@ def over(
         carry = body((0, block), carry)
     elif count:
         carry = lax.fori_loop(0, count, lambda n, c: body((n * block, block), c), carry)
-    return body((count * block, rest), carry) if rest else carry
+    if not rest:
+        return carry
+    start: Start = count * block
+    if count and on_gpu():
+        # What the last block is computed from waits for the others, so that its tiles do not take memory before.
+        start, carry = lax.optimization_barrier((jnp.int32(start), carry))
+    return body((start, rest), carry)
 
 
-def dot(spec: CrossEntropySpec, a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """The product of two matrices over the given axis of each, in the accumulation dtype."""
+def on_gpu() -> bool:
+    """Whether code is compiled for a GPU."""
+    return Device.current().platform == "gpu"
+
+
+def dot(
+    spec: CrossEntropySpec, a: Array, b: Array, contract: tuple[int, int], rounded: DTypeLike | None = None
+) -> Array:
+    """The product of two matrices over the given axis of each, in the accumulation dtype.
+
+    Where it is rounded next, and the tensor cores of a GPU multiply that dtype, it is already: the library rounds what
+    it has summed in float32, and the sums themselves are not written.
+    """
     dtype = jnp.promote_types(a.dtype, b.dtype)
+    result = spec.accumulation_dtype
+    if rounded == dtype and dtype.itemsize == 2 and result == np.float32 and on_gpu():
+        result = np.dtype(dtype)
     if spec.accumulation_dtype == np.float64:
         dtype = jnp.dtype(np.float64)
     elif dtype.itemsize == 2 and Device.current().platform == "cpu" and not _multiplies_natively(dtype):
@@ -192,7 +220,7 @@ def dot(spec: CrossEntropySpec, a: Array, b: Array, contract: tuple[int, int]) -
         b.astype(dtype),
         (((contract[0],), (contract[1],)), ((), ())),
         precision=None if spec.precision is None else lax.Precision[spec.precision],
-        preferred_element_type=spec.accumulation_dtype,
+        preferred_element_type=result,
     )
 
 

@@ -8,8 +8,9 @@ times more than ratios, which are those of paired runs: compare within a row onl
 
 Rows of the H100 that are "estimated" were written by ``python -m benchmarks gpu --op cross_entropy --estimate`` on a
 machine without one: bytes by the compiler's account, times from the matrix products at 800 TFLOP/s and the memory at 3
-TB/s, whichever takes longer.  A train step multiplies four times, the original three times: of its passes over the
-logits nothing is counted.  They replace nothing; they start a measurement.
+TB/s, whichever takes longer.  A train step multiplies three times where it keeps logits, and four times where it
+computes them again, which needs the least memory; the original multiplies three times.  Of passes over logits nothing
+is counted.  They replace nothing; they start a measurement.
 
 Rows of TPUs were simulated by ``autopallas tune cross_entropy --target tpu-v6e --table``; the original's time is a
 bound where it could not be simulated, of its products at the nominal peak.

@@ -2,8 +2,7 @@
 
 Tiles of logits are computed block by block of the vocabulary, and statistics kept up to date as in online softmax
 (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867).  Products recompute the tiles, except where one tile
-spans the vocabulary: then the gradients are formed from the logits that gave the statistics, as Liger Kernel does (Hsu
-et al. 2024, https://arxiv.org/abs/2410.10989).
+spans the vocabulary: then the gradients are formed from the logits that gave the statistics.
 
 A tile is [r, c].  There is no padding: a block that does not divide its axis leaves a last, shorter block.
 """
@@ -14,19 +13,18 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import jax
-import jax.numpy as jnp
 
 from autopallas.compat import PyTree
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.gradients import Pull
+from autopallas.kernels.cross_entropy.kept_logits import keeps, of_logits, shaped, statistics_and_products, values
 from autopallas.kernels.cross_entropy.operands import Gradients, Operands, Residuals, Results
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
-from autopallas.kernels.cross_entropy.statistics import advanced, initial, required, stream
-from autopallas.kernels.cross_entropy.tile_products import Target, added, contracted
-from autopallas.kernels.cross_entropy.tiles import Block, Tile, TileOperands, cut_row, cut_rows, over, stored
+from autopallas.kernels.cross_entropy.statistics import stream
+from autopallas.kernels.cross_entropy.tile_products import Target, contracted
+from autopallas.kernels.cross_entropy.tiles import Block, Tile, TileOperands, cut_rows
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
-from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.operation import Supported, Unsupported
 
 __all__ = ["NUMERICS", "backward", "forward", "supports"]
@@ -35,7 +33,6 @@ NUMERICS: Numerics = "tolerance"
 """How its results relate to the original's."""
 
 Array: TypeAlias = jax.Array
-Arrays: TypeAlias = tuple[Array, ...]
 
 
 def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
@@ -52,16 +49,15 @@ def forward(spec: CrossEntropySpec, block_sizes: BlockSizes, operands: Operands)
         programs = tuple(p.program for p in spec.products)
         if not programs:
             return Results(stream(spec, block_sizes, arrays))
-        if spec.statistics and block_sizes.vocabulary_block >= spec.vocabulary:
-            statistics, products = _statistics_and_products(spec, block_sizes, arrays, targets, programs)
-            return Results(statistics, _shaped(spec, products))
+        if keeps(spec, block_sizes):
+            return statistics_and_products(spec, block_sizes, arrays, of_logits(spec, arrays))
         statistics = stream(spec, block_sizes, arrays) if spec.statistics else ()
         finished = arrays.finished(spec, (0, spec.rows), statistics)
 
         def make(tile: Tile, rows: Block, columns: Block) -> tuple[Array, ...]:
-            return _values(tile._replace(sides=(*tile.sides, *cut_rows(finished, rows))), programs)
+            return values(tile._replace(sides=(*tile.sides, *cut_rows(finished, rows))), programs)
 
-        return Results(statistics, _shaped(spec, contracted(spec, block_sizes, arrays, targets, make)))
+        return Results(statistics, shaped(spec, contracted(spec, block_sizes, arrays, targets, make)))
 
 
 def backward(
@@ -99,51 +95,3 @@ def backward(
     of_heads = results[len(targets) :]
     found |= dict(zip(heads, zip(of_heads[::2], of_heads[1::2], strict=True), strict=True))
     return Gradients.at(found, len(spec.sides))
-
-
-def _statistics_and_products(
-    spec: CrossEntropySpec,
-    sizes: BlockSizes,
-    operands: TileOperands,
-    targets: Sequence[Target],
-    programs: Sequence[ElementwiseProgram],
-) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """Both from the same logits, which are kept for a block of rows and the whole vocabulary."""
-    needed = required(spec.statistics)
-    dtype = spec.accumulation_dtype
-    columns = (0, spec.vocabulary)
-    weights = operands.columns(columns)
-
-    def rows(part: Block, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
-        statistics, products = carry
-        x = operands.rows(part)
-        tile = operands.tile(spec, x, weights, part, columns)
-        labels = {n: cut_row(label, part) for n, label in operands.labels.items()}
-        known = dict(zip(needed, advanced(needed, initial(needed, part[1], dtype), tile, labels, dtype), strict=True))
-        found = tuple(known[s] for s in spec.statistics)
-        finished = operands.finished(spec, part, found)
-        values = _values(tile._replace(sides=(*tile.sides, *finished)), programs)
-        return (
-            tuple(stored(s, f, part, 0) for s, f in zip(statistics, found, strict=True)),
-            tuple(
-                added(spec, t, total, v, x, weights, part)
-                for t, total, v in zip(targets, products, values, strict=True)
-            ),
-        )
-
-    def empty(target: Target) -> Array:
-        complete = target.rows_axis() is not None
-        return jnp.zeros(target.shape(spec, spec.rows, spec.vocabulary), target.dtype if complete else dtype)
-
-    start = (initial(spec.statistics, spec.rows, dtype), tuple(map(empty, targets)))
-    statistics, products = over(spec.rows, sizes.rows_block, rows, start)
-    return statistics, tuple(t.result(spec, p) for t, p in zip(targets, products, strict=True))
-
-
-def _shaped(spec: CrossEntropySpec, products: Sequence[Array]) -> tuple[Array, ...]:
-    return tuple(x[0] if p.kind == "column_sum" else x for x, p in zip(products, spec.products, strict=True))
-
-
-def _values(tile: Tile, programs: Sequence[ElementwiseProgram]) -> tuple[Array, ...]:
-    known = {program: tile.value(program) for program in dict.fromkeys(programs)}
-    return tuple(known[program] for program in programs)

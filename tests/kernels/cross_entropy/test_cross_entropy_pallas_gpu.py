@@ -19,7 +19,7 @@ from autopallas.kernels.cross_entropy import gpu_logits, gpu_statistics, gpu_val
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.gradients import Pull
 from autopallas.kernels.cross_entropy.operands import Operands
-from autopallas.kernels.cross_entropy.spec import Product
+from autopallas.kernels.cross_entropy.spec import Product, Statistic
 from autopallas.kernels.cross_entropy.statistics import stream
 from autopallas.kernels.cross_entropy.tiles import TileOperands
 from autopallas.kernels.gpu import APPROXIMATED, too_few_threads
@@ -207,6 +207,47 @@ def test_tiles_that_have_a_label():
 @pytest.mark.parametrize("name", some(["odd embedding table", "bias"], ["bias"]))
 def test_products(racing, kernels_alone, name, form):
     racing.check_products(pallas_gpu, BY_NAME[name], form, SIZES["vocabulary streams"], BF16)
+
+
+KEPT = {
+    "tails": TILED["tails"],
+    "pairs, table": SHARING["pairs, table"],
+    "bias": BY_NAME["bias"],
+    "soft cap": BY_NAME["soft cap"],
+    "row factor and bias": BY_NAME["row factor and bias"],
+}
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", some(KEPT, ["tails", "row factor and bias"]))
+def test_products_of_logits_that_are_kept(racing, kernels_alone, name):
+    """A block of rows after the other, with the whole vocabulary; the last block is the shorter one."""
+    racing.check_products(pallas_gpu, KEPT[name], "finish", BlockSizes(128, 1000), BF16)
+
+
+@needs_interpreter
+def test_logits_that_are_kept_are_those_of_the_statistics(racing):
+    """The kernel stores what it has looked at: rounded to the logits' dtype, once."""
+    case = replace(TILED["tails"], whole=True, size=100.0, kinds=LOSS)
+    spec = case.spec(BF16, logit_dtype=BF16)
+    x, w, sides, _ = case.operands(BF16)
+    statistics, logits = jax.jit(partial(pallas_gpu._statistics_and_logits, spec))(Operands(x, w, sides))
+    exact = np.asarray(x, np.float32) @ np.asarray(w, np.float32)
+    np.testing.assert_array_equal(logits, jnp.asarray(exact).astype(BF16))
+    np.testing.assert_array_equal(statistics[0], np.asarray(logits, np.float32).max(axis=1))
+
+
+@needs_interpreter
+def test_where_the_greatest_logit_is_compared_xla_finds_both(racing, monkeypatch):
+    """What the kernel finds with its roundings would not be found again with XLA's."""
+    case = BY_NAME["ties"]
+    spec = case.with_products(case.spec(BF16), "finish")
+    greatest = tuple(Statistic(kind, spec.statistics[0].program) for kind in ("argmax", "ties"))
+    spec = replace(spec, statistics=(*spec.statistics, *greatest))
+    x, w, sides, _ = case.operands(BF16)
+    monkeypatch.setattr(pallas_gpu, "_kept", None)
+    found, wanted = (m.forward(spec, BlockSizes(8, 1000), Operands(x, w, sides)) for m in (pallas_gpu, xla))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 @needs_mosaic
