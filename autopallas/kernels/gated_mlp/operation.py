@@ -120,7 +120,9 @@ def hidden(spec: GatedMlpSpec, gate: jax.Array, up: jax.Array, *vectors: jax.Arr
     dtypes = {i.position: i.dtype for i in program.inputs if isinstance(i, Side)}
     given = [up, *(v[:, None] if v is not None and v.ndim == 2 else v for v in vectors)]
     sides = [gate if s is None or i not in dtypes else s.astype(dtypes[i]) for i, s in enumerate(given)]
-    units = jnp.broadcast_to(program.evaluate(gate, None, None, sides), gate.shape)
+    # Of models that share one projection, or both, either product may lack the axis that another operand has.
+    shape = np.broadcast_shapes(*(array.shape for array in (gate, *given) if array is not None))
+    units = jnp.broadcast_to(program.evaluate(gate, None, None, sides), shape)
     return units.astype(spec.result_dtype if spec.down_dtype is None else spec.down_dtype)
 
 

@@ -119,6 +119,7 @@ def _block_gradients(
         of_units = product(spec, cotangent, turned(weights["down"]))
         if "down" in wanted:
             found["down"] = product(spec, turned(of_present(units)), cotangent)
+    of_units = summed_to(of_units, units.shape)  # over models that share all but ``down``
     of_gate, of_up, *of_vectors = map(of_present, pull(of_units.astype(units.dtype)))
     for name, of in zip(names, of_vectors, strict=True):
         wide = of.astype(spec.accumulation_dtype)

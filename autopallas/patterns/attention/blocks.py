@@ -352,6 +352,9 @@ class BlockDraft(AttentionDraft):
         if sum(space.extent(axis) for axis in heads) != len(heads) * space.extent(heads[0]):
             raise SeveralBlocks
         score, sides = _combined(graph, operands, programs, [c.sides for c in carriers], keys, lengths)
+        terms = (*(term for extra in row_sinks for term in extra), *factors)
+        sources = [*(side for carrier in carriers for side in carrier.sides), *(term.source for term in terms)]
+        value_axis = first._of_values_alone(value_axis, sources)
         labels = Labels(space, {a: b for other in heads for a, b in zip(other, heads[0], strict=True)})
 
         def written(side: Operand | Positions | Joined) -> Operand | Positions | Joined:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -47,6 +47,8 @@ _DEEPEST = 64
 """Most selections, one within the other, that are looked at as masks."""
 _SHARED = 8
 """Number of the probabilities' elements that share one of a random mask at least, for it to be a side input."""
+_SOURCES = (Operand, Positions)
+"""What a side input or a number of each row is read from."""
 _RANDOM = frozenset({"random_bits", "threefry2x32", "random_unwrap", "rng_bit_generator", "rng_uniform"})
 
 
@@ -229,6 +231,13 @@ class ProvedAttention:
         longest = max(by_origin.values(), key=lambda atoms: math.prod(space.sizes[a] for a in atoms), default=[])
         return tuple(longest), value_axis
 
+    def _of_values_alone(self, axis: Sequence[Atom], sources: Iterable[object]) -> tuple[Atom, ...]:
+        """Returns the labels of Dv without those along which a side input varies: these are of batches, which queries
+        and keys share."""
+        views = [s.view if isinstance(s, Operand) else (s.dimension,) for s in sources if isinstance(s, _SOURCES)]
+        varying = {atom for view in views for _, atoms in view for atom in self.space.resolve(atoms)}
+        return tuple(atom for atom in axis if atom not in varying)
+
     def _of_queries(self, shared: Set[Atom], query: Set[Atom], key: Set[Atom], value: Set[Atom]) -> bool:
         """Returns whether the labels that values share with queries, and that keys lack, are more than groups of heads.
 
@@ -298,6 +307,9 @@ class ProvedAttention:
                 advice="Subtract jax.lax.stop_gradient of the maximum, or use jax.nn.softmax, which does.",
             )
         first = graph.definitions[self.score.value]
+        terms = (*(term for extra in sinks for term in extra), *factors)
+        sources = [*carrier.sides, *(term.source for term in terms), *(rows.inputs if rows is not None else ())]
+        value_axis = self._of_values_alone(value_axis, sources)
         labels = Labels(space)
         site = AttentionSite(
             sizes=(),
