@@ -14,6 +14,7 @@ from autopallas.kernels.respelling.spec import ArrayType, RespellingSpec
 from autopallas.numerics.casts import is_quantised
 from autopallas.patterns import checkpointed_scans
 from autopallas.patterns.match import Match, NearMiss
+from autopallas.patterns.selection import looks_for
 
 __all__ = ["find"]
 
@@ -32,6 +33,8 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
         for kind in kinds.get(node.name, ()):
             if kind.on_request and kind.name not in graph.named:
                 continue
+            if not looks_for(tuple(graph.named) or None, OPERATION.name, kind.name):
+                continue  # what is left out takes no equation from another kind
             with contained(node, OPERATION.name, "recognition"):
                 place = kind.match(graph, node)
                 match = None if place is None else _match(graph, node, kind, place)

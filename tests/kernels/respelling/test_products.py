@@ -142,3 +142,21 @@ def test_the_wider_operand_does_not_come_first_in_float32(dtype, times):
     """As in the gradient of a block's second layer: what computes the operand would be turned with it."""
     x, weight, y = random(3, 10, 9, dtype=dtype), random(9, 7, dtype=dtype), random(3, 10, 7, dtype=dtype)
     assert found(lambda x, w, y: jax.vjp(lambda w: x @ w, w)[1](y)[0], x, weight, y) == ["product"] * times
+
+
+def test_a_kind_that_is_left_out_takes_no_equation_from_another_one():
+    """The transpose of a product with a one-hot matrix is a sum by index, and a product whose result is transposed."""
+
+    def gradient(ids, cotangent):
+        picked = jax.nn.one_hot(ids, 64, dtype=cotangent.dtype)
+        return jax.lax.dot_general(picked, cotangent, (((0,), (0,)), ((), ()))).T
+
+    given = jnp.arange(512) % 64, jnp.ones((512, 64))
+
+    def kinds(**options):
+        report = autopallas.explain(autopallas.optimize(gradient, objective="always", **options), *given)
+        return [site.kind for site in report.sites]
+
+    assert kinds() == ["one_hot"]
+    assert kinds(ops="-one_hot") == ["product"]
+    assert kinds(ops="product") == ["product"]
