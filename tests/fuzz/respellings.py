@@ -155,6 +155,7 @@ def _elementwise(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> 
         "arcsine": f"(jnp.arcsin({scaled} / 4) + jnp.arccos({scaled} / 4))",
         "angle": f"jnp.arctan2({scaled}, 1 + {scaled} * {scaled})",
         "root": f"jnp.cbrt(1 + {scaled} * {scaled})",
+        "gamma": f"lax.lgamma(jnp.abs({scaled}) + 0.5)",
         "remainder": f"jnp.abs({scaled} % 3 - 1.5)",  # which has no jump
         "wrapped": f"jnp.cos(jnp.fmod(3 * {scaled}, 2 * np.pi))",
     }

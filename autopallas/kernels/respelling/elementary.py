@@ -30,6 +30,8 @@ __all__ = [
     "cbrt",
     "constant_power",
     "cos",
+    "digamma",
+    "lgamma",
     "power_of_constant",
     "rem",
     "rem_is_apart",
@@ -67,6 +69,28 @@ _LOG2 = (
     0.2793819114452022,
 )
 """log2((1 + s) / (1 - s)) / s by s^2, for s up to 0.1716."""
+_LOG = (1.9999999999999492, 0.66666666679556, 0.3999999489038565, 0.2857216649819684, 0.22174232071834804,
+        0.19608388009701744)  # fmt: skip
+"""log((1 + s) / (1 - s)) / s by s^2, for s up to 0.1716, within 2^-45."""
+_LGAMMA = (
+    0.42278433509979524,
+    0.3224670334234971,
+    -0.06735230143541444,
+    0.02058080860530149,
+    -0.007385533261350092,
+    0.002890502080797806,
+    -0.0011930547042558364,
+    0.0005098091701383399,
+    -0.0002208698299718629,
+    9.839692820665425e-05,
+    -5.27872106349623e-05,
+    2.415466427590593e-05,
+)
+"""lgamma(2 + t) / t by t, for |t| up to 1 / 2."""
+_STIRLING = (1 / 12, -1 / 360, 1 / 1260, -1 / 1680)
+"""z (lgamma(z) - (z - 1/2) log(z) + z - log(2 pi) / 2) by z^-2, for z from 6.5 on."""
+_PSI = (1 / 12, -1 / 120, 1 / 252, -1 / 240, 1 / 132)
+"""z^2 (log(z) - 1 / (2 z) - digamma(z)) by z^-2, for z from 6 on."""
 _EXP2 = (1.0, 0.6931471805599453, 0.24022650922288757, 0.055504108839096185, 0.009618056678524639,
          0.0013333502386162538, 0.00015461444698568755, 1.5297323760760486e-05)  # fmt: skip
 """2^f by f, for |f| up to 1 / 2."""
@@ -80,6 +104,9 @@ _EXACT = np.int32((127 - 102) << 23)
 _ROOT_HALF = np.int32(0x3F3504F3)
 """Bits of the square root of 1 / 2."""
 _BITS, _BIAS = np.int32(23), 1023.0
+_ROOT_HALF_64 = np.float64(math.sqrt(0.5)).view(np.int64)
+_WHOLE = np.float64(2.0**52).view(np.int64)
+"""Bits that make a float64 of a whole number below 2^52: 2^52 more than the number."""
 
 
 def _in_float64(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -172,6 +199,62 @@ def atan2(y: jax.Array, x: jax.Array) -> jax.Array:
     angle = _where(steep, np.float64(math.pi / 2) - angle, angle)
     angle = _where(_is_negative(x), np.float64(math.pi) - angle, angle)
     return _with_sign(_where((x != x) | (y != y), np.float32(math.nan), _single(angle)), y)
+
+
+# ---------------------------------------------------------------------- the gamma function
+
+
+@_in_float64
+def lgamma(x: jax.Array) -> jax.Array:
+    """Returns the logarithm of the gamma function of numbers above zero.
+
+    Below 5/2 it is a polynomial around the root at 2, which keeps the digits of what is small there and around 1; from
+    5/2 on it is Stirling's series.  Both are taken some whole numbers farther on: lgamma(x) = lgamma(x + 1) - log(x).
+    """
+    z, one = _double(x), np.float64(1)
+    near, few = z < np.float64(2.5), z < np.float64(6.5)
+    by_two, by_one = z < np.float64(0.5), z < np.float64(1.5)
+    t = z - _where(by_two, np.float64(0), _where(by_one, one, np.float64(2)))
+    first = z * (z + one)
+    passed = _where(by_two, first, _where(by_one, z, one))
+    passed = _where(near, passed, _where(few, first * (z + np.float64(2)) * (z + np.float64(3)), one))
+    w = _where(few, z + np.float64(4), z)
+    inverse = one / w
+    series = inverse * _polynomial(inverse * inverse, _STIRLING) + np.float64(0.5 * math.log(2 * math.pi))
+    series = (w - np.float64(0.5)) * _natural_logarithm(w) - w + series
+    found = _where(near, t * _polynomial(t, _LGAMMA), series) - _natural_logarithm(passed)
+    return _where(x < np.float32(math.inf), _single(found), x)
+
+
+@_in_float64
+def digamma(x: jax.Array) -> jax.Array:
+    """Returns the derivative of :func:`lgamma` at numbers above zero.
+
+    Below 6.5 its series is taken six whole numbers farther on: digamma(x) = digamma(x + 1) - 1 / x.
+    """
+    z, one = _double(x), np.float64(1)
+    few = z < np.float64(6.5)
+    top, bottom = z + (z + one), z * (z + one)
+    for step in range(2, 6):
+        farther = z + np.float64(step)
+        top, bottom = top * farther + bottom, bottom * farther
+    w = _where(few, z + np.float64(6), z)
+    inverse = one / w
+    square = inverse * inverse
+    found = _natural_logarithm(w) - np.float64(0.5) * inverse - square * _polynomial(square, _PSI)
+    found = found - _where(few, top / bottom, np.float64(0))
+    return _where(x < np.float32(math.inf), _single(found), x)
+
+
+def _natural_logarithm(z: jax.Array) -> jax.Array:
+    """Returns the logarithm of numbers in float64 that are normal, above zero and below infinity."""
+    bits, places = lax.bitcast_convert_type(z, jnp.int64), np.int64(52)
+    offset = np.int64(1024 << 52)
+    counted = lax.shift_right_logical(bits - _ROOT_HALF_64 + offset, places)
+    mantissa = lax.bitcast_convert_type(bits + offset - lax.shift_left(counted, places), jnp.float64)
+    exponent = lax.bitcast_convert_type(counted | _WHOLE, jnp.float64) - np.float64(2.0**52 + 1024)
+    s = (mantissa - np.float64(1)) * (np.float64(1) / (mantissa + np.float64(1)))
+    return exponent * np.float64(math.log(2)) + s * _polynomial(s * s, _LOG)
 
 
 # ---------------------------------------------------------------------- remainders

@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from scipy import special
 from support.compare import compare
 from support.respellings import found, random
 
@@ -31,6 +32,7 @@ UNARY = {
     "sin": (lax.sin, np.sin), "cos": (lax.cos, np.cos), "tan": (lax.tan, np.tan), "asin": (lax.asin, np.arcsin),
     "acos": (lax.acos, np.arccos), "cbrt": (lax.cbrt, np.cbrt),
 }  # fmt: skip
+GAMMA = {"lgamma": (lax.lgamma, special.gammaln), "digamma": (lax.digamma, special.psi)}
 BINARY = {"atan2": (lax.atan2, np.arctan2), "rem": (lax.rem, np.fmod)}
 EXPONENTS = (
     1.5,
@@ -144,6 +146,30 @@ def test_powers_of_a_base_that_is_known(base):
     y, base = patterns(2**16), np.float32(base)
     y[: len(SPECIAL)] = SPECIAL
     agree(computed(lambda y: lax.pow(base, y), y), exact(np.power, base, y))
+
+
+@pytest.mark.parametrize("name", GAMMA)
+def test_the_gamma_function_of_numbers_above_zero(name):
+    function, reference = GAMMA[name]
+    draw = np.random.default_rng(3)
+    beside = [n + draw.normal(size=2**12) * 1e-4 for n in (0.5, 1, 1.5, 2, 2.5, 6.5)]  # roots, and where forms meet
+    x = np.concatenate([np.abs(patterns(2**16)), draw.uniform(0, 12, 2**16), *beside]).astype(np.float32)
+    x = np.where((x >= LEAST) & (np.abs(x - 1.4616321) > 1e-4), x, np.float32(INF))
+    agree(computed(function, x), exact(reference, x))
+
+
+def test_digamma_next_to_its_root():
+    x = np.linspace(1.4615, 1.4617, 4096, dtype=np.float32)
+    np.testing.assert_allclose(computed(lax.digamma, x), exact(special.psi, x), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", GAMMA)
+@pytest.mark.parametrize("value", [0.0, -0.0, -2.5, -3.0, 1e-40, -INF])
+def test_of_other_numbers_the_original_of_the_gamma_function_is_computed(name, value):
+    x = jnp.abs(random(1500)).at[1234].set(value)
+    np.testing.assert_array_equal(computed(GAMMA[name][0], x), np.asarray(jax.jit(GAMMA[name][0])(x)))
+    x = x.at[jnp.array([3, 1234])].set(jnp.array([NAN, INF]))
+    np.testing.assert_array_equal(computed(GAMMA[name][0], x)[[3, 1234]], [NAN, INF])
 
 
 # ---------------------------------------------------------------------- special values
@@ -267,10 +293,10 @@ def test_remainders_are_found_where_identical_results_are_asked_for():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("name", [*UNARY, *BINARY])
+@pytest.mark.parametrize("name", [*UNARY, *GAMMA, *BINARY])
 def test_narrow_floats_are_computed_in_float32(name, dtype):
-    function, reference = (UNARY | BINARY)[name]
-    x = jnp.abs(random(4096)) % 1
+    function, reference = (UNARY | GAMMA | BINARY)[name]
+    x = jnp.abs(random(4096)) % 1 + (0.01 if name in GAMMA else 0)
     arguments = [a.astype(dtype) for a in ([x, random(4096, seed=1)] if name in BINARY else [x])]
     run = optimized(function)
     given = run(*arguments)
@@ -392,7 +418,8 @@ def everything(x):
     y = jnp.abs(x) + 0.1
     small = jnp.tanh(x) * 0.9
     return (jnp.sin(x) + jnp.cos(x) + jnp.tan(small) + jnp.arcsin(small) + jnp.arccos(small) + jnp.arctan2(x, y)
-            + jnp.cbrt(y) + y**1.5 + y**2.2 + 1.7**x + jnp.abs(x % 3 - 1.5) + jnp.fmod(x, y) * y)  # fmt: skip
+            + jnp.cbrt(y) + y**1.5 + y**2.2 + 1.7**x + jnp.abs(x % 3 - 1.5) + jnp.fmod(x, y) * y
+            + lax.lgamma(y))  # fmt: skip
 
 
 def test_a_train_step_of_a_network_of_sines():

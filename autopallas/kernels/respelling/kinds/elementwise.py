@@ -1,12 +1,13 @@
-"""Sines, cosines, tangents, their inverses, powers, cube roots and remainders, as arithmetic on vectors.
+"""Sines, cosines, tangents, their inverses, powers, cube roots, remainders and the gamma function, on vectors.
 
 XLA's CPU compiler has no vector form of these functions, and calls one for scalars for each element.  The arithmetic is
 that of :mod:`autopallas.kernels.respelling.elementary`: in float64, and rounded once, so that results are nearer to the
 exact ones than the original's; remainders are exact, as the original's are.
 
 Sines, cosines and tangents of numbers from 2^23 on need more digits of pi than that has, and remainders of quotients
-from 2^28 on more than its 53 bits.  Where there is such a number, the original is computed.  Both stand in branches,
-which also keep the compiler from computing the function anew in all that reads it.
+from 2^28 on more than its 53 bits; the gamma function is computed of numbers above zero.  Where there is another, the
+original is computed.  Both stand in branches, which also keep the compiler from computing the function anew in all
+that reads it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ __all__ = ["KIND"]
 _LEAST, _MOST = 1024, 2**31
 """Elements of the least and of the largest array that is looked at: branches cost more than fewer would save."""
 _PERIODIC = ("sin", "cos", "tan")
-_BOUNDED = (*_PERIODIC, "rem")
+_POSITIVE = ("lgamma", "digamma")
+_BOUNDED = (*_PERIODIC, *_POSITIVE, "rem")
 """Functions whose arithmetic does not hold for all numbers."""
 _DIVISORS = (2.0**-100, 2.0**99)
 """Magnitudes of known divisors for which it is enough to look at the dividends.
@@ -50,6 +52,8 @@ _FUNCTIONS: Mapping[str, Callable[..., jax.Array]] = {
     "atan2": elementary.atan2,
     "cbrt": elementary.cbrt,
     "rem": elementary.rem,
+    "lgamma": elementary.lgamma,
+    "digamma": elementary.digamma,
 }
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _LAYOUT = frozenset({"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "rev", "pad"})
@@ -210,6 +214,8 @@ def _any_beyond(spec: RespellingSpec, *given: jax.Array) -> jax.Array:
     if spec["function"] == "rem":
         divisor = _constant(spec, "divisor")
         beyond = elementary.rem_is_apart(*given, *(() if divisor is None else (jnp.asarray(divisor, jnp.float32),)))
+    elif spec["function"] in _POSITIVE:
+        beyond = given[0] <= np.float32(0)
     else:
         size = jnp.abs(given[0])
         beyond = (size >= np.float32(elementary.LARGE)) & (size < np.float32(math.inf))
@@ -235,7 +241,7 @@ def _filled(spec: RespellingSpec, random: np.random.Generator, arrays: Sequence[
     dtype, function = arrays[0].dtype, spec["function"]
     if function in ("asin", "acos"):
         return [random.uniform(-1, 1, arrays[0].shape).astype(dtype)]
-    if function == "pow" and _constant(spec, "base") is None:
+    if function in _POSITIVE or (function == "pow" and _constant(spec, "base") is None):
         return [np.abs(arrays[0]), *arrays[1:]]
     return list(arrays)
 
