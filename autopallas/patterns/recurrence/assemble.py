@@ -87,9 +87,10 @@ class Analyses:
 
     @staticmethod
     def _key(step: Step, key: Hashable) -> Hashable:
-        """Returns the key of a step of which the constants that are zero are known."""
+        """Returns the key of a step of which the constants that are zero or identity matrices are known."""
         parts = len(step.constants), len(step.carries)
-        return key, parts, tuple(i for i, v in enumerate(step.constants) if v in step.zeros)
+        zeros = tuple(i for i, v in enumerate(step.constants) if v in step.zeros)
+        return key, parts, zeros, tuple(step.identities.get(v) for v in step.constants)
 
 
 class Assembly:

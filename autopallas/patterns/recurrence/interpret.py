@@ -27,6 +27,7 @@ from autopallas.patterns.recurrence.sums import (
     Part,
     Sum,
     Value,
+    identity_of,
     sum_of,
 )
 
@@ -65,10 +66,11 @@ class Interpretation:
 
     def __init__(self, step: Step, states: Sequence[int], solved: Sequence[int]):
         self.labels = Labels()
+        self.identities = step.identities
         self.values: dict[Var, Sum | Opaque] = {}
         self.updates: dict[int, Sum | Opaque] = {}
         for variable in (*step.constants, *step.slices, *(step.carries[i] for i in solved)):
-            self.values[variable] = sum_of(self.labels, variable)
+            self.values[variable] = self._own(variable)
         for variable in step.zeros:
             self.values[variable] = Sum(self.labels.of_shape(variable.aval.shape), (Part(0.0),))
         for place, variable in enumerate(step.carries):
@@ -97,6 +99,13 @@ class Interpretation:
         axes = self.labels.of_shape(variable.aval.shape)
         return Sum(axes, (Part(carried=Carried(place, after, axes)),))
 
+    def _own(self, variable: Var, varies: tuple[bool, ...] | None = None) -> Sum:
+        """Returns a variable without carried values as its own factor."""
+        diagonal = self.identities.get(variable)
+        if diagonal is None:
+            return sum_of(self.labels, variable, varies)
+        return identity_of(self.labels, variable, diagonal)
+
     def _read(self, atom: JaxprAtom) -> Sum | Opaque:
         if isinstance(atom, Literal):
             number = np.asarray(atom.val)
@@ -113,11 +122,11 @@ class Interpretation:
         sums = [value for value in read if isinstance(value, Sum)]
         free = all(value.is_free for value in sums)
         rule = RULES.get(equation.primitive.name) if len(equation.outvars) == 1 else None
-        found = None if rule is None else rule(equation, sums, self.labels)
-        if found is not None and (
-            len(found.parts) > MOST_TERMS or max(map(_size, found.parts), default=0) > MOST_FACTORS
-        ):
-            found = None
+        found = None if rule is None else _bounded(rule(equation, sums, self.labels))
+        if found is None and rule is not None and not free and any(v.is_free and v.has_identity for v in sums):
+            pairs = zip(equation.invars, sums, strict=True)
+            whole = [sum_of(self.labels, a) if v.is_free and isinstance(a, Var) else v for a, v in pairs]
+            found = _bounded(rule(equation, whole, self.labels))
         if free:
             for variable in equation.outvars:
                 self.values[variable] = self._free(equation, variable, sums, found)
@@ -130,7 +139,9 @@ class Interpretation:
 
     def _free(self, equation: JaxprEqn, variable: Var, read: Sequence[Sum], found: Sum | None) -> Sum:
         """Returns a value without carried ones: a product of smaller factors as such, a layout of a factor as that
-        factor, and anything else as itself."""
+        factor, sums and products of identity matrices as such, and anything else as itself."""
+        if found is not None and found.has_identity:
+            return found
         if found is not None and len(found.parts) == 1 and not found.parts[0].summed:
             (part,) = found.parts
             if not part.factors or (len(part.factors) == 1 and equation.primitive.name in _LAYOUT):
@@ -139,7 +150,14 @@ class Interpretation:
             if len(part.factors) > 1 and not any(whole <= set(factor.axes) for factor in part.factors):
                 return found
         varies = found.varies() if found is not None else _varies(equation, variable, read)
-        return sum_of(self.labels, variable, varies)
+        return self._own(variable, varies)
+
+
+def _bounded(found: Sum | None) -> Sum | None:
+    """Returns a sum of not too many terms and factors."""
+    if found is None or len(found.parts) > MOST_TERMS or max(map(_size, found.parts), default=0) > MOST_FACTORS:
+        return None
+    return found
 
 
 def _size(part: Part) -> int:
@@ -204,7 +222,7 @@ def _negated(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | N
 
 
 def _added(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | None:
-    if all(value.is_free for value in read):
+    if all(value.is_free for value in read) and not any(value.has_identity for value in read):
         return None
     first, second = read
     if equation.primitive.name == "sub":
@@ -228,7 +246,8 @@ def _divided(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | N
     (by,) = b.parts
     if by.summed or not by.coefficient or any(factor.case is not None for factor in by.factors):
         return None
-    inverse = Part(1 / by.coefficient, tuple(replace(f, inverse=not f.inverse) for f in by.factors))
+    factors = tuple(replace(f, inverse=not f.inverse, diagonal=None) for f in by.factors)
+    inverse = Part(1 / by.coefficient, factors)
     return Sum(axes, tuple(part.times(inverse) for part in a.parts))
 
 
@@ -267,17 +286,18 @@ def _summed(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | No
     axes = tuple(label for d, label in enumerate(read[0].axes) if d not in gone)
     over = [read[0].axes[d] for d in gone]
     sizes = [equation.invars[0].aval.shape[d] for d in gone]
-    return Sum(axes, tuple(_over(part, over, sizes) for part in read[0].parts))
+    return Sum(axes, tuple(_over(part, over, sizes, labels) for part in read[0].parts))
 
 
-def _over(part: Part, labels: Sequence[int | None], sizes: Sequence[int]) -> Part:
+def _over(part: Part, labels: Sequence[int | None], sizes: Sequence[int], every: Labels) -> Part:
     """Returns a term summed over some labels; along those that it lacks it is the same as often as they are long."""
     own = part.labels()
     times = 1
     for label, size in zip(labels, sizes, strict=True):
         times *= 1 if label in own else size
     summed = frozenset(label for label in labels if label is not None and label in own)
-    return replace(part, coefficient=part.coefficient * times, summed=part.summed | summed)
+    part = replace(part, coefficient=part.coefficient * times, summed=part.summed | summed)
+    return part.without_identities(every.sizes)
 
 
 def _contracted(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | None:
@@ -286,8 +306,9 @@ def _contracted(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum 
     shapes = [atom.aval.shape for atom in equation.invars]
     if not (a.is_free or b.is_free):
         return None
-    if a.is_free and b.is_free and any(shapes[0][i] > 1 for i in left):  # of columns with rows it is an outer product
-        return None
+    free = a.is_free and b.is_free
+    if free and not (a.has_identity or b.has_identity) and any(shapes[0][i] > 1 for i in left):
+        return None  # of columns with rows it is an outer product
     names: dict[int, int] = {}
     merged = list(a.axes)
     for i, j in [*zip(left, right, strict=True), *zip(left_batch, right_batch, strict=True)]:
@@ -301,12 +322,13 @@ def _contracted(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum 
     axes = [merged[i] for i in left_batch]
     axes += [label for d, label in enumerate(merged) if d not in (*left, *left_batch)]
     axes += [label for d, label in enumerate(b.axes) if d not in (*right, *right_batch)]
-    return Sum(tuple(axes), tuple(_over(p.times(q), over, sizes) for p in a.parts for q in b.parts))
+    found = Sum(tuple(axes), tuple(_over(p.times(q), over, sizes, labels) for p in a.parts for q in b.parts))
+    return None if free and any(part.summed for part in found.parts) else found
 
 
 def _selected(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | None:
     which, *cases = read
-    if not which.is_free or all(case.is_free for case in cases):
+    if not which.is_free or (all(case.is_free for case in cases) and not _is_diagonal(which, cases)):
         return None
     predicate = equation.invars[0]
     if not isinstance(predicate, Var):
@@ -322,9 +344,16 @@ def _selected(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | 
         own = Sum(whole, ())
         _, mask, _ = Sum.aligned(own, which if which.axes or not shape else Sum((None,) * len(shape), which.parts))
         _, chosen, _ = Sum.aligned(own, case)
-        factor: Value = replace(mask.parts[0].factors[0], case=number)
+        only = mask.parts[0].factors[0]
+        factor: Value = replace(only, case=number, diagonal=only.diagonal if number == 1 else None)
         parts += tuple(p.times(Part(factors=(factor,))) for p in chosen.parts if p.coefficient)
     return Sum(whole, parts or (Part(0.0),))
+
+
+def _is_diagonal(which: Sum, cases: Sequence[Sum]) -> bool:
+    """Returns whether a selection by an identity matrix gives zero beside the diagonal."""
+    beside = cases[0].parts
+    return which.has_identity and len(cases) == 2 and not any(part.coefficient for part in beside)
 
 
 RULES: Mapping[str, _Rule] = {

@@ -9,11 +9,12 @@ from autopallas import compat, jaxprs
 from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph import Body, Graph
 from autopallas.graph.array_slices import Place
+from autopallas.graph.identities import Identity, identity, may_be_identity
 from autopallas.graph.loop_slices import is_zero
 from autopallas.patterns.advice import CAPTURED, SIDE_EFFECTS
 from autopallas.patterns.match import Mismatch
 
-__all__ = ["Scan", "Step", "Written", "needed", "scans"]
+__all__ = ["Scan", "Step", "Written", "identities", "needed", "scans"]
 
 _DISSOLVED = frozenset({"remat", "remat2", "checkpoint", "jit", "pjit"})
 """Equations in a step whose one body stands for them: a checkpoint within a step keeps nothing that matters here."""
@@ -140,6 +141,7 @@ class Step:
       results: what the loop stacks.
       numbers: the number of each variable in the program's graph.
       zeros: the constants that are zero.
+      identities: the variables that are identity matrices, times a number.
     """
 
     constants: list[Var]
@@ -150,6 +152,7 @@ class Step:
     results: list[JaxprAtom]
     numbers: Mapping[Var, int]
     zeros: frozenset[Var]
+    identities: Mapping[Var, Identity] = field(default_factory=dict)
 
     @staticmethod
     def of(graph: Graph, scan: Scan) -> Step:
@@ -167,15 +170,17 @@ class Step:
         _flatten(graph, body, equations, names, numbers)
         graph.steps.spend(len(equations))
         outputs = [_named(names, atom) for atom in body.outvars]
+        equations = needed(equations, outputs)
         return Step(
             scan.constants,
             scan.carries,
             scan.slices,
-            needed(equations, outputs),
+            equations,
             outputs[:carried],
             outputs[carried:],
             numbers,
             frozenset(v for v in scan.constants if is_zero(graph, numbers[v])),
+            identities(graph, numbers, scan.constants, equations),
         )
 
     @property
@@ -203,6 +208,15 @@ class Step:
                     bits |= found[atom]
             found.update(dict.fromkeys(equation.outvars, bits))
         return found
+
+
+def identities(
+    graph: Graph, numbers: Mapping[Var, int], constants: Sequence[Var], equations: Sequence[JaxprEqn]
+) -> dict[Var, Identity]:
+    """Returns the constants and comparisons of a step that are identity matrices."""
+    compared = (v for e in equations if e.primitive.name == "eq" for v in e.outvars if v in numbers)
+    may_be = (v for v in (*constants, *compared) if may_be_identity(v.aval))
+    return {v: found for v in may_be if (found := identity(graph, numbers[v])) is not None}
 
 
 def _flatten(

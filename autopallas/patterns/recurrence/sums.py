@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from autopallas.compat import Var
+from autopallas.graph.identities import Identity
 
-__all__ = ["MOST_FACTORS", "MOST_TERMS", "Axes", "Carried", "Labels", "Part", "Sum", "Value", "sum_of"]
+__all__ = ["MOST_FACTORS", "MOST_TERMS", "Axes", "Carried", "Labels", "Part", "Sum", "Value", "identity_of", "sum_of"]
 
 MOST_TERMS = 12
 MOST_FACTORS = 16
@@ -43,12 +44,16 @@ class Labels:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A factor: a variable under labels, the inverse of one, or whether a selection's predicate has some value."""
+    """A factor: a variable under labels, the inverse of one, or whether a selection's predicate has some value.
+
+    One with a number as ``diagonal`` has two labels, and is that number where their indices are equal, and else 0.
+    """
 
     variable: Var
     axes: Axes
     inverse: bool = False
     case: int | None = None
+    diagonal: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,24 @@ class Part:
             found.update(label for label in self.carried.axes if label is not None)
         return found
 
+    def without_identities(self, sizes: Mapping[int, int]) -> Part:
+        """Returns the term without the identity matrices of which it sums an axis: the other one stands for both."""
+        part = self
+        while True:
+            found = next((f for f in part.factors if f.diagonal is not None and not _stays(f, part.summed)), None)
+            if found is None:
+                return part
+            one, other = (label for label in found.axes if label is not None)
+            gone, kept = (one, other) if one in part.summed else (other, one)
+            factors = tuple(factor for factor in part.factors if factor is not found)
+            assert found.diagonal is not None
+            part = replace(part, coefficient=part.coefficient * found.diagonal, factors=factors)
+            if gone != kept:
+                part = replace(part, summed=part.summed - {gone}).renamed({gone: kept})
+                continue
+            if gone in part.summed and gone not in replace(part, summed=frozenset()).labels():
+                part = replace(part, coefficient=part.coefficient * sizes[gone], summed=part.summed - {gone})
+
     def renamed(self, names: Mapping[int, int]) -> Part:
         def named(axes: Axes) -> Axes:
             return tuple(None if label is None else names.get(label, label) for label in axes)
@@ -111,6 +134,11 @@ class Sum:
     def is_free(self) -> bool:
         """Whether no term has a carried value."""
         return all(part.carried is None for part in self.parts)
+
+    @property
+    def has_identity(self) -> bool:
+        """Whether a factor of a term is an identity matrix."""
+        return any(factor.diagonal is not None for part in self.parts for factor in part.factors)
 
     def labels(self) -> set[int]:
         found = {label for label in self.axes if label is not None}
@@ -145,8 +173,21 @@ class Sum:
         return a, b.renamed(names), tuple(axes)
 
 
+def _stays(factor: Value, summed: frozenset[int]) -> bool:
+    """Returns whether neither axis of an identity matrix is summed over, and they are two."""
+    one, other = (label for label in factor.axes if label is not None)
+    return one != other and one not in summed and other not in summed
+
+
 def sum_of(labels: Labels, variable: Var, varies: tuple[bool, ...] | None = None) -> Sum:
     """Returns a variable as its own factor."""
     axes = labels.of_shape(variable.aval.shape)
     own = axes if varies is None else tuple(a if v else None for a, v in zip(axes, varies, strict=True))
     return Sum(axes, (Part(factors=(Value(variable, own),)),))
+
+
+def identity_of(labels: Labels, variable: Var, found: Identity) -> Sum:
+    """Returns a variable that is an identity matrix as its own factor."""
+    axes = labels.of_shape(variable.aval.shape)
+    own = tuple(a if d in found.axes else None for d, a in enumerate(axes))
+    return Sum(axes, (Part(factors=(Value(variable, own, diagonal=found.scale),)),))
