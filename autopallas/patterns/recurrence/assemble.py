@@ -87,10 +87,10 @@ class Analyses:
 
     @staticmethod
     def _key(step: Step, key: Hashable) -> Hashable:
-        """Returns the key of a step of which the constants that are zero or identity matrices are known."""
+        """Returns the key of a step, of what is known of its constants and of its form."""
         parts = len(step.constants), len(step.carries)
-        zeros = tuple(i for i, v in enumerate(step.constants) if v in step.zeros)
-        return key, parts, zeros, tuple(step.identities.get(v) for v in step.constants)
+        known = tuple((v in step.zeros, step.identities.get(v), step.varies.get(v)) for v in step.constants)
+        return key, parts, known
 
 
 class Assembly:
@@ -392,7 +392,7 @@ class Assembly:
             raise Mismatch("its backward gives the cotangent of a constant", advice=LOOP_GRADIENT) from None
         if not gradients:
             raise Mismatch("its backward gives nothing", advice=LOOP_GRADIENT)
-        cotangents = [pair.of_ends.get(end, pair.cotangent) for end in self.needed]
+        cotangents = [pair.cotangents[end] for end in self.needed]
         known = self.graph.positions[home]
         if len(cotangents) > 1 and not (
             all(n in known for n in cotangents)

@@ -70,7 +70,7 @@ class Interpretation:
         self.values: dict[Var, Sum | Opaque] = {}
         self.updates: dict[int, Sum | Opaque] = {}
         for variable in (*step.constants, *step.slices, *(step.carries[i] for i in solved)):
-            self.values[variable] = self._own(variable)
+            self.values[variable] = self._own(variable, step.varies.get(variable))
         for variable in step.zeros:
             self.values[variable] = Sum(self.labels.of_shape(variable.aval.shape), (Part(0.0),))
         for place, variable in enumerate(step.carries):

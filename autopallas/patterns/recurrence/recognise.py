@@ -307,37 +307,32 @@ class _Finder:
         """Returns the step whose derivative the program holds, and the pairs."""
         scan = candidate.scan
         stacked = [i for i in needed if i >= scan.carried]
-        if needed and len(stacked) <= 1:
-            result = (stacked or needed)[0]
-            further = [i for i in needed if i != result]
-            places = [result - scan.carried] if stacked else []
-            step = candidate.step.with_results(places)
+        if needed:
+            step = candidate.step.with_results([i - scan.carried for i in stacked])
             calls = restored(self.graph, step.equations)
             for own in [step] if calls is None else [step, step.with_equations(calls)]:
-                pairs = self._of_step(candidate, own, result, further)
+                pairs = self._of_step(candidate, own, needed)
                 if pairs:
                     return own, pairs
         if not candidate.backwards and not candidate.stacks:
             return candidate.step, []
         if not needed:
             raise Mismatch("nothing needs its results", advice=LOOP_GRADIENT)
-        if len(stacked) > 1:
-            raise Mismatch("its backward gets the cotangents of several results", advice=LOOP_GRADIENT)
         raise Mismatch(
             "the reversed loop that reads its values could not be shown to be its backward", advice=LOOP_GRADIENT
         )
 
-    def _of_step(self, candidate: _Candidate, step: Step, result: int, further: Sequence[int]) -> list[Pair]:
+    def _of_step(self, candidate: _Candidate, step: Step, results: Sequence[int]) -> list[Pair]:
         """Returns the pairs with every loop that reads what the candidate computes; without such a loop, with the first
         other one that is its backward."""
         found: list[Pair] = []
         for backward in candidate.backwards:
-            pair = self.pairing.pair(candidate.scan, step, result, further, backward, self.read)
+            pair = self.pairing.pair(candidate.scan, step, results, backward, self.read)
             if pair is None or (found and pair.lead != found[0].lead):
                 return []
             found.append(pair)
         for backward in () if found else candidate.others:
-            pair = self.pairing.pair(candidate.scan, step, result, further, backward, self.read)
+            pair = self.pairing.pair(candidate.scan, step, results, backward, self.read)
             if pair is not None:
                 return [pair]
         return found

@@ -19,7 +19,7 @@ from autopallas.graph.loop_slices import is_zero
 from autopallas.graph.tables import Table
 from autopallas.patterns.recurrence.indexing_loop import IndexingLoop, variables
 from autopallas.patterns.recurrence.made_equations import MadeEquations
-from autopallas.patterns.recurrence.step import Scan, Step, Written, identities, needed
+from autopallas.patterns.recurrence.step import Scan, Step, Written, identities, needed, varying
 
 __all__ = ["Refused", "SlicedForm"]
 
@@ -279,6 +279,7 @@ class SlicedForm:
                 own_constants, carries, slices, equations, after, results, self.made.numbers,
                 frozenset(v for v in own_constants if is_zero(loop.graph, step.numbers[v])),
                 identities(loop.graph, self.made.numbers, own_constants, equations),
+                varying(loop.graph, step.numbers, own_constants),
             ),
         )  # fmt: skip
 

@@ -11,10 +11,11 @@ from autopallas.graph import Body, Graph
 from autopallas.graph.array_slices import Place
 from autopallas.graph.identities import Identity, identity, may_be_identity
 from autopallas.graph.loop_slices import is_zero
+from autopallas.graph.repeated_axes import varies
 from autopallas.patterns.advice import CAPTURED, SIDE_EFFECTS
 from autopallas.patterns.match import Mismatch
 
-__all__ = ["Scan", "Step", "Written", "identities", "needed", "scans"]
+__all__ = ["Scan", "Step", "Written", "identities", "needed", "scans", "varying"]
 
 _DISSOLVED = frozenset({"remat", "remat2", "checkpoint", "jit", "pjit"})
 """Equations in a step whose one body stands for them: a checkpoint within a step keeps nothing that matters here."""
@@ -142,6 +143,7 @@ class Step:
       numbers: the number of each variable in the program's graph.
       zeros: the constants that are zero.
       identities: the variables that are identity matrices, times a number.
+      varies: for each constant that is the same along a dimension, along which dimensions it may vary.
     """
 
     constants: list[Var]
@@ -153,6 +155,7 @@ class Step:
     numbers: Mapping[Var, int]
     zeros: frozenset[Var]
     identities: Mapping[Var, Identity] = field(default_factory=dict)
+    varies: Mapping[Var, tuple[bool, ...]] = field(default_factory=dict)
 
     @staticmethod
     def of(graph: Graph, scan: Scan) -> Step:
@@ -181,6 +184,7 @@ class Step:
             numbers,
             frozenset(v for v in scan.constants if is_zero(graph, numbers[v])),
             identities(graph, numbers, scan.constants, equations),
+            varying(graph, numbers, scan.constants),
         )
 
     @property
@@ -217,6 +221,11 @@ def identities(
     compared = (v for e in equations if e.primitive.name == "eq" for v in e.outvars if v in numbers)
     may_be = (v for v in (*constants, *compared) if may_be_identity(v.aval))
     return {v: found for v in may_be if (found := identity(graph, numbers[v])) is not None}
+
+
+def varying(graph: Graph, numbers: Mapping[Var, int], constants: Sequence[Var]) -> dict[Var, tuple[bool, ...]]:
+    """Returns the constants that are the same along a dimension, with the dimensions along which they may vary."""
+    return {v: own for v in constants if not all(own := varies(graph, numbers[v]))}
 
 
 def _flatten(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, islice
+from itertools import combinations, islice, product
 
 import jax
 import jax.numpy as jnp
@@ -72,8 +72,8 @@ class Pair:
 
     Attributes:
       backward: the reversed loop.
-      cotangent: the number of the cotangent of the loop's result, where the reversed loop is.
-      of_ends: those of the carried values at the end that are needed too, by their places.
+      cotangents: the numbers of the cotangents of the loop's results, where the reversed loop is, by the results' places
+        among what the loop gives.
       lead: from the values whose cotangents the reversed loop sums to the loop's constants.
       sources, first, slices: the number of the cotangent, by source, and by the places of carried values and slices.
       arrays: that of an array of which the loop reads slices elsewhere, by its number.
@@ -81,14 +81,13 @@ class Pair:
     """
 
     backward: Scan
-    cotangent: int
+    cotangents: dict[int, int]
     lead: Lead
     sources: dict[int, int] = field(default_factory=dict)
     first: dict[int, int] = field(default_factory=dict)
     slices: dict[int, int] = field(default_factory=dict)
     arrays: dict[int, int] = field(default_factory=dict)
     before: dict[int, int] = field(default_factory=dict)
-    of_ends: dict[int, int] = field(default_factory=dict)
 
 
 def program_key(
@@ -112,11 +111,11 @@ def program_key(
 
 @dataclass(frozen=True, slots=True)
 class _Guess:
-    """Which carried values of the reversed loop are cotangents of which of the loop's, and which value is that of its
-    stacked result."""
+    """Which carried values of the reversed loop are cotangents of which of the loop's, and which values are those of its
+    stacked results."""
 
     carries: tuple[tuple[int, int], ...]
-    result: int | None
+    results: tuple[int, ...]
 
 
 class _Reversed:
@@ -242,15 +241,14 @@ class Pairing:
         self._derivatives: dict[Hashable, Body] = {}
 
     def pair(
-        self, scan: Scan, step: Step, result: int, further: Sequence[int], backward: Scan, alive: frozenset[int]
+        self, scan: Scan, step: Step, results: Sequence[int], backward: Scan, alive: frozenset[int]
     ) -> Pair | None:
         """Returns the pair of a loop and a reversed loop, or None.
 
         Args:
           scan: the loop.
-          step: its step, with the result alone.
-          result: the place of the result that is needed, among carried values and what it stacks.
-          further: the places of carried values that are needed too, as they are at the end.
+          step: its step, with the stacked results alone that are needed.
+          results: the places of what is needed, among carried values, as they are at the end, and what it stacks.
           backward: the reversed loop.
           alive: the values that the program needs.
         """
@@ -260,8 +258,8 @@ class Pairing:
         for _ in range(_LEVELS):
             assert lead is not None
             pair: Pair | None = None
-            for guess in islice(self._guesses(scan, step, result, backward), _ATTEMPTS):
-                pair, complete = self._attempt(scan, step, result, further, backward, alive, guess, lead)
+            for guess in islice(self._guesses(scan, step, results, backward), _ATTEMPTS):
+                pair, complete = self._attempt(scan, step, results, backward, alive, guess, lead)
                 if pair is not None and complete:
                     return pair
                 if pair is not None:
@@ -273,24 +271,31 @@ class Pairing:
 
     # ------------------------------------------------------------------ what may correspond
 
-    def _guesses(self, scan: Scan, step: Step, result: int, backward: Scan) -> Iterator[_Guess]:
+    def _guesses(self, scan: Scan, step: Step, results: Sequence[int], backward: Scan) -> Iterator[_Guess]:
         """Yields assignments; JAX carries sums of cotangents of constants first, then those of what is carried."""
-        numbers, carried = backward.numbers(self.graph), backward.carried
+        carried = backward.carried
         floating = [i for i, v in enumerate(step.carries) if _is_floating(v) and isinstance(step.after[i], Var)]
-        stacked: list[int | None] = [None]
-        if step.results:
-            (variable,) = step.results
-            made = set(step.numbers.values())
-            written = scan.written.get(result)
-            place = None if written is None else written.place
-            read = [v for v in backward.slices if backward.places.get(v) == place]
-            stacked = [n for v in read if (n := numbers[v]) not in made and _alike(v, variable)]
+        stacked = self._guesses_of_results(scan, step, [i for i in results if i >= scan.carried], backward)
         for count in range(len(floating), 0, -1):
             last = range(carried - count, carried)
             for chosen in combinations(floating, count) if count <= carried else ():
                 if all(_alike(step.carries[i], backward.carries[j]) for i, j in zip(chosen, last, strict=True)):
-                    for cotangent in stacked:
-                        yield _Guess(tuple(zip(chosen, last, strict=True)), cotangent)
+                    for cotangents in stacked:
+                        yield _Guess(tuple(zip(chosen, last, strict=True)), cotangents)
+
+    def _guesses_of_results(
+        self, scan: Scan, step: Step, stacked: Sequence[int], backward: Scan
+    ) -> list[tuple[int, ...]]:
+        """Returns what the cotangents of stacked results may be; equal results may have the same one."""
+        numbers, made = backward.numbers(self.graph), set(step.numbers.values())
+        each: list[list[int]] = []
+        for place, atom in zip(stacked, step.results, strict=True):
+            written = scan.written.get(place)
+            rows = None if written is None else written.place
+            read = [v for v in backward.slices if backward.places.get(v) == rows]
+            each.append([n for v in read if (n := numbers[v]) not in made and _alike(v, atom)])
+        found = islice(product(*map(dict.fromkeys, each)), _ATTEMPTS**2)
+        return sorted(found, key=lambda own: len(own) - len(set(own)))
 
     # ------------------------------------------------------------------ one attempt
 
@@ -298,8 +303,7 @@ class Pairing:
         self,
         scan: Scan,
         step: Step,
-        result: int,
-        further: Sequence[int],
+        results: Sequence[int],
         backward: Scan,
         alive: frozenset[int],
         guess: _Guess,
@@ -311,20 +315,16 @@ class Pairing:
         derivative = self._cotangents(scan, step, backward, guess, lead)
         for place, own in guess.carries:
             closes = self._closes(derivative, step.carries[place], loop.after[own])
-            if not closes or not (place == result or place in further or loop.begins_with_zero(own)):
+            if not closes or not (place in results or loop.begins_with_zero(own)):
                 return None, False
-        of_result = dict(guess.carries).get(result) if guess.result is None else loop.place_of(guess.result)
-        cotangent = None if of_result is None else loop.starts[of_result]
-        if cotangent is None:
+        places = dict(guess.carries)
+        stacked = [i for i in results if i >= scan.carried]
+        places |= {i: loop.place_of(n) for i, n in zip(stacked, guess.results, strict=True)}
+        starts = {i: loop.starts[places[i]] for i in results if i in places}
+        cotangents = {i: start for i, start in starts.items() if start is not None}
+        if len(cotangents) < len(results):
             return None, False
-        pair = Pair(backward, cotangent, lead)
-        for place, own in guess.carries:
-            start = loop.starts[own]
-            if place in further and start is not None:
-                pair.of_ends[place] = start
-        if len(pair.of_ends) < len(further):
-            return None, False
-        return self._explained(pair, loop, guess, alive, scan, step, derivative, result)
+        return self._explained(Pair(backward, cotangents, lead), loop, guess, alive, scan, step, derivative)
 
     def _closes(self, derivative: _Derivative, carry: Var, after: int | None) -> bool:
         """Returns whether the cotangent of a carried value is what the reversed loop carries on, whatever the order of
@@ -342,7 +342,6 @@ class Pairing:
         scan: Scan,
         step: Step,
         derivative: _Derivative,
-        result: int,
     ) -> tuple[Pair | None, bool]:
         """Says which cotangent each result of the reversed loop is."""
         plain = [(i, v) for i, v in enumerate(step.slices) if v not in scan.places]
@@ -360,7 +359,7 @@ class Pairing:
             elif i in loop.scan.written:
                 slices_added = loop.slices_added(end)
                 array = next((n for n, own in arrays.items() if own == slices_added), None)
-                into = [o for o in scan.written if self._is_before(loop, i, scan, o, result, pair, derivative, places)]
+                into = [o for o in scan.written if self._is_before(loop, i, scan, o, pair, derivative, places)]
                 if array is not None:
                     pair.arrays[array] = end
                 elif into:
@@ -379,9 +378,10 @@ class Pairing:
                 pair.slices[slices[after]] = end
             else:
                 return None, False
-        if result in scan.written and scan.written[result].adds:  # the array before it has the result's cotangent
-            ends = [end for end, start in loop.unchanged if start == pair.cotangent and end in alive]
-            pair.before.update((result, end) for end in ends[:1])
+        for result, cotangent in pair.cotangents.items():
+            if result in scan.written and scan.written[result].adds:  # the array before it has the result's cotangent
+                ends = [end for end, start in loop.unchanged if start == cotangent and end in alive]
+                pair.before.update((result, end) for end in ends[:1])
         return pair, complete
 
     def _of_arrays(self, scan: Scan, derivative: _Derivative) -> dict[int, Counter[tuple[Place, int]]]:
@@ -407,7 +407,6 @@ class Pairing:
         i: int,
         scan: Scan,
         into: int,
-        result: int,
         pair: Pair,
         derivative: _Derivative,
         places: Mapping[int, int],
@@ -421,7 +420,7 @@ class Pairing:
         before = loop.befores[i]
         if row is None or before is None:
             return False
-        if before != pair.cotangent if into == result else not is_zero(self.graph, before):
+        if before != pair.cotangents[into] if into in pair.cotangents else not is_zero(self.graph, before):
             return False
         rows = {(v, scan.places[v]) for v in scan.carries if scan.tables.get(v) == into}
         carried = dict(zip(loop.scan.carries, range(loop.scan.carried), strict=True))
@@ -438,7 +437,7 @@ class Pairing:
         """Differentiates the step, and looks the derivative up in the reversed loop."""
         graph = self.graph
         roots = [step.after[place] for place, _ in guess.carries]
-        roots += step.results if guess.result is not None else []
+        roots += step.results
         equations, sources, roots = self._whole(scan, step, lead, roots)
         inputs = [*sources, *step.carries, *step.slices]
         key = program_key(graph, inputs, equations, roots)
@@ -448,7 +447,7 @@ class Pairing:
         inner = backward.numbers(graph)
         numbers = [*lead.sources, *(step.numbers[v] for v in (*step.carries, *step.slices))]
         numbers += [inner[backward.carries[j]] for _, j in guess.carries]
-        numbers += [] if guess.result is None else [guess.result]
+        numbers += guess.results
         found = dict(zip(derivative.invars, numbers, strict=True))
         self._follow(derivative.equations, found, graph.frames[backward.body], (backward.made, scan.made))
         names: list[Var | int] = [*lead.sources, *step.carries, *step.slices]
