@@ -516,8 +516,7 @@ class Pairing:
         for source in lead.sources:
             passed = source in explained or source in self.graph.supposed
             node = None if passed else self.graph.definitions.get(source)
-            held = node is None or jaxprs.bodies(node.equation) or compat.has_side_effects(node.equation)
-            if node is None or held or len(node.outputs) != 1:
+            if node is None or len(node.outputs) != 1 or not _is_plain(node.equation):
                 sources[source] = None
                 continue
             added[source] = node
@@ -548,6 +547,13 @@ def _derivative(inputs: Sequence[Var], equations: Sequence[JaxprEqn], roots: Seq
     types = [[compat.typed_like(v.aval) for v in own] for own in (inputs, roots)]
     with compat.on_mesh_of([v.aval for v in inputs]):
         return flatten(compat.make_jaxpr(pulled, *types))
+
+
+def _is_plain(equation: JaxprEqn) -> bool:
+    """Returns whether an equation may stand before a loop in what is differentiated with its step."""
+    if compat.has_side_effects(equation):
+        return False
+    return not jaxprs.bodies(equation) or is_elementwise_call(equation)
 
 
 def _keeps_shape(equation: JaxprEqn) -> bool:
