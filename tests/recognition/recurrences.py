@@ -11,7 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax, nn
 
-__all__ = ["FOUND", "REFUSED", "Found", "Refused", "T", "gated", "receptance", "retention", "state_space"]
+__all__ = [
+    "FOUND", "REFUSED", "Found", "H", "N", "P", "Refused", "T", "found", "gated", "normal", "receptance", "refused",
+    "retention", "state_space", "zeros",
+]  # fmt: skip
 
 T, B, H, N, P, D = 40, 2, 3, 8, 9, 8
 """Steps, sequences, heads, rows and columns of a state, elements of a vector.  No chunk divides T."""
@@ -641,7 +644,7 @@ def normalised_state(x: Array) -> Array:
     return lax.scan(step, zeros(B, D), x)[1]
 
 
-@refused(x, reason="matrix from step to step")
+@refused(x, reason="reads of it, and the state is not summed over")
 def centred(x: Array) -> Array:
     """Affine, but each element reads all others."""
 
@@ -712,16 +715,6 @@ def nonlinear(x: Array, w: Array, u: Array) -> Array:
     return lax.scan(step, zeros(B, D), (x, w))[1]
 
 
-@refused(x, normal(T, D), reason="multiplied by a matrix")
-def diagonal_matrix(x: Array, a: Array) -> Array:
-    def step(h: Array, given: Any) -> Any:
-        x, a = given
-        h = h @ jnp.diag(a) + x
-        return h, h
-
-    return lax.scan(step, zeros(B, D), (x, a))[1]
-
-
 @refused(x)
 def rolled(x: Array) -> Array:
     def step(h: Array, x: Array) -> Any:
@@ -745,7 +738,7 @@ def two_corrections(q: Array, k: Array, v: Array) -> Array:
     return lax.scan(step, zeros(B, H, N, P), (q, k, v))[1]
 
 
-@refused(q, k, v, reason="matrix from step to step")
+@refused(q, k, v, reason="corrected along other axes")
 def corrected_along_columns(q: Array, k: Array, v: Array) -> Array:
     """What is read back runs along the columns, and readouts sum over rows."""
 

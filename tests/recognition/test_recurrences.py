@@ -12,7 +12,8 @@ import autopallas
 from autopallas.graph import Graph, flatten
 from autopallas.kernels.recurrence import xla
 from autopallas.patterns.recurrence import find
-from tests.recognition.recurrences import FOUND, REFUSED, T, gated, receptance, retention, state_space
+from tests.recognition.matrix_recurrences import FOUND, REFUSED
+from tests.recognition.recurrences import T, gated, receptance, retention, state_space
 
 ONLY = {"ops": ("recurrence",)}
 
@@ -273,11 +274,39 @@ def test_a_first_value_that_is_cast_to_vary_in_a_shard_map_keeps_the_loop_and_sa
     assert ["cast to vary" in miss.reason for miss in report.near_misses] == [True]
 
 
-def test_two_stacked_results_with_cotangents_keep_the_loop_and_say_so():
+def test_two_stacked_results_and_the_last_state_have_cotangents():
     run, arguments = with_state(lambda y: (y, jnp.tanh(y))), FOUND["state_kept"].arguments
     outcome = compare(with_gradients(run, arguments), arguments, gradients=False, **ONLY)
     assert outcome.complaints == []
-    assert ["cotangents of several results" in reason for reason in outcome.reasons()] == [True]
+    assert [(site.direction, site.verdict) for site in outcome.report.sites] == [("forward+backward", "applied")]
+
+
+def test_a_result_whose_gradient_is_stopped_keeps_the_loop():
+    """Beside what is read, each step gives something that is computed from it and has no gradient."""
+    run = with_state(lambda y: (y, jnp.tanh(jax.lax.stop_gradient(y))))
+    arguments = FOUND["state_kept"].arguments
+    outcome = compare(with_gradients(run, arguments), arguments, gradients=False, **ONLY)
+    assert outcome.complaints == []
+    assert outcome.report.sites == ()
+    assert ["could not be shown" in reason for reason in outcome.reasons()] == [True]
+
+
+def test_an_activation_of_a_constant_in_the_step_is_differentiated_with_it():
+    """A gated linear recurrent unit, whose decays are computed in the step from a parameter's softplus."""
+
+    def run(x, weights, decays):
+        def step(h, x):
+            gate = jax.nn.sigmoid(x @ weights)
+            decay = jnp.exp(-8 * gate * jax.nn.softplus(decays))
+            h = decay * h + jnp.sqrt(1 - decay * decay + 1e-6) * x
+            return h, h
+
+        return jax.lax.scan(step, jnp.zeros(x.shape[1:]), x)[1]
+
+    arguments = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((T, 2, 8), (8, 8), (8,)))]
+    outcome = compare(with_gradients(run, arguments), arguments, gradients=False, **ONLY)
+    assert outcome.complaints == []
+    assert [(site.direction, site.verdict) for site in outcome.report.sites] == [("forward+backward", "applied")]
 
 
 def test_a_product_of_matrices_that_are_no_column_and_row_is_not_taken_for_an_outer_product():

@@ -75,7 +75,10 @@ class Analyses:
         if key not in self._found:
             check_all_steps(step.equations)
             carries = carries_of(step)
-            states, others = matrix_states(step, carries) if self.assume_finite else ([], carries.states)
+            states, others = matrix_states(step, carries)
+            if not self.assume_finite:
+                unknown = Mismatch("its values are not known to be finite (assume_finite=False)", advice=STATE)
+                states, others = [], dict.fromkeys(carries.states, unknown)
             check_delta_rules(carries, others)
             known = [*carries.known, *(Known(place, "scanned") for place in others)]
             known += [Known(place, "last") for place in carries.last]

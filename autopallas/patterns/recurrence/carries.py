@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
@@ -161,32 +161,39 @@ def _is_correction(value: Sum, part: Part) -> bool:
     return all(read.isdisjoint(factor.axes) or written.isdisjoint(factor.axes) for factor in part.factors)
 
 
-def check_delta_rules(carries: Carries, places: Sequence[int]) -> None:
+def check_delta_rules(carries: Carries, others: Mapping[int, Mismatch]) -> None:
     """Checks that states without a form for it are not corrected along rows.
 
+    Args:
+      carries: what the loop carries.
+      others: why states are no matrices, by their places.
+
     Raises:
-      Mismatch: one is.
+      Mismatch: one is, and why it has no form.
     """
-    for place in places:
+    for place, mismatch in others.items():
         value = carries.interpretation.updates[place]
         if isinstance(value, Sum) and any(part.summed for part in value.parts if part.carried is not None):
-            raise Mismatch(_BY_A_MATRIX, advice=STATE)
+            raise Mismatch(f"{_CORRECTED}, and {mismatch.reason}", advice=mismatch.advice)
+
+
+_CORRECTED = "a step adds to the state what it reads of it"
 
 
 # ---------------------------------------------------------------------- states that are matrices
 
 
-def matrix_states(step: Step, carries: Carries) -> tuple[list[MatrixState], list[int]]:
-    """Returns the states that are matrices, and the places of the others."""
+def matrix_states(step: Step, carries: Carries) -> tuple[list[MatrixState], dict[int, Mismatch]]:
+    """Returns the states that are matrices, and why the others are none, by their places."""
     number = {v: i for i, v in enumerate([*step.inputs, *(v for e in step.equations for v in e.outvars)])}
     wanted = _readouts(step, carries)
     states: list[MatrixState] = []
-    others: list[int] = []
+    others: dict[int, Mismatch] = {}
     for place in carries.states:
         try:
             states.append(_Matrix(step, carries.interpretation, place, number).state(wanted))
-        except Mismatch:
-            others.append(place)
+        except Mismatch as mismatch:
+            others[place] = mismatch
     return states, others
 
 
