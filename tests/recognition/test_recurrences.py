@@ -255,6 +255,21 @@ def test_a_loop_in_a_shard_map_is_found_with_its_backward(function, checked):
     assert [(site.direction, site.verdict) for site in optimized.report().sites] == [("forward+backward", "applied")]
 
 
+@pytest.mark.parametrize("function", [decayed_outer_products, indexed_outer_products])
+def test_a_loop_whose_gates_and_keys_all_devices_share_is_found_with_its_backward(function):
+    """Columns of the values on the devices of a mesh."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    columns, whole = jax.sharding.PartitionSpec(None, "data"), jax.sharding.PartitionSpec()
+    specs = (whole, whole, columns, whole, columns)
+    part = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=columns, check_vma=False)
+    arguments = [jax.random.normal(jax.random.key(i), s) for i, s in enumerate(((T,), (T, 8), (T, 12), (T, 8), (8, 12)))]
+    optimized = optimized_like_a_user(with_gradients(part, arguments), **ONLY)
+    given, expected = optimized(*arguments), with_gradients(function, arguments)(*arguments)
+    for one, other in zip(jax.tree.leaves(given), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)
+    assert [(site.direction, site.verdict) for site in optimized.report().sites] == [("forward+backward", "applied")]
+
+
 def test_a_first_value_that_is_cast_to_vary_in_a_shard_map_keeps_the_loop_and_says_so():
     """Columns of the state on the devices of a mesh."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))

@@ -557,8 +557,12 @@ def _is_plain(equation: JaxprEqn) -> bool:
 
 
 def _keeps_shape(equation: JaxprEqn) -> bool:
-    """Returns whether an equation reshapes a value to the shape that it has, as derivatives do in a ``shard_map``."""
-    if equation.primitive.name != "reshape" or len(equation.invars) > 1 or equation.params["dimensions"] is not None:
+    """Returns whether an equation reshapes a value to the shape that it has, or sums it over no axis, as derivatives do in
+    a ``shard_map``."""
+    name = equation.primitive.name
+    if name == "reduce_sum":
+        return not equation.params["axes"]
+    if name != "reshape" or len(equation.invars) > 1 or equation.params["dimensions"] is not None:
         return False
     return tuple(equation.invars[0].aval.shape) == tuple(equation.outvars[0].aval.shape)
 
