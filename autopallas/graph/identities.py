@@ -1,5 +1,4 @@
-"""Recognises identity matrices, times a number: arrays that are that number where two of their indices are equal, and else
-zero."""
+"""Recognises identity matrices times a number: that number where two of an array's indices are equal, and else zero."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ def identity(graph: Graph, number: int, most: int = _MOST) -> Identity | None:
     if node.name == "select_n" and len(node.inputs) == 3:
         _, no, yes = node.inputs
         value = uniform(graph, yes)
-        return replace(found, scale=float(value)) if value and is_zero(graph, no) else None
+        return replace(found, scale=float(value)) if value and np.isfinite(value) and is_zero(graph, no) else None
     if node.name == "transpose":
         where = [int(i) for i in node.params["permutation"]]
         one, other = sorted(map(where.index, found.axes))
@@ -79,12 +78,12 @@ def _of_indices(graph: Graph, number: int, most: int) -> Identity | None:
 
 
 def _scaled(graph: Graph, number: int, most: int) -> Identity | None:
-    """Returns an identity matrix times a number, or divided by one."""
+    """Returns an identity matrix times a number, or divided by one, that is neither tiny nor huge in any dtype."""
     node = graph.definitions[number]
     kind = kind_of(graph.dtype(number))
     for own, by in (node.inputs, node.inputs[::-1]) if node.name == "mul" else (node.inputs,):
         value = uniform(graph, by)
-        if value is None or not value or kind not in "fV":
+        if value is None or kind not in "fV" or not 1e-30 < abs(float(value)) < 1e30:
             continue
         found = identity(graph, own, most - 1)
         if found is not None:

@@ -172,7 +172,7 @@ def identity_from_the_last_to_the_first(q: Array, k: Array, v: Array, rate: Arra
 def something_beside_the_diagonal(q: Array, k: Array, v: Array, rate: Array) -> Array:
     def step(state: Array, own: Any) -> Any:
         q, k, v, rate = own
-        transition = jnp.where(jnp.eye(N, dtype=bool), 0.9, 0.01)
+        transition = jnp.where(jnp.eye(N, dtype=bool), rate, 0.01)
         return (state := state @ transition + jnp.outer(v, k)), state @ q
 
     return lax.scan(step, zeros(P, N), (q, k, v, rate))[1]

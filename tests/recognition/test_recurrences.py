@@ -262,7 +262,8 @@ def test_a_loop_whose_gates_and_keys_all_devices_share_is_found_with_its_backwar
     columns, whole = jax.sharding.PartitionSpec(None, "data"), jax.sharding.PartitionSpec()
     specs = (whole, whole, columns, whole, columns)
     part = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=columns, check_vma=False)
-    arguments = [jax.random.normal(jax.random.key(i), s) for i, s in enumerate(((T,), (T, 8), (T, 12), (T, 8), (8, 12)))]
+    shapes = ((T,), (T, 8), (T, 12), (T, 8), (8, 12))
+    arguments = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
     optimized = optimized_like_a_user(with_gradients(part, arguments), **ONLY)
     given, expected = optimized(*arguments), with_gradients(function, arguments)(*arguments)
     for one, other in zip(jax.tree.leaves(given), jax.tree.leaves(expected), strict=True):

@@ -19,7 +19,7 @@ from autopallas.kernels.recurrence.operation import OPERATION
 from autopallas.kernels.recurrence.site import RecurrenceSite
 from autopallas.kernels.recurrence.spec import RecurrenceSpec
 from autopallas.kernels.recurrence.structure import Known, MatrixState
-from autopallas.patterns.advice import AT_HAND, FIRST_VARIES, LOOP_GRADIENT
+from autopallas.patterns.advice import AT_HAND, FIRST_VARIES, LOOP_GRADIENT, STATE
 from autopallas.patterns.carry import is_available
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch
 from autopallas.patterns.recurrence.all_steps import check_all_steps

@@ -72,8 +72,8 @@ class Pair:
 
     Attributes:
       backward: the reversed loop.
-      cotangents: the numbers of the cotangents of the loop's results, where the reversed loop is, by the results' places
-        among what the loop gives.
+      cotangents: the numbers of the cotangents of the loop's results, where the reversed loop is, by the places of
+        these results among what the loop gives.
       lead: from the values whose cotangents the reversed loop sums to the loop's constants.
       sources, first, slices: the number of the cotangent, by source, and by the places of carried values and slices.
       arrays: that of an array of which the loop reads slices elsewhere, by its number.
@@ -111,8 +111,8 @@ def program_key(
 
 @dataclass(frozen=True, slots=True)
 class _Guess:
-    """Which carried values of the reversed loop are cotangents of which of the loop's, and which values are those of its
-    stacked results."""
+    """Which carried values of the reversed loop are cotangents of which of the loop's, and which values are those of
+    what it stacks."""
 
     carries: tuple[tuple[int, int], ...]
     results: tuple[int, ...]
@@ -557,8 +557,8 @@ def _is_plain(equation: JaxprEqn) -> bool:
 
 
 def _keeps_shape(equation: JaxprEqn) -> bool:
-    """Returns whether an equation reshapes a value to the shape that it has, or sums it over no axis, as derivatives do in
-    a ``shard_map``."""
+    """Returns whether an equation reshapes a value to the shape that it has, or sums it over no axis, as derivatives in
+    a ``shard_map`` do."""
     name = equation.primitive.name
     if name == "reduce_sum":
         return not equation.params["axes"]
