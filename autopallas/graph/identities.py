@@ -60,8 +60,8 @@ def identity(graph: Graph, number: int, most: int = _MOST) -> Identity | None:
         return replace(found, scale=float(value)) if value and np.isfinite(value) and is_zero(graph, no) else None
     if node.name == "transpose":
         where = [int(i) for i in node.params["permutation"]]
-        one, other = sorted(map(where.index, found.axes))
-        return replace(found, axes=(one, other))
+        first, second = sorted(map(where.index, found.axes))
+        return replace(found, axes=(first, second))
     if node.name == "convert_element_type" and found.scale != 1:
         return None
     one, other = (_after(graph, number, axis) for axis in found.axes)
