@@ -223,3 +223,9 @@ def test_derivatives_of_programs_are_those_of_the_functions(name, dtype):
         np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=0, atol=tolerance)
     twice = jax.vjp(lambda x: program.evaluate(x, None, None, [up]), x)[1](cotangent)[0]
     np.testing.assert_allclose(np.float32(twice), np.float32(pull(cotangent)[0]), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("which", ["sample", "all"])
+def test_long_derivatives_of_gated_mlps_in_strips_of_half_the_columns(which):
+    """The GPU's registers do not hold more: of the last strip too, and with biases."""
+    check("gated_mlp", "pallas_gpu", operands_of("gated_mlp", which, SIZES["odd"], "bfloat16"), activation="gelu")

@@ -1,14 +1,15 @@
 """Both projections of a tile of hidden units on a Hopper GPU: two accumulators of wgmma, and the program on them.
 
-The pipeline is that of :mod:`autopallas.kernels.gpu_pipeline`.  A stage holds a tile of x and one of each weight; a
-consumer has 64 rows of both projections in registers, evaluates the program there, and stores the hidden units alone.
+The pipeline is that of :mod:`autopallas.kernels.gpu_pipeline`.  A stage holds a tile of x and one of each weight.  A
+consumer has 64 rows of both projections in registers, evaluates programs there, and stores their values alone: the
+hidden units, or in a backward pass, which has their cotangent, also the cotangents of both projections.
 
 Letters: B models, M rows, K features, H hidden units.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -30,7 +31,9 @@ Array: TypeAlias = jax.Array
 
 _ROWS = CONSUMERS * PART
 _STORED = 64
-"""Columns of the result that go through shared memory at a time."""
+"""Columns of the result that go through shared memory at a time, at most."""
+_SHORT = 24
+"""Instructions of all programs up to which the registers hold what is computed of so many columns; else of half."""
 _COLUMNS = 128
 """Columns of each projection: the two accumulators of a consumer then take 128 registers of a thread."""
 _MOST_STAGES = 6
@@ -39,60 +42,82 @@ _ALIGNED = 8
 
 
 class Tile(NamedTuple):
-    """The pipeline of a block: columns of each projection, features of a step, and how many steps are loaded ahead."""
+    """The pipeline of a block: columns of each projection, features of a step, how many steps are loaded ahead, and
+    columns that are computed and stored together."""
 
     columns: int
     inner: int
     stages: int
+    strip: int = _STORED
 
     @staticmethod
-    def of(hidden: int, features: int, dtype: Dtype, result: Dtype) -> Tile:
+    def of(hidden: int, features: int, dtype: Dtype, result: Dtype, instructions: int = 0) -> Tile:
         """The tile with as many stages as fit into shared memory and there are steps for."""
         columns = min(_COLUMNS, rounded(hidden, _STORED))
+        strip = _STORED if instructions <= _SHORT else _STORED // 2
         wanted = min(_MOST_STAGES, max(2, -(-features // PART)))
-        found = (Tile(columns, PART, stages) for stages in range(wanted, 1, -1))
-        return next((one for one in found if one.shared_bytes(dtype, result) <= SHARED_MEMORY), Tile(columns, PART, 2))
+        found = (Tile(columns, PART, stages, strip) for stages in range(wanted, 1, -1))
+        fewest = Tile(columns, PART, 2, strip)
+        return next((one for one in found if one.shared_bytes(dtype, result) <= SHARED_MEMORY), fewest)
 
     def shapes(self, dtype: Dtype, result: Dtype) -> Iterator[tuple[tuple[int, ...], Dtype]]:
         """Shape and dtype of everything in shared memory: x, both weights, and twice the result on its way out."""
         yield (self.stages, CONSUMERS, PART, self.inner), dtype
         yield (self.stages, 2, self.inner, self.columns), dtype
-        yield (CONSUMERS, 2, PART, _STORED), result
+        yield (CONSUMERS, 2, PART, self.strip), result
 
     def shared_bytes(self, dtype: Dtype, result: Dtype) -> int:
         """Of one block."""
         return shared_bytes(self.shapes(dtype, result), barriers=2 * self.stages)
 
 
-def units(program: ElementwiseProgram, dtype: Dtype, x: Array, gate: Array, up: Array) -> Array:
-    """Returns the hidden units [B, M, H] in a dtype.
+def units(
+    programs: Sequence[ElementwiseProgram],
+    dtype: Dtype,
+    x: Array,
+    gate: Array,
+    up: Array,
+    vectors: Sequence[Array | None] = (),
+    cotangent: Array | None = None,
+) -> list[Array]:
+    """Returns the values [B, M, H] of programs of all hidden units, in a dtype.
 
     Args:
-      program: of the gate's product as the score, and the other one as side input 0.
-      dtype: of the result.
+      programs: of the gate's product as the score, and as side inputs the other one, the vectors, and the cotangent.
+      dtype: of the results.
       x: [B, M, K].
       gate, up: [B, K, H].
+      vectors: [B, H] each; None for one that no program reads.
+      cotangent: [B, M, H]; None where no program reads it.
     """
-    (_, rows, features), hidden = x.shape, gate.shape[2]
+    (models, rows, features), hidden = x.shape, gate.shape[2]
     x = _padded(x, _ALIGNED, PART)
     gate, up = (_padded(weight, PART, PART) for weight in (gate, up))
-    tile_ = Tile.of(hidden, features, x.dtype, dtype)
+    instructions = sum(len(program.instructions) for program in programs) if cotangent is not None else 0
+    tile_ = Tile.of(hidden, features, x.dtype, dtype, instructions)
+    given: dict[int, Array] = {}
+    for position, vector in enumerate(vectors, 1):
+        if vector is not None:
+            wide = jnp.broadcast_to(vector, (models, hidden)).astype(jnp.float32)
+            given[position] = _padded(wide[:, None], 1, tile_.columns)[:, 0]
+    if cotangent is not None:
+        # Threads read it, and not TMA, which would leave out what is behind the end.
+        given[1 + len(vectors)] = _padded(cotangent, _ROWS, tile_.columns)
     out_type = jax.ShapeDtypeStruct((*x.shape[:2], gate.shape[2]), dtype)
     plgpu = mosaic()
     barriers = [plgpu.Barrier(num_arrivals=n, num_barriers=tile_.stages) for n in (CONSUMERS + 2, CONSUMERS)]
     kernel = call(
-        partial(_kernel, program, tile_),
-        name="autopallas_gated_mlp_forward",
+        partial(_kernel, tuple(programs), tuple(given), tile_),
+        name="autopallas_gated_mlp_forward" if cotangent is None else "autopallas_gated_mlp_backward",
         grid={"block": processors(Device.current())},
-        out_type=out_type,
+        out_type=(out_type,) * len(programs),
         scratch=[*(tile(*shape) for shape in tile_.shapes(x.dtype, dtype)), *barriers],
         warpgroups=CONSUMERS + 1,
-        flops=4 * x.shape[0] * rows * features * hidden,
-        bytes_accessed=array_bytes(x, gate, up, out_type),
-        transcendentals=x.shape[0] * rows * hidden,
+        flops=4 * models * rows * features * hidden,
+        bytes_accessed=array_bytes(x, gate, up, *given.values(), *(out_type,) * len(programs)),
+        transcendentals=models * rows * hidden * len(programs),
     )
-    found: Array = kernel(x, gate, up)[:, :rows, :hidden]
-    return found
+    return [found[:, :rows, :hidden] for found in kernel(x, gate, up, *given.values())]
 
 
 def _padded(array: Array, rows: int, columns: int) -> Array:
@@ -105,8 +130,8 @@ class _Block(NamedTuple):
     """This is the kernel as its warpgroups see it.
 
     Attributes:
-      program, tile: what is computed, and how.
-      x, gate, up, out: operands and result in main memory.
+      programs, tile: what is computed, and how.
+      x, gate, up, beside, outs: operands and results in main memory; further side inputs by their positions.
       ring: the stages.
       stored: what tiles go through on their way out.
       row_tiles, column_tiles: of one model.
@@ -114,12 +139,13 @@ class _Block(NamedTuple):
       warpgroup: which one this is.
     """
 
-    program: ElementwiseProgram
+    programs: Sequence[ElementwiseProgram]
     tile: Tile
     x: Ref
     gate: Ref
     up: Ref
-    out: Ref
+    beside: Mapping[int, Ref]
+    outs: Sequence[Ref]
     ring: Ring
     stored: Ref
     row_tiles: int
@@ -135,13 +161,15 @@ class _Block(NamedTuple):
         return model, row * _ROWS, column * self.tile.columns
 
 
-def _kernel(program: ElementwiseProgram, tile_: Tile, *refs: Ref) -> None:
-    x, gate, up, out, first, second, stored, full, free = refs
+def _kernel(programs: Sequence[ElementwiseProgram], positions: Sequence[int], tile_: Tile, *refs: Ref) -> None:
+    (x, gate, up), rest = refs[:3], refs[3:]
+    beside, rest = dict(zip(positions, rest, strict=False)), rest[len(positions) :]
+    outs, (first, second, stored, full, free) = rest[: len(programs)], rest[len(programs) :]
     plgpu = mosaic()
     warpgroup = lax.axis_index("warpgroup")
-    models, rows, hidden = out.shape
+    models, rows, hidden = outs[0].shape
     own = _Block(
-        program, tile_, x, gate, up, out, Ring(first, second, full, free, tile_.stages), stored,
+        programs, tile_, x, gate, up, beside, outs, Ring(first, second, full, free, tile_.stages), stored,
         row_tiles=-(-rows // _ROWS), column_tiles=-(-hidden // tile_.columns), steps=-(-x.shape[2] // tile_.inner),
         warpgroup=warpgroup,
     )  # fmt: skip
@@ -197,25 +225,35 @@ def _compute(own: _Block, index: Array, step: Array) -> Array:
     sums = plgpu.ACC((PART, own.tile.columns), jnp.float32)
     gate, up = pl.run_scoped(products, sums, sums)
     rows, stored = pl.ds(row + own.warpgroup * PART, PART), own.stored.at[own.warpgroup]
-    strips = own.tile.columns // _STORED
-    if strips % 2:
+    width = own.tile.strip
+    strips = own.tile.columns // width
+    if strips * len(own.programs) % 2:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # else the last tile's last strip would be in the first buffer
+    number = 0
     for i in range(strips):
-        part = slice(i * _STORED, (i + 1) * _STORED)
-        strip = _value(own.program, gate[:, part], up[:, part]).astype(stored.dtype)
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        stored.at[i % 2][...] = strip
-        plgpu.commit_smem()  # what was written by threads is now there for TMA
-        target = own.out.at[model, rows, pl.ds(column + i * _STORED, _STORED)]
-        plgpu.copy_smem_to_gmem(stored.at[i % 2], target)
+        part, across = slice(i * width, (i + 1) * width), pl.ds(column + i * width, width)
+        sides = {0: up[:, part]}
+        for position, ref in own.beside.items():
+            of_rows = len(ref.shape) == 3
+            layout = plgpu.Layout.WGMMA if of_rows else plgpu.Layout.WGMMA.reduce(0)
+            place = ref.at[(model, rows, across) if of_rows else (model, across)]
+            read = plgpu.load(place, layout=layout, optimized=False)
+            sides[position] = read if of_rows else lax.broadcast_in_dim(read, (PART, width), (1,))
+        for program, out in zip(own.programs, own.outs, strict=True):
+            strip = _value(program, gate[:, part], sides).astype(stored.dtype)
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            stored.at[number % 2][...] = strip
+            plgpu.commit_smem()  # what was written by threads is now there for TMA
+            plgpu.copy_smem_to_gmem(stored.at[number % 2], out.at[model, rows, across])
+            number += 1
     return step + own.steps
 
 
-def _value(program: ElementwiseProgram, gate: Array, up: Array) -> Array:
+def _value(program: ElementwiseProgram, gate: Array, sides: Mapping[int, Array]) -> Array:
     def load(i: Input) -> Array:
         if isinstance(i, Constant):
             return jnp.asarray(i.value, i.dtype)
         assert isinstance(i, Score | Side)
-        return (gate if isinstance(i, Score) else up).astype(i.dtype)
+        return (gate if isinstance(i, Score) else sides[i.position]).astype(i.dtype)
 
     return jnp.broadcast_to(program.run(load, bind), gate.shape)

@@ -1,23 +1,25 @@
 """Gated MLPs for Mosaic GPU: one kernel for Hopper's TMA and wgmma has both projections of a tile of hidden units.
 
-The hidden units are computed without an array for either projection.  The product that follows is XLA's, and so is the
-backward, which computes both projections again: nothing of the size of the hidden units lives between forward and
-backward.
+The hidden units are computed without an array for either projection.  The products with one more matrix are XLA's.  The
+backward computes both projections again in the same kernel, and their cotangents from them: nothing of the size of the
+hidden units lives between forward and backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from autopallas.compat import Dtype
 from autopallas.kernels.gated_mlp import xla, xla_products
 from autopallas.kernels.gated_mlp.operation import OPERATION, GatedMlpSpec
 from autopallas.kernels.gated_mlp.xla import VECTORS
-from autopallas.kernels.gpu import reason_against
+from autopallas.kernels.gpu import reason_against, reason_against_programs
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
@@ -36,14 +38,12 @@ Arrays: TypeAlias = Mapping[str, jax.Array]
 
 
 def supports(spec: GatedMlpSpec, device: Device) -> Supported | Unsupported:
-    """bfloat16 or float16 on Hopper GPUs, activations that Mosaic GPU has, and no vectors, such as biases."""
+    """bfloat16 or float16 on Hopper GPUs, and activations that Mosaic GPU has."""
     multiplied = [spec.x_dtype, spec.gate_dtype, spec.up_dtype]
+    vectors = [dtype for name in VECTORS if (dtype := getattr(spec, f"{name}_dtype")) is not None]
     programs = [without_rules(spec.program)]
-    if (answer := reason_against(device, multiplied, programs, [xla_products.unit_dtype(spec)])) is not None:
-        return answer
-    if vectors := [name for name in VECTORS if getattr(spec, f"{name}_dtype") is not None]:
-        return Unsupported(f"its GPU kernel reads no {' or '.join(vectors)}")
-    return Supported()
+    held = [xla_products.unit_dtype(spec), *vectors]
+    return reason_against(device, multiplied, programs, held) or Supported()
 
 
 def candidates(spec: GatedMlpSpec, device: Device) -> tuple[BlockSizes, ...]:
@@ -53,25 +53,44 @@ def candidates(spec: GatedMlpSpec, device: Device) -> tuple[BlockSizes, ...]:
 
 def forward(spec: GatedMlpSpec, block_sizes: BlockSizes, operands: Arrays) -> jax.Array:
     """Returns the result, [B, M, N], or [B, M, H] without ``down``."""
-    from autopallas.kernels.gated_mlp.gpu_units import units
-
-    def compute(
-        programs: Sequence[ElementwiseProgram], dtypes: Sequence[Dtype | None], cotangent: jax.Array | None, reuse: bool
-    ) -> list[jax.Array]:
-        (program,), (dtype,) = programs, dtypes
-        assert dtype is not None
-        x, gate, up = (operands[name] for name in ("x", "gate", "up"))
-        models = max(gate.shape[0], up.shape[0])
-        x = jnp.broadcast_to(x, (spec.batch, *x.shape[1:])).reshape(models, -1, spec.features)
-        gate, up = (jnp.broadcast_to(weight, (models, *weight.shape[1:])) for weight in (gate, up))
-        found = units(program, dtype, x, gate, up)
-        return [found.reshape(spec.batch, spec.rows, spec.hidden)]
-
-    return xla_products.forward(spec, operands, compute)
+    return xla_products.forward(spec, operands, partial(_values, spec, operands))
 
 
 def backward(
     spec: GatedMlpSpec, block_sizes: BlockSizes, operands: Arrays, cotangent: jax.Array, wanted: frozenset[str]
 ) -> dict[str, jax.Array]:
-    """Returns the cotangents of the operands named in ``wanted``, of all rows at once."""
-    return xla.backward(spec, None, operands, cotangent, wanted)
+    """Returns the cotangents of the operands named in ``wanted``, of all rows at once.
+
+    XLA computes those of vectors, which are sums over the rows, and what is not stored in the hidden units' dtype.
+    """
+    narrow = {spec.x_dtype, spec.gate_dtype, spec.up_dtype, xla_products.unit_dtype(spec)} == {np.dtype(jnp.bfloat16)}
+    programs = xla_products.programs_of(spec)
+    if not narrow or spec.precision is not None or wanted & {*VECTORS} or reason_against_programs(programs) is not None:
+        return xla.backward(spec, None, operands, cotangent, wanted)
+    return xla_products.backward(spec, operands, cotangent, wanted, partial(_values, spec, operands))
+
+
+def _values(
+    spec: GatedMlpSpec,
+    operands: Arrays,
+    programs: Sequence[ElementwiseProgram],
+    dtypes: Sequence[Dtype | None],
+    cotangent: jax.Array | None,
+    reuse: bool,
+) -> list[jax.Array]:
+    """Returns the values of programs as :class:`xla_products.Compute` has them, all of one dtype."""
+    from autopallas.kernels.gated_mlp.gpu_units import units
+
+    (dtype,) = set(dtypes)
+    assert dtype is not None
+    x, gate, up = (operands[name] for name in ("x", "gate", "up"))
+    vectors = [operands.get(name) for name in VECTORS]
+    models = max(array.shape[0] for array in (gate, up, *vectors) if array is not None)
+
+    def rows_of(array: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(array, (spec.batch, *array.shape[1:])).reshape(models, -1, array.shape[2])
+
+    gate, up = (jnp.broadcast_to(weight, (models, *weight.shape[1:])) for weight in (gate, up))
+    given = None if cotangent is None else rows_of(cotangent)
+    found = units(programs, dtype, rows_of(x), gate, up, vectors, given)
+    return [values.reshape(spec.batch, spec.rows, spec.hidden) for values in found]
