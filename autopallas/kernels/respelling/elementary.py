@@ -31,12 +31,14 @@ __all__ = [
     "constant_power",
     "cos",
     "digamma",
+    "gamma_is_apart",
     "lgamma",
     "power_of_constant",
     "rem",
     "rem_is_apart",
     "sin",
     "tan",
+    "trigamma",
 ]
 
 LARGE = 2.0**23
@@ -91,6 +93,8 @@ _STIRLING = (1 / 12, -1 / 360, 1 / 1260, -1 / 1680)
 """z (lgamma(z) - (z - 1/2) log(z) + z - log(2 pi) / 2) by z^-2, for z from 6.5 on."""
 _PSI = (1 / 12, -1 / 120, 1 / 252, -1 / 240, 1 / 132)
 """z^2 (log(z) - 1 / (2 z) - digamma(z)) by z^-2, for z from 6 on."""
+_TRIGAMMA = (1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66)
+"""z^3 (trigamma(z) - 1 / z - 1 / (2 z^2)) by z^-2, for z from 6 on."""
 _EXP2 = (1.0, 0.6931471805599453, 0.24022650922288757, 0.055504108839096185, 0.009618056678524639,
          0.0013333502386162538, 0.00015461444698568755, 1.5297323760760486e-05)  # fmt: skip
 """2^f by f, for |f| up to 1 / 2."""
@@ -244,6 +248,30 @@ def digamma(x: jax.Array) -> jax.Array:
     found = _natural_logarithm(w) - np.float64(0.5) * inverse - square * _polynomial(square, _PSI)
     found = found - _where(few, top / bottom, np.float64(0))
     return _where(x < np.float32(math.inf), _single(found), x)
+
+
+@_in_float64
+def trigamma(x: jax.Array) -> jax.Array:
+    """Returns the derivative of :func:`digamma` at numbers above zero.
+
+    Below 6.5 its series is taken six whole numbers farther on: trigamma(x) = trigamma(x + 1) + 1 / x^2.
+    """
+    z, one = _double(x), np.float64(1)
+    few = z < np.float64(6.5)
+    top, bottom = z * z + (z + one) * (z + one), z * z * ((z + one) * (z + one))
+    for step in range(2, 6):
+        farther = z + np.float64(step)
+        top, bottom = top * (farther * farther) + bottom, bottom * (farther * farther)
+    w = _where(few, z + np.float64(6), z)
+    inverse = one / w
+    square = inverse * inverse
+    found = inverse + np.float64(0.5) * square + inverse * square * _polynomial(square, _TRIGAMMA)
+    return _single(found + _where(few, top / bottom, np.float64(0)))
+
+
+def gamma_is_apart(x: jax.Array) -> jax.Array:
+    """Returns where :func:`lgamma` and its derivatives do not hold: numbers that are denormal, or not above zero."""
+    return _bits(x) < _NORMAL
 
 
 def _natural_logarithm(z: jax.Array) -> jax.Array:

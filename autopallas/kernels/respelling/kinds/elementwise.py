@@ -35,7 +35,7 @@ __all__ = ["KIND"]
 _LEAST, _MOST = 1024, 2**31
 """Elements of the least and of the largest array that is looked at: branches cost more than fewer would save."""
 _PERIODIC = ("sin", "cos", "tan")
-_POSITIVE = ("lgamma", "digamma")
+_POSITIVE = ("lgamma", "digamma", "polygamma")
 _BOUNDED = (*_PERIODIC, *_POSITIVE, "rem")
 """Functions whose arithmetic does not hold for all numbers."""
 _DIVISORS = (2.0**-100, 2.0**99)
@@ -84,13 +84,16 @@ def _match(graph: Graph, node: Node) -> Found | None:
     constants = [graph.literals.get(number) for number in node.inputs]
     if any(np.ndim(constant) for constant in constants if constant is not None):
         return None
-    if all(constant is None for constant in constants) and node.name != "pow":
+    if all(constant is None for constant in constants) and node.name in _FUNCTIONS:
         return Found((("function", node.name),), node.inputs, node.outputs)
     if node.name == "rem" and constants[0] is None:
         divisor, (given, _) = float(np.asarray(constants[1])), node.inputs
         known = _DIVISORS[0] <= abs(divisor) <= _DIVISORS[1] and graph.shape(given) == result.aval.shape
         known = known and not (abs(divisor) >= 1 and math.frexp(abs(divisor))[0] == 0.5)
         return Found((("divisor", str(divisor)), ("function", "rem")), (given,), node.outputs) if known else None
+    if node.name == "polygamma" and constants[0] is not None and constants[1] is None:
+        known = float(np.asarray(constants[0])) == 1 and graph.shape(node.inputs[1]) == result.aval.shape
+        return Found((("function", "polygamma"), ("order", "1.0")), node.inputs[1:], node.outputs) if known else None
     if node.name != "pow" or sum(constant is not None for constant in constants) != 1:
         return None
     base, exponent = (None if constant is None else float(np.asarray(constant)) for constant in constants)
@@ -144,7 +147,7 @@ def _is_fused(name: str) -> bool:
 
 
 def _constant(spec: RespellingSpec, name: str) -> float | None:
-    """Returns the base, the exponent or the divisor, where the program knows it."""
+    """Returns the base, the exponent, the divisor or the order, where the program knows it."""
     value = dict(spec.parameters).get(name)
     return None if value is None else float(cast(str, value))
 
@@ -162,6 +165,8 @@ def _computed(spec: RespellingSpec, operands: Sequence[jax.Array]) -> jax.Array:
         return lax.pow(operands[0], np.asarray(exponent, dtype)[()])
     if divisor is not None:
         return lax.rem(operands[0], np.asarray(divisor, dtype)[()])
+    if spec["function"] == "polygamma":
+        return lax.polygamma(np.asarray(_constant(spec, "order"), dtype)[()], operands[0])
     found: jax.Array = getattr(lax, cast(str, spec["function"]))(*operands)
     return found
 
@@ -202,7 +207,7 @@ def _function(spec: RespellingSpec) -> Callable[..., jax.Array]:
         return lambda x: elementary.constant_power(x, exponent)
     if divisor is not None:
         return lambda x: elementary.rem(x, jnp.asarray(divisor, jnp.float32))
-    return _FUNCTIONS[cast(str, spec["function"])]
+    return elementary.trigamma if spec["function"] == "polygamma" else _FUNCTIONS[cast(str, spec["function"])]
 
 
 def _any_beyond(spec: RespellingSpec, *given: jax.Array) -> jax.Array:
@@ -215,7 +220,9 @@ def _any_beyond(spec: RespellingSpec, *given: jax.Array) -> jax.Array:
         divisor = _constant(spec, "divisor")
         beyond = elementary.rem_is_apart(*given, *(() if divisor is None else (jnp.asarray(divisor, jnp.float32),)))
     elif spec["function"] in _POSITIVE:
-        beyond = given[0] <= np.float32(0)
+        beyond = elementary.gamma_is_apart(given[0])
+        if spec["function"] == "polygamma":
+            beyond |= given[0] == np.float32(math.inf)  # of which XLA's is NaN
     else:
         size = jnp.abs(given[0])
         beyond = (size >= np.float32(elementary.LARGE)) & (size < np.float32(math.inf))
@@ -233,6 +240,8 @@ def _feature(spec: RespellingSpec) -> str:
         return f"{function} {'by roots' if elementary.by_roots(exponent) else 'of one exponent'}"
     if _constant(spec, "divisor") is not None:
         return f"{function} of one divisor"
+    if _constant(spec, "order") is not None:
+        return f"{function} of order 1"
     return function if base is None else f"{function} of one base"
 
 
@@ -253,6 +262,7 @@ _FORMS: Mapping[str, Callable[..., jax.Array]] = {
     "roots": lambda x: x**-1.5,
     "exponent": lambda x: x**2.2,
     "base": lambda y: lax.pow(jnp.asarray(10000, y.dtype), y),
+    "trigamma": lambda x: lax.polygamma(jnp.asarray(1, x.dtype), x),
     "divisor": lambda x: lax.rem(x, jnp.asarray(0.7, x.dtype)),
 }
 _NARROW = ("sin", "cos", "roots", "exponent")
@@ -270,7 +280,7 @@ def _samples() -> Iterator[tuple[str, Sample]]:
 
 KIND = Kind(
     name="elementwise",
-    primitives=(*_FUNCTIONS, "pow"),
+    primitives=(*_FUNCTIONS, "pow", "polygamma"),
     numerics=lambda spec: "identical" if spec["function"] == "rem" else "tolerance",
     instead="arithmetic on vectors, in float64",
     match=_match,
