@@ -133,7 +133,8 @@ def _row_sums(products: Array) -> Array:
     XLA's CPU compiler hands a sum of products to a library, with what reads it; in JAX 0.10 the sums are wrong there
     where many examples share a factor, as do the cotangents of a Jacobian.  ``a - -b`` is a + b, and stays.
     """
-    return lax.reduce(products, jnp.zeros((), products.dtype), lambda a, b: a - -b, (products.ndim - 1,))
+    sums: Array = lax.reduce(products, jnp.zeros((), products.dtype), lambda a, b: a - -b, (products.ndim - 1,))
+    return sums
 
 
 class _BackwardRows(NamedTuple):
