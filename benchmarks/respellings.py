@@ -367,6 +367,39 @@ def particles() -> tuple[Model, Arrays, jax.Array]:
     return model, weights, jax.random.normal(_KEY, (512, 3))
 
 
+def evidential() -> tuple[Model, Arrays, jax.Array]:
+    """Losses of a classifier that gives Dirichlet distributions (Sensoy et al., 2018, arXiv:1806.01768)."""
+    classes = 100
+
+    def divergence(a: jax.Array) -> jax.Array:
+        """From the Dirichlet distribution whose parameters are all 1."""
+        total = a.sum(-1, keepdims=True)
+        normalizer = lax.lgamma(total[..., 0]) - lax.lgamma(a).sum(-1) - lax.lgamma(jnp.full((), float(classes)))
+        return normalizer + ((a - 1) * (lax.digamma(a) - lax.digamma(total))).sum(-1)
+
+    def model(w: Arrays, x: jax.Array) -> jax.Array:
+        labels = jax.nn.one_hot(jnp.argmax(x[:, :classes], -1), classes)
+        a = 1 + jax.nn.softplus(jnp.tanh(x @ w["hidden"]) @ w["out"])
+        loss = (labels * (lax.digamma(a.sum(-1, keepdims=True)) - lax.digamma(a))).sum(-1)
+        return loss + 0.1 * divergence(labels + (1 - labels) * a)
+
+    return model, _weights(hidden=(256, 128), out=(128, classes)), jax.random.normal(_KEY, (2048, 256))
+
+
+def periodic() -> tuple[Model, Arrays, jax.Array]:
+    """Energies of particles in a box whose sides meet: Lennard-Jones' potential of the nearest images."""
+
+    def model(w: Arrays, x: jax.Array) -> jax.Array:
+        between = (x[:, None] - x + 0.5 * w["box"]) % w["box"] - 0.5 * w["box"]
+        squares = (between**2).sum(-1) + jnp.eye(x.shape[0])
+        sixth = (w["size"] ** 2 / squares) ** 3
+        return (jnp.where(squares < 9.0, 4 * (sixth**2 - sixth), 0)).sum(-1) / 2
+
+    lattice = jnp.stack(jnp.meshgrid(*(jnp.arange(8.0),) * 3), -1).reshape(-1, 3)
+    positions = 1.2 * lattice + 0.05 * jax.random.normal(_KEY, lattice.shape)
+    return model, {"box": jnp.full((), 9.6), "size": jnp.ones(())}, positions
+
+
 ON_REQUEST = {"neighbours": ("respelling", "squared_distances")}
 """What the option ``ops`` has to name for a model."""
 
@@ -375,14 +408,14 @@ MODELS = {
     for f in (
         *(mobilenet, convnext, resnext, mamba, embedding, sampler, pooled, running, quantile, recurrent),
         *(dropped, walks, generator, residual, neighbours, kinematics, kalman, densities, siren, particles),
-        *(mamba2, rwkv6),
+        *(mamba2, rwkv6, evidential, periodic),
     )
 }
 """``sampler`` has the kinds argmax and sort, ``embedding`` one_hot, ``mamba`` associative_scan, ``recurrent``
 indexed_loop, ``pooled`` pooling, ``running`` cumulative, ``dropped`` and ``walks`` threefry, ``generator`` and
 ``residual`` weight_gradient and pooling_gradient, ``neighbours`` squared_distances, ``kinematics`` and ``kalman``
-batched_product, ``densities`` both that and triangular_solve, ``siren`` and ``particles`` elementwise; the others have
-convolution, ``mamba2`` and ``rwkv6`` four recurrences."""
+batched_product, ``densities`` both that and triangular_solve, ``siren``, ``particles``, ``evidential`` and
+``periodic`` elementwise, ``mamba2`` and ``rwkv6`` four recurrences; the others have convolution."""
 _WITHOUT_GRADIENT = ("sampler",)
 
 
