@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import arrays, attention, dispatched, losses, mixtures, pairs, recurrences, respellings, stacks
+from . import arrays, attention, dispatched, gated, losses, mixtures, pairs, recurrences, respellings, stacks
 from .choices import Choices
 from .writing import Argument, Writer
 
@@ -33,6 +33,8 @@ _FIRST_RECURRENCE = 80_000
 """From here on each of those is a tenth, two more tenths are loops over time, and three are what the draw says."""
 _FIRST_MEMORY = 100_000
 """From here on half of the loops over time are optimized for memory, or checkpointed whatever that gains."""
+_FIRST_GATED = 120_000
+"""From here on a tenth are gated MLPs."""
 _MEMORY: dict[str, Mapping[str, Any]] = {
     "usual": {},
     "checkpoint": {"ops": ("scan_checkpoint",)},
@@ -125,6 +127,8 @@ def random_program(
         family = "respelling"
     if seed >= _FIRST_DISPATCH and place == 0:
         family = "dispatch"
+    if seed >= _FIRST_GATED and place == 7:
+        family = "gated"
     options: Mapping[str, Any] = {}
     if seed >= _FIRST_MEMORY and family == "recurrence":
         name = c.pick("options", {name: name for name in _MEMORY}, 0.5)
@@ -148,6 +152,9 @@ def random_program(
     elif family == "recurrence":
         size, core = recurrences.operands(w, "t")
         head, write = "run_loop", lambda: recurrences.body(w, "t", size, *core)
+    elif family == "gated":
+        size, core = gated.operands(w, "g")
+        head, write = "mlp", lambda: gated.body(w, "g", size, *core)
     elif family == "dispatch":
         size, core = dispatched.operands(w, "d")
         head, write = "mix", lambda: dispatched.body(w, "d", size, *core)

@@ -36,6 +36,14 @@ def test_random_programs_compute_what_they_did(start):
     assert replaced >= BATCH // 4
 
 
+def test_random_gated_mlps_compute_what_they_did():
+    """Some have more rows than a block has."""
+    programs = [random_program(seed) for seed in range(120_017, 120_117, 20)]
+    assert {"family: gated"} <= frozenset.intersection(*(program.features for program in programs))
+    assert any("rows beyond a block" in program.features for program in programs)
+    assert [judge(program).complaints for program in programs] == [[]] * len(programs)
+
+
 def test_a_seed_always_gives_the_same_program():
     for seed in range(20):
         first, second = random_program(seed), random_program(seed)
