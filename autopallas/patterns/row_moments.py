@@ -41,7 +41,7 @@ _NEARLY_ONE = 0.6, 1.7
 
 _ROOTS = frozenset({"rsqrt", "sqrt", "pow"})
 _MADE_OF_ROWS = frozenset({"convert_element_type", "mul", "div", "sub", "add", "square", "integer_pow", "pow"})
-_STEPS = LAYOUT | {"mul", "div", "add", "add_any", "sub", "neg", "convert_element_type"}
+_STEPS = LAYOUT | {"mul", "div", "add", "add_any", "sub", "neg", "convert_element_type", "integer_pow", "pow"}
 
 _GAIN = "the rows are multiplied by a further number, as with a variance over N - 1"
 _PLAIN = (

@@ -59,6 +59,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 misses.append(NearMiss(OPERATION.name, location, mismatch.reason, node.outputs[0], mismatch.advice))
     matches: list[Match] = []
     first: dict[int, NearMiss] = {}
+    again_late: set[int] = set()
     while waiting:  # what is incomplete with the product that follows may be complete without it
         found, missed = complete(graph, [own[0] for own in waiting])
         matches += found
@@ -67,9 +68,15 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
         for own in waiting:
             if (miss := incomplete.get(own[0][1].outputs[0])) is None:
                 continue
-            first.setdefault(own[-1][1].outputs[0], miss)
+            number = own[-1][1].outputs[0]
+            first.setdefault(number, miss)
             if own[1:]:
                 left.append(own[1:])
+            elif number not in again_late and (later := _later(graph, again[number])):
+                again_late.add(number)
+                again_late.add(later[-1][1].outputs[0])
+                again.setdefault(later[-1][1].outputs[0], again[number])
+                left.append(later)
             elif _resembles(own[0][0]):
                 misses.append(first[own[-1][1].outputs[0]])
         waiting = left
@@ -98,8 +105,21 @@ def _resembles(match: Match) -> bool:
     return "down" in dict(site.operands) or bool(site.result) and hidden.issuperset(site.result[-1][1])
 
 
-def _matches(graph: Graph, tries: Sequence[Candidate], rectified: bool = False) -> list[tuple[Match, Node]]:
+def _later(graph: Graph, tries: Sequence[Candidate]) -> list[tuple[Match, Node]]:
+    """Returns the sites that candidates for one place are where x is read after its changes of layout, such as tokens
+    in one row: others may read it there too, so that its cotangents are added up there."""
+    node = tries[-1][0]
+    with contained(node), suppress(Mismatch), bounded(graph):
+        return _matches(graph, tries, late=True)
+    return []
+
+
+def _matches(
+    graph: Graph, tries: Sequence[Candidate], rectified: bool = False, late: bool = False
+) -> list[tuple[Match, Node]]:
     """Returns the sites that candidates for one place are, each with the node that gives its result.
+
+    With ``late``, x is read as the products read it, and what would be the same without is left out.
 
     Raises:
       Mismatch: a guard failed, of a place that is close to a gated MLP.
@@ -107,7 +127,7 @@ def _matches(graph: Graph, tries: Sequence[Candidate], rectified: bool = False) 
     found: list[tuple[Match, Node]] = []
     for units, reader in tries:
         try:
-            match = _match(graph, units, reader, rectified)
+            match = _match(graph, units, reader, rectified, late)
         except Unlike:
             continue
         if match is not None:
@@ -115,7 +135,7 @@ def _matches(graph: Graph, tries: Sequence[Candidate], rectified: bool = False) 
     return found
 
 
-def _match(graph: Graph, units: Node, reader: Node | None, rectified: bool) -> Match | None:
+def _match(graph: Graph, units: Node, reader: Node | None, rectified: bool, late: bool) -> Match | None:
     scope = Scope(graph)
     space = scope.space
     result = reader or units
@@ -133,7 +153,7 @@ def _match(graph: Graph, units: Node, reader: Node | None, rectified: bool) -> M
     # Where a checkpoint computes the products again, it lacks what weights were before they were passed in.
     again = (body for use in reading.products for body, _ in graph.occurrences(use.ref.value))
     bodies = list(dict.fromkeys((result.body, *again)))
-    projections = _projections(space, reading.products, bodies)
+    projections = _projections(space, reading.products, bodies, late)
     if any(_is_chosen(space, use) for use in (projections.gate, projections.up)):
         raise Unlike("the matrices are those of experts")
     own_down = None if down is None else Use(_earlier(space, down, bodies), ())
@@ -185,8 +205,9 @@ class _Projections:
     features: tuple[Atom, ...]
 
 
-def _projections(space: Space, products: Sequence[Use], bodies: Sequence[Body]) -> _Projections:
-    """Returns what two contractions have in common.
+def _projections(space: Space, products: Sequence[Use], bodies: Sequence[Body], late: bool) -> _Projections:
+    """Returns what two contractions have in common; with ``late``, as they read it, where that is another value than
+    the one before changes of layout.
 
     Raises:
       Unlike: they read no value in common, or both operands are the same, or there are further columns.
@@ -218,6 +239,11 @@ def _projections(space: Space, products: Sequence[Use], bodies: Sequence[Body]) 
             if space.same(gate, up) and first.fixed == second.fixed:
                 raise Unlike("both products are the same")
             features = tuple(atom for _, own in summed for atom in space.resolve(own))
+            if late:
+                read = ours[i]
+                if read.value == x.value or not space.same(read, both[j]) or read.value != both[j].value:
+                    raise Unlike("the two products read it in one layout, or in two")
+                x = read
             return _Projections(Use(x, ()), Use(gate, first.fixed), Use(up, second.fixed), features)
     raise Unlike("the two products have no operand in common")
 
