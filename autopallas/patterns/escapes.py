@@ -143,11 +143,12 @@ def _with_backward(match: Match, search: Search, beside: _Beside) -> Match | Non
     """Returns the match with the backwards that were found, and with one operand for each use."""
     graph, forward = beside.graph, search.forward
     numbers = [use.number for use in forward.uses]
+    homes = _homes(graph, match, numbers)
     backwards = []
     for backward in search.found:
         cotangents = _gradients(backward, numbers, beside)
         body = None if not cotangents else _home(graph, backward.cotangent, [number for _, number in cotangents])
-        if body is None or not all(is_available(graph, number, (match.body,), body, True) for number in numbers):
+        if body is None or not all(is_available(graph, number, homes, body, True) for number in numbers):
             return None
         backwards.append(BackwardMatch(body, backward.cotangent, tuple(cotangents), backward.mapped))
     if not backwards:
@@ -161,7 +162,16 @@ def _with_backward(match: Match, search: Search, beside: _Beside) -> Match | Non
         operands=tuple(numbers),
         original=forward.jaxpr(),
         backwards=tuple(backwards),
+        homes=homes,
     )
+
+
+def _homes(graph: Graph, match: Match, numbers: Sequence[int]) -> tuple[Body, ...]:
+    """Returns the bodies that compute a site's result and have its operands: its own, and those in which a checkpoint
+    computes it again, whose loops the loops of the backward follow."""
+    places = (body for body, position in graph.occurrences(match.results[0]) if position not in body.children)
+    others = (body for body in places if graph.positions[body].keys() >= set(numbers))
+    return tuple(dict.fromkeys((match.body, *others)))
 
 
 def _home(graph: Graph, cotangent: int, gradients: Sequence[int]) -> Body | None:

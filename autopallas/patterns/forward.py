@@ -15,6 +15,7 @@ from autopallas.graph.custom_rules import is_elementwise_call, rule_key
 from autopallas.graph.extract import closed
 from autopallas.graph.keys import literal_key
 from autopallas.graph.numbering import is_identity
+from autopallas.patterns.inlined_softplus import inlined_softplus
 
 __all__ = [
     "LAYOUT",
@@ -210,7 +211,7 @@ class Merged(Forward):
 
 
 class _Rules(Forward):
-    """Takes each ``max(x, 0)`` for ``jax.nn.relu``.
+    """Takes each ``max(x, 0)`` for ``jax.nn.relu``, and what ``jax.nn.softplus`` computes for a call of it.
 
     In a loop that is differentiated, JAX replaces a function with a derivative of its own by what it computes. The
     derivative still follows the function's rule, there or where a checkpoint recomputes the function.
@@ -225,9 +226,23 @@ class _Rules(Forward):
         super().__init__(graph, body, root, inside, calls)
         if self.complete:
             before = self.equations
-            self.equations = [rectified(e) for e in before]
+            self.equations = [self._called(rectified(e)) for e in before]
             within = any(a is not b for a, b in zip(before, self.equations, strict=True) if jaxprs.bodies(a))
             self.differs = within or any(is_elementwise_call(e) for e in self.equations)
+
+
+    def _called(self, equation: JaxprEqn) -> JaxprEqn:
+        """Replaces the last equation of a softplus by its call, where this site computes its operand too."""
+        numbers = self.graph.numbers[self.body]
+        if equation.primitive.name != "select_n" or equation.outvars[0] not in numbers:
+            return equation
+        node = self.graph.definitions.get(numbers[equation.outvars[0]])
+        found = None if node is None else inlined_softplus(self.graph, node)
+        if found is None or found[1][0] not in self.own:
+            return equation
+        call, (x, _) = found
+        operand = next(v for e in self.equations for v in e.outvars if numbers.get(v) == x)
+        return call.replace(invars=[operand, *call.invars[1:]], outvars=equation.outvars)
 
 
 class Rectified(_Rules, Merged):
