@@ -172,6 +172,16 @@ class CrossEntropySite(IndexedSite):
             rows = rows.sum(gone, dtype=rows.dtype)
         return write(rows, result.view, self.sizes, ([a for a in every if a in own],))
 
+    def _over_batch(self, product: jax.Array, result: Result) -> tuple[jax.Array, Labels]:
+        """A product [B, ...] summed over the labels of the batch that the result lacks, and the labels that it has."""
+        own = {a for _, labels in result.view for a in labels}
+        gone = [i for i, a in enumerate(self.batch_labels) if a not in own]
+        if not gone:
+            return product, self.batch_labels
+        split = product.reshape([self.sizes[a] for a in self.batch_labels] + list(product.shape[1:]))
+        kept = tuple(a for a in self.batch_labels if a in own)
+        return split.sum(gone).reshape(self.extent(kept), *product.shape[1:]), kept
+
     # ------------------------------------------------------------------ what the site primitive runs
 
     def forward(
@@ -196,8 +206,8 @@ class CrossEntropySite(IndexedSite):
                 "column_sum": (self.vocabulary_labels,),
                 "values": (self.row_labels, self.vocabulary_labels),
             }[self.products[result.source].kind]
-            product = found.products[result.source].astype(result.dtype)
-            results.append(write(product, result.view, self.sizes, (self.batch_labels, *axes)))
+            product, kept = self._over_batch(found.products[result.source], result)
+            results.append(write(product.astype(result.dtype), result.view, self.sizes, (kept, *axes)))
         groups = (self.batch_labels, self.row_labels)
         return tuple(results), tuple(write(s, self.residual, self.sizes, groups) for s in found.statistics)
 

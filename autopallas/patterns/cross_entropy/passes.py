@@ -234,6 +234,8 @@ class _Pass:
             return _RowBuilder(self).build(self.region.expressed(expression) if self.one else expression)
         program = _TileBuilder(self.region, self.carrier, self).build(terminal.expression)
         dtype = self.graph.dtype(terminal.result)
+        if terminal.kind == "rows" and not set(self.batch) <= {a for _, own in terminal.view for a in own}:
+            dtype = self.region.wide  # the sum over the batch is rounded once
         product = Product(terminal.kind, program, dtype, terminal.head)
         if product not in self.products:
             self.products.append(product)

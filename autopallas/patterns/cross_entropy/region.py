@@ -633,7 +633,7 @@ class Region:
             (*contracting[1 - side], *batch[1 - side])
         ):
             return self._sum_of_products(node, at, side)
-        if reduced == vocabulary:
+        if vocabulary <= reduced <= vocabulary | self.apart:  # over the heads of one product too, such as codebooks
             kind = "rows"
         elif reduced and reduced <= rows - self.apart:
             kind = "columns"
