@@ -17,6 +17,7 @@ from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.equal_loops import loops
 from autopallas.graph.labels import Atom, Dimension, View
+from autopallas.numerics.casts import kind_of
 from autopallas.patterns.advice import (
     BETWEEN_LOGITS,
     EMPTY,
@@ -51,6 +52,8 @@ __all__ = ["HeadLogits", "Region", "Terminal"]
 
 _DEEPEST = 128
 """Most operations on one path from statistics to a number per row."""
+_MOST_OF_LABELS = 256
+"""Most values among which labels are looked for."""
 _LONGEST_STRIPE = 40
 """Most values from which a mask of columns is computed."""
 _COUNTS = ELEMENTWISE | LAYOUT | {"iota"}
@@ -432,7 +435,8 @@ class Region:
             raise Mismatch("an axis of the contraction has no elements", advice=EMPTY)
         self._join()
         around = loops(self.graph.definitions[self.logits].body)
-        if any(self._is_piece(head.w) and not self._varies(head.x, around) for head in self.heads):
+        pieces = any(self._is_piece(head.w) and not self._varies(head.x, around) for head in self.heads)
+        if pieces and not self._has_labels_of_the_step(around):
             raise Mismatch("the program computes its logits in pieces of the vocabulary already", advice=NO_LOOP)
         if any(loops(node.body) > around for node in self.ends):
             raise Mismatch("the logits are computed once and read inside a loop", advice=NO_LOOP)
@@ -502,9 +506,31 @@ class Region:
             return True
         return value in self.graph.elements and value not in self.graph.definitions
 
+    def _has_labels_of_the_step(self, around: int) -> bool:
+        """Returns whether each step of the loop has labels of its own: then its weight is another head, such as that of
+        a codebook, and no piece of the vocabulary, whose labels are counted from where it begins."""
+        held = [self.graph.definitions[number] for number in self.inside if number in self.graph.definitions]
+        todo = [i for node in (*held, *self.ends) for i in node.inputs if i not in self.inside]
+        seen: set[int] = set()
+        while todo and len(seen) < _MOST_OF_LABELS:
+            number = todo.pop()
+            if number in seen or self.touches(number):
+                continue
+            seen.add(number)
+            node = self.graph.definitions.get(number)
+            if node is not None:
+                todo += node.inputs
+            elif number in self.graph.elements and self.graph.shape(number):
+                if kind_of(self.graph.dtype(number)) in "iu" and self._changes(number, around):
+                    return True
+        return False
+
     def _varies(self, operand: Ref, around: int) -> bool:
         """Returns whether an operand differs from step to step of the innermost of ``around`` loops."""
-        value = self.space.canonical(operand).value
+        return self._changes(self.space.canonical(operand).value, around)
+
+    def _changes(self, value: int, around: int) -> bool:
+        """Returns whether a value differs from step to step of the innermost of ``around`` loops."""
         bodies = self.graph.positions
         return around > 0 and not any(value in held and loops(body) < around for body, held in bodies.items())
 
