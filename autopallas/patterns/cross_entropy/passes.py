@@ -41,6 +41,8 @@ from autopallas.sites.index_notation import Operand
 __all__ = ["passes"]
 
 _HEADS = 2**19
+_NEAR = 32
+"""Most values among which an exchange between devices is looked for."""
 _FROM_HERE = 2**20
 """First placeholder positions of side inputs. Until the number of side inputs is known, the logits of further head h
 are side input ``_HEADS + h``, and statistic k (in a product: finished number k) is side input ``_FROM_HERE + k``."""
@@ -68,11 +70,31 @@ def passes(region: Region, given: Set[int] = frozenset()) -> list[Match]:
                 found = [*_in_order(region.regions[1:], given), whole.match()]
                 continue
         found = _in_order(region.regions, given)
-    first = found[0].site
-    assert isinstance(first, CrossEntropySite)
-    if not any(s.kind == "exp_sum" for s in first.statistics):
+    sums = [number for number, match in enumerate(found) if _sums_exponentials(match)]
+    if not sums or sums[0] > 0 and not _exchanges_maxima(region):
         raise Mismatch("the first pass over the logits does not sum their exponentials", advice=LOSS_PER_ROW)
     return found
+
+
+def _sums_exponentials(match: Match) -> bool:
+    site = match.site
+    assert isinstance(site, CrossEntropySite)
+    return any(s.kind == "exp_sum" for s in site.statistics)
+
+
+def _exchanges_maxima(region: Region) -> bool:
+    """Returns whether devices that have a part of the vocabulary each exchange the maxima of the rows, which are then
+    subtracted: the sums of exponentials need a pass of their own."""
+    maxima = [t.result for t in region.terminals if t.node.name == "reduce_max"]
+    todo, seen = list(maxima), set(maxima)
+    while todo and len(seen) < _NEAR:
+        for user in region.graph.users[todo.pop()]:
+            if user.name in ("pmax", "all_gather"):
+                return True
+            new = [number for number in user.outputs if number not in seen and number not in region.inside]
+            seen.update(new)
+            todo += new
+    return False
 
 
 def _in_order(regions: Sequence[Region], given: Set[int]) -> list[Match]:
