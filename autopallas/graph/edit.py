@@ -141,7 +141,7 @@ def _in_order(equations: list[JaxprEqn]) -> list[JaxprEqn]:
     last_effect: int | None = None
     before: dict[int, int] = {}
     for i, equation in enumerate(equations):
-        if equation.effects:
+        if compat.has_side_effects(equation):  # to name an axis of the mesh, as psum and axis_index do, is none
             if last_effect is not None:
                 before[i] = last_effect
             last_effect = i

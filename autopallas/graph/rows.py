@@ -388,7 +388,9 @@ def picked_from_several(equation: JaxprEqn) -> Picked | None:
     axes = sorted({*numbers.along, *numbers.batching} - ignored)
     others = [d for d in range(len(whole)) if d not in axes]
     several = len(axes) > 1 or any(sizes[d] > 1 for d in axes)
-    if not several or not axes or not others or any(sizes[d] != whole[d] for d in others):
+    if not several or not axes or any(sizes[d] != whole[d] for d in others):
+        return None
+    if not any(whole[d] > 1 for d in others):  # single elements, such as the labels of one sequence
         return None
     # The result's dimensions are the axes before, the indices', the windows and the axes behind, but for size 1.
     named = dict(zip(numbers.windows, numbers.left, strict=True))

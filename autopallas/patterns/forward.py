@@ -230,7 +230,6 @@ class _Rules(Forward):
             within = any(a is not b for a, b in zip(before, self.equations, strict=True) if jaxprs.bodies(a))
             self.differs = within or any(is_elementwise_call(e) for e in self.equations)
 
-
     def _called(self, equation: JaxprEqn) -> JaxprEqn:
         """Replaces the last equation of a softplus by its call, where this site computes its operand too."""
         numbers = self.graph.numbers[self.body]

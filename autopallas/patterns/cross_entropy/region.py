@@ -661,7 +661,7 @@ class Region:
             return self._sum_of_products(node, at, side)
         if vocabulary <= reduced <= vocabulary | self.apart:  # over the heads of one product too, such as codebooks
             kind = "rows"
-        elif reduced and reduced <= rows - self.apart:
+        elif reduced <= rows - self.apart and (reduced or not rows - self.apart):  # of one row there is nothing to sum
             kind = "columns"
         else:
             raise Mismatch(
