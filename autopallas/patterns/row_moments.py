@@ -7,7 +7,7 @@ has the polynomial of a normalisation is one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -258,9 +258,10 @@ class _Search:
         at: Ref | None = ref
         while at is not None and len(path) < _MOST_TILES:
             read, at = at, space.canonical(at)
-            if scope.name(at) != "convert_element_type":
-                path += [at, read] if read != at else [at]
             operands = space.uses(at) or []
+            widens = scope.name(at) == "convert_element_type" and not self._narrows(at, operands)
+            if not widens:
+                path += [at, read] if read != at else [at]
             carrying = [o for o in operands if space.atoms(o) & columns]
             alike = carrying and all(space.same(carrying[0], other) for other in carrying)
             if scope.name(at) in ("mul", "div"):  # rows times one number each, as after another norm, are x themselves
@@ -272,6 +273,10 @@ class _Search:
             axes = frozenset(d for d, own in enumerate(atoms) if own and set(own) <= columns)
             if axes and math.prod(self.graph.shape(at.value)[d] for d in axes) == space.extent(sorted(columns)):
                 yield at.value, axes
+
+    def _narrows(self, at: Ref, operands: Sequence[Ref]) -> bool:
+        """Returns whether a cast is to a narrower dtype: numbers of such rows may be as narrow."""
+        return any(self.graph.dtype(at.value).itemsize < self.graph.dtype(o.value).itemsize for o in operands)
 
     def _behind(self, x: int, axes: frozenset[int]) -> Iterator[tuple[int, Normalisation]]:
         """Yields (number, normalisation) for the values after the root that are normalisations of x, in order.

@@ -99,7 +99,7 @@ class _Followed:
         elif moves and name != "gather":
             for known in (self.chosen, self.numbers, self.gathered):
                 found = next((known[i] for i in inputs if i in known), None)
-                if found is not None:
+                if found is not None and not (known is self.gathered and self._adds(node)):
                     known[output] = found
         if name in KEEPS and name != "gather" or name == "dot_general" and is_product(node):
             weight = next((self.weights[i] for i in inputs if i in self.weights), None)
@@ -127,6 +127,11 @@ class _Followed:
         graph = self.graph
         (scored,), kept = (graph.shape(choice.inputs[0])[-1:], graph.shape(choice.outputs[0])[-1])
         return math.prod(graph.shape(gather.outputs[0])) * scored > math.prod(graph.shape(gather.inputs[0])) * kept
+
+    def _adds(self, node: Node) -> bool:
+        """Returns whether a node adds to gathered values what is not gathered, as an expert adds its bias."""
+        others = [i for i in node.inputs if i not in self.gathered]
+        return node.name in ("add", "add_any", "sub") and any(self.graph.shape(i) for i in others)
 
     def _read_by(self, node: Node) -> Node | None:
         """Returns the choice of keys whose values a contraction sums with their weights."""
