@@ -235,3 +235,84 @@ def test_a_variance_to_the_power_of_minus_a_half():
     compared = compare(norm, (array(B, T, D, seed=1), array(D, seed=2)))
     assert compared.complaints == []
     assert compared.counts("rms_norm") == 1
+
+
+def test_rows_that_are_cast_before_numbers_as_narrow_are_taken():
+    def norm(x, scale):
+        x = x.astype(jnp.bfloat16)
+        centred = x - x.mean(-1, keepdims=True)
+        return centred * lax.rsqrt(x.var(-1, keepdims=True) + 1e-6) * scale
+
+    compared = compare(norm, (array(B, T, D, seed=1), array(D, seed=2).astype(jnp.bfloat16)))
+    assert compared.complaints == []
+    assert compared.counts("layer_norm") == 1
+
+
+# --- Mixtures --------------------------------------------------------------------------------------------------------
+
+E, F = 4, 12
+
+
+def weights():
+    x = array(B, T, D, seed=1)
+    return x, array(D, E, seed=2), array(E, D, F, seed=3) * 0.3, array(E, F, D, seed=4) * 0.3
+
+
+def every_expert(x, up, down):
+    return jnp.einsum("btef,efd->bted", jax.nn.relu(jnp.einsum("btd,edf->btef", x, up)), down)
+
+
+def logits_masked_with_infinity(x, router, up, down):
+    logits = x @ router
+    _, chosen = lax.top_k(logits, 2)
+    shown = jax.nn.one_hot(chosen, E).sum(-2) > 0
+    gates = jax.nn.softmax(jnp.where(shown, logits, -jnp.inf), -1)
+    return jnp.einsum("bted,bte->btd", every_expert(x, up, down), gates)
+
+
+def logits_put_into_minus_infinity(x, router, up, down):
+    logits = x @ router
+    best, chosen = lax.top_k(logits, 1)
+    rows = jnp.arange(B)[:, None, None], jnp.arange(T)[None, :, None]
+    gates = jax.nn.sigmoid(jnp.full_like(logits, -jnp.inf).at[(*rows, chosen)].set(best))
+    return jnp.einsum("bted,bte->btd", every_expert(x, up, down), gates)
+
+
+def gates_put_along_an_axis(x, router, up, down):
+    best, chosen = lax.top_k(x @ router, 2)
+    gates = jnp.put_along_axis(jnp.zeros((B, T, E)), chosen, jax.nn.softmax(best), axis=-1, inplace=False)
+    return (gates[..., None] * every_expert(x, up, down)).sum(2)
+
+
+@pytest.mark.parametrize(
+    "mixture", [logits_masked_with_infinity, logits_put_into_minus_infinity, gates_put_along_an_axis]
+)
+def test_gates_of_the_experts_that_are_chosen(mixture):
+    compared = compare(mixture, weights())
+    assert compared.complaints == []
+    assert compared.counts("grouped_matmul") == 1
+    assert not compared.report.near_misses
+
+
+def test_a_token_whose_experts_are_all_masked_stays_not_a_number():
+    def mixture(x, router, up, down):
+        logits = x @ router
+        _, chosen = lax.top_k(logits, 2)
+        shown = (jax.nn.one_hot(chosen, E).sum(-2) > 0) & (x[..., :1] > 0)
+        gates = jax.nn.softmax(jnp.where(shown, logits, -jnp.inf), -1)
+        return jnp.einsum("bted,bte->btd", every_expert(x, up, down), gates)
+
+    given, expected = (jax.jit(f)(*weights()) for f in (optimized_like_a_user(mixture), mixture))
+    assert jnp.array_equal(jnp.isnan(given), jnp.isnan(expected))
+
+
+def test_the_biases_of_chosen_experts_are_no_attention():
+    def mixture(x, router, up, down):
+        best, chosen = lax.top_k(x @ router, 2)
+        hidden = jax.nn.relu(jnp.einsum("btd,btkdf->btkf", x, up[chosen]))
+        given = jnp.einsum("btkf,btkfd->btkd", hidden, down[chosen]) + down[:, 0][chosen]
+        return jnp.einsum("btkd,btk->btd", given, jax.nn.softmax(best, -1))
+
+    compared = compare(mixture, weights())
+    assert compared.complaints == []
+    assert not [miss for miss in compared.report.near_misses if miss.op == "attention"]

@@ -96,6 +96,8 @@ class Choices:
                 self._at[key] = choice
                 self.found.append(choice)
             todo += [(operand, (*several, *more)) for operand, more in self._inside(ref, node)]
+            if choice is not None and node.name in ("scatter", "scatter-add"):  # what else depends on the choice
+                todo.append((Ref(node.inputs[0], ref.view), several))
 
     def keep_needed(self, ref: Ref) -> None:
         """Forgets choices that are not needed to show that a value is zero, those with the most choices per token
@@ -281,6 +283,9 @@ class Choices:
 
             result: float | None = program.run(load, apply)
             return result
+        if node.name in ("add", "add_any", "sub") and given[0] in (math.inf, -math.inf) and given[1] is None:
+            # A maximum is finite where one expert at least has a logit that is not masked.
+            return given[0] if self._certain() else None
         return folded("mul" if node.name == "dot_general" else node.name, given, self.graph.dtype(ref.value))
 
     def _plain(self, ref: Ref, depth: int = 0) -> float | None:
@@ -342,6 +347,7 @@ def folded(name: str, given: Sequence[float | None], dtype: Dtype) -> float | No
 
 
 def _folded(name: str, given: Sequence[float | None]) -> float | None:
+    given = list(given)
     if name in ("mul", "and") and 0 in given:
         return 0.0 if _annihilates(given) else None
     if name == "div" and given[0] == 0:
@@ -350,6 +356,8 @@ def _folded(name: str, given: Sequence[float | None]) -> float | None:
         if given[0] is not None:
             return given[2 if given[0] else 1]
         return given[1] if given[1] == given[2] else None
+    if name in _ZERO_AT_MINUS_INFINITY and given == [-math.inf]:  # as of the logits that a router masks
+        return 0.0
     if not given or None in given:
         return None
     if name in _KEEPS_ZERO and given[0] == 0:
@@ -358,6 +366,7 @@ def _folded(name: str, given: Sequence[float | None]) -> float | None:
     return None if fold is None else float(fold(*given))
 
 
+_ZERO_AT_MINUS_INFINITY = frozenset({"exp", "exp2", "logistic"})
 _KEEPS_ZERO = frozenset(
     """neg sign abs sqrt square tanh sin sinh tan asin atan asinh atanh erf expm1 log1p cbrt floor ceil round
     convert_element_type reduce_precision stop_gradient copy""".split()
