@@ -59,7 +59,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 misses.append(NearMiss(OPERATION.name, location, mismatch.reason, node.outputs[0], mismatch.advice))
     matches: list[Match] = []
     first: dict[int, NearMiss] = {}
-    again_late: set[int] = set()
+    tried_late: set[int] = set()
     while waiting:  # what is incomplete with the product that follows may be complete without it
         found, missed = complete(graph, [own[0] for own in waiting])
         matches += found
@@ -72,9 +72,9 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             first.setdefault(number, miss)
             if own[1:]:
                 left.append(own[1:])
-            elif number not in again_late and (later := _later(graph, again[number])):
-                again_late.add(number)
-                again_late.add(later[-1][1].outputs[0])
+            elif number not in tried_late and (later := _later(graph, again[number])):
+                tried_late.add(number)
+                tried_late.add(later[-1][1].outputs[0])
                 again.setdefault(later[-1][1].outputs[0], again[number])
                 left.append(later)
             elif _resembles(own[0][0]):
@@ -240,10 +240,10 @@ def _projections(space: Space, products: Sequence[Use], bodies: Sequence[Body], 
                 raise Unlike("both products are the same")
             features = tuple(atom for _, own in summed for atom in space.resolve(own))
             if late:
-                read = ours[i]
-                if read.value == x.value or not space.same(read, both[j]) or read.value != both[j].value:
+                last = ours[i]
+                if last.value == x.value or last.value != both[j].value or not space.same(last, both[j]):
                     raise Unlike("the two products read it in one layout, or in two")
-                x = read
+                x = last
             return _Projections(Use(x, ()), Use(gate, first.fixed), Use(up, second.fixed), features)
     raise Unlike("the two products have no operand in common")
 
