@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from support.drained import drained_barriers
 
 import autopallas
 from autopallas.kernels import gpu, tpu
@@ -56,7 +57,7 @@ def interpreted(name):
 
     if not hasattr(plgpu, "InterpretGPUParams") or gpu.too_few_threads() is not None:
         pytest.skip("GPU kernels are interpreted by JAX 0.11 and later, in eight threads (NPROC=32)")
-    with interpret.mode(plgpu.InterpretGPUParams(detect_races=True)):
+    with interpret.mode(plgpu.InterpretGPUParams(detect_races=True)), drained_barriers():
         yield
 
 

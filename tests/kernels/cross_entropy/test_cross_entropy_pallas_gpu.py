@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from cross_entropy_cases import BF16, F32, F64, KINDS, LOSS, Case
 from cross_entropy_implementation import BY_NAME, SIZES, CrossEntropyImplementation
+from support.drained import drained_barriers
 from support.multicast import interpreted_multicast
 
 from autopallas import compat
+from autopallas.kernels import gpu_pipeline
 from autopallas.kernels.cross_entropy import gpu_logits, gpu_statistics, gpu_values, pallas_gpu, xla
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.gradients import Pull
@@ -62,7 +64,7 @@ class Gpu(CrossEntropyImplementation):
 def racing():
     from jax.experimental.pallas import mosaic_gpu
 
-    with interpret.mode(mosaic_gpu.InterpretGPUParams(detect_races=True)), interpreted_multicast():
+    with interpret.mode(mosaic_gpu.InterpretGPUParams(detect_races=True)), interpreted_multicast(), drained_barriers():
         yield Gpu()
 
 
@@ -106,6 +108,31 @@ def test_two_blocks_load_the_weight_together(kernels_alone, name):
     with interpret.mode(mosaic_gpu.InterpretGPUParams(detect_races=True)), interpreted_multicast() as transfers:
         Gpu().check(pallas_gpu, case, BlockSizes(1000, 136), BF16)
     assert transfers[0] > 0
+
+
+@needs_interpreter
+@pytest.mark.parametrize("rows", [100, 200])
+def test_blocks_end_when_every_stage_has_been_given_back(monkeypatch, rows):
+    """Else the consumers, of a cluster those of the other block too, arrive where nothing waits for them any more."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    case = replace(TILED["tails"], rows=rows)
+    x, w, sides, _ = case.operands(BF16)
+    operands = Operands(x, w, sides)
+
+    def run():
+        with (
+            interpret.mode(mosaic_gpu.InterpretGPUParams(detect_races=True)),
+            interpreted_multicast(),
+            drained_barriers() as barriers,
+        ):
+            jax.block_until_ready(jax.jit(partial(pallas_gpu.forward, case.spec(BF16), SIZES["tiles"]))(operands))
+        return barriers[0]
+
+    assert run() > 0
+    monkeypatch.setattr(gpu_pipeline.Ring, "drain", lambda self, steps: None)
+    with pytest.raises(Exception, match="a block ended when"):
+        run()
 
 
 @needs_interpreter

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.drained import drained_barriers
 from support.multicast import interpreted_multicast
 from test_grouped_matmul_implementations import (
     SIZES,
@@ -76,7 +77,7 @@ class TestPallasGpu(GroupedMatmulImplementation):
 
     @pytest.fixture(autouse=True)
     def interpreted(self):
-        with racing(), interpreted_multicast() as transfers:
+        with racing(), drained_barriers(), interpreted_multicast() as transfers:
             yield transfers
 
     @pytest.mark.parametrize(
