@@ -17,8 +17,8 @@ __all__ = ["drained_barriers"]
 
 @contextmanager
 def drained_barriers() -> Iterator[list[int]]:
-    """While it lasts, a barrier is an error at whose end a warpgroup that waits at it has not seen all of its phases, or
-    at which nothing waits; yields a list whose one number counts the barriers."""
+    """While it lasts, a barrier is an error that nothing waits at, or at whose end a warpgroup that waits at it has not
+    seen all of its phases; yields a list whose one number counts the barriers."""
     from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 
     count = [0]
