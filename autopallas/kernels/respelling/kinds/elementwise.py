@@ -246,11 +246,13 @@ def _feature(spec: RespellingSpec) -> str:
 
 
 def _filled(spec: RespellingSpec, random: np.random.Generator, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns arrays on which the function has results: bases above zero, sines and cosines."""
+    """Returns arrays on which the function has results, and which its arithmetic holds for."""
     dtype, function = arrays[0].dtype, spec["function"]
     if function in ("asin", "acos"):
         return [random.uniform(-1, 1, arrays[0].shape).astype(dtype)]
-    if function in _POSITIVE or (function == "pow" and _constant(spec, "base") is None):
+    if function in _POSITIVE:
+        return [np.maximum(np.abs(arrays[0]), dtype.type(2.0**-10))]  # of millions of random numbers some are 0
+    if function == "pow" and _constant(spec, "base") is None:
         return [np.abs(arrays[0]), *arrays[1:]]
     return list(arrays)
 
