@@ -33,7 +33,7 @@ def varies(graph: Graph, number: int, most: int = _MOST) -> tuple[bool, ...]:
         for axis, place in enumerate(node.params["broadcast_dimensions"]):
             found[int(place)] = own[axis] and before[axis] == shape[int(place)]
         return tuple(found)
-    if len(node.inputs) <= 2 and node.name in ELEMENTWISE and most > 0:
+    if len(node.inputs) <= 2 and node.name in ELEMENTWISE:
         each = [varies(graph, n, most // 2) for n in node.inputs if graph.shape(n)]
         if all(len(own) == len(shape) for own in each) and each:
             return tuple(any(own[axis] for own in each) for axis in range(len(shape)))

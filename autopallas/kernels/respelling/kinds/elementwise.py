@@ -39,10 +39,7 @@ _POSITIVE = ("lgamma", "digamma", "polygamma")
 _BOUNDED = (*_PERIODIC, *_POSITIVE, "rem")
 """Functions whose arithmetic does not hold for all numbers."""
 _DIVISORS = (2.0**-100, 2.0**99)
-"""Magnitudes of known divisors for which it is enough to look at the dividends.
-
-Where they are powers of two from 1 on, the compiler itself writes vectors.
-"""
+"""Magnitudes of known divisors for which it is enough to look at the dividends."""
 _FUNCTIONS: Mapping[str, Callable[..., jax.Array]] = {
     "sin": elementary.sin,
     "cos": elementary.cos,
@@ -88,8 +85,7 @@ def _match(graph: Graph, node: Node) -> Found | None:
         return Found((("function", node.name),), node.inputs, node.outputs)
     if node.name == "rem" and constants[0] is None:
         divisor, (given, _) = float(np.asarray(constants[1])), node.inputs
-        known = _DIVISORS[0] <= abs(divisor) <= _DIVISORS[1] and graph.shape(given) == result.aval.shape
-        known = known and not (abs(divisor) >= 1 and math.frexp(abs(divisor))[0] == 0.5)
+        known = _is_divisor(divisor) and graph.shape(given) == result.aval.shape
         return Found((("divisor", str(divisor)), ("function", "rem")), (given,), node.outputs) if known else None
     if node.name == "polygamma" and constants[0] is not None and constants[1] is None:
         known = float(np.asarray(constants[0])) == 1 and graph.shape(node.inputs[1]) == result.aval.shape
@@ -106,6 +102,15 @@ def _match(graph: Graph, node: Node) -> Found | None:
     if exponent is None or not math.isfinite(exponent) or exponent in _COMPILED_ANYWAY:
         return None
     return Found((("exponent", str(exponent)), ("function", "pow")), (given,), node.outputs)
+
+
+def _is_divisor(number: float) -> bool:
+    """Returns whether remainders by a number are computed here, if it is enough to look at the dividends.
+
+    Where it is a power of two from 1 on, the compiler itself writes vectors.
+    """
+    mantissa, exponent = math.frexp(abs(number))
+    return _DIVISORS[0] <= abs(number) <= _DIVISORS[1] and not (mantissa == 0.5 and exponent > 0)
 
 
 def _is_taken(graph: Graph, node: Node) -> bool:

@@ -64,18 +64,8 @@ def _samples() -> Iterator[tuple[str, Sample]]:
         for length in (3, 8):
             shape: tuple[int, ...] = (elements // length, length)
             yield f"rows-{'x'.join(map(str, shape))}", Sample(_total, (jax.ShapeDtypeStruct(shape, jnp.float32),))
-    shapes = [
-        (1, 8, 1024),
-        (1, 32, 256),
-        (1, 128, 64),
-        (1, 8, 4096),
-        (1, 32, 1024),
-        (1, 128, 256),
-        (8, 8, 1024),
-        (16, 8, 4096),
-        (8, 32, 2048),
-        (8, 128, 512),
-    ]
+    shapes = [(1, 8, 1024), (1, 32, 256), (1, 128, 64), (1, 8, 4096), (1, 32, 1024), (1, 128, 256), (8, 8, 1024)]
+    shapes += [(16, 8, 4096), (8, 32, 2048), (8, 128, 512)]
     shapes += [(1, 8, 65536), (1, 32, 32768), (1, 2, 262144), (256, 8, 4096), (256, 32, 1024), (64, 128, 1024)]
     shapes += [(16, 8, 65536), (4, 32, 65536), (1, 128, 65536)]
     for shape in shapes:
@@ -96,5 +86,5 @@ KIND = Kind(
     respelt=_respelt,
     feature=_feature,
     samples=_samples,
-    elsewhere_from=math.inf,  # sums of columns gain up to 30 with JAX 0.10, and nothing with 0.12
+    elsewhere_from=math.inf,  # sums of columns gain up to 31 with JAX 0.10, and up to 2 with 0.12
 )
