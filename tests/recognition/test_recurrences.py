@@ -10,7 +10,7 @@ from support.compare import compare, optimized_like_a_user, with_gradients
 
 import autopallas
 from autopallas.graph import Graph, flatten
-from autopallas.kernels.recurrence import xla
+from autopallas.kernels.recurrence import directions
 from autopallas.patterns.recurrence import find
 from tests.recognition.matrix_recurrences import FOUND, REFUSED
 from tests.recognition.recurrences import T, gated, receptance, retention, state_space
@@ -390,12 +390,12 @@ def test_16_bit_programs_are_computed_in_float32_inside(function):
 @pytest.fixture
 def in_chunks(monkeypatch):
     """Runs every state in chunks, whatever the tuned table says."""
-    run = xla._run
+    run = directions._run
 
-    def chunks(site, form, chunk, operands):
-        return run(site, "chunked" if site.states else "hoisted", 16, operands)
+    def chunks(of_chunks, site, form, chunk, operands):
+        return run(of_chunks, site, "chunked" if site.states else "hoisted", 16, operands)
 
-    monkeypatch.setattr(xla, "_run", chunks)
+    monkeypatch.setattr(directions, "_run", chunks)
 
 
 def matrix_loop(update, dtype=jnp.float32, last=False):

@@ -15,6 +15,7 @@ Of the states only those at the beginnings of chunks are kept for the backward, 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -24,7 +25,7 @@ from jax import lax
 from autopallas.kernels.recurrence.chunk_kinds import Channels, Decays, Form, Heads, Kind, Operands
 from autopallas.kernels.recurrence.corrected import Corrected
 
-__all__ = ["Recurrence", "chunked"]
+__all__ = ["OfChunks", "Recurrence", "by_scans", "chunked"]
 
 Array: TypeAlias = jax.Array
 
@@ -53,13 +54,19 @@ class Recurrence(NamedTuple):
     write: Array | None = None
 
 
-def chunked(given: Recurrence, chunk: int, before: bool) -> tuple[Array, Array]:
+OfChunks: TypeAlias = Callable[[bool, Recurrence], tuple[Array, Array]]
+"""Computes (y [T / C, G, H, C, P], the last state) from whether y reads the states before their steps, and arrays whose
+steps are split into chunks, [T / C, G, H, C, ...]; with a derivative of its own."""
+
+
+def chunked(given: Recurrence, chunk: int, before: bool, of_chunks: OfChunks) -> tuple[Array, Array]:
     """Returns (y [T, G, H, P], the last state [G, H, N, P]).
 
     Args:
       given: the arrays.
       chunk: the number of steps of a chunk, a power of two.
       before: whether y[t] reads the state before step t, and not after it.
+      of_chunks: what computes them.
     """
     steps = given.value.shape[0]
     chunk = min(chunk, 1 << (steps - 1).bit_length())
@@ -76,7 +83,7 @@ def chunked(given: Recurrence, chunk: int, before: bool) -> tuple[Array, Array]:
         rows = {n: jnp.broadcast_to(x, shape) for n in _OF_ROWS if (x := getattr(given, n)) is not None}
         given = given._replace(**rows)
     split = {n: _split(x, chunk) for n in _OF_STEPS if (x := getattr(given, n)) is not None}
-    y, last = _chunked(before, given._replace(**split))
+    y, last = of_chunks(before, given._replace(**split))
     y = jnp.moveaxis(y, 3, 1)
     return y.reshape(-1, *y.shape[2:])[:steps], last
 
@@ -95,8 +102,8 @@ def _split(x: Array, chunk: int) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked(before: bool, given: Recurrence) -> tuple[Array, Array]:
-    """Computes the same with arrays whose steps are split into chunks: [T / C, G, H, C, ...]."""
+def by_scans(before: bool, given: Recurrence) -> tuple[Array, Array]:
+    """Computes chunks one after the other, in plain JAX (:data:`OfChunks`)."""
     form = _form(given)
     last, y = lax.scan(
         lambda state, own: form.step(before, state, own),
@@ -116,7 +123,7 @@ def _operands(given: Recurrence) -> Operands:
 
 
 def _forward(before: bool, given: Recurrence) -> tuple[tuple[Array, Array], Recurrence]:
-    return _chunked(before, given), given
+    return by_scans(before, given), given
 
 
 def _backward(before: bool, given: Recurrence, cotangents: tuple[Array, Array]) -> tuple[Recurrence]:
@@ -140,4 +147,4 @@ def _backward(before: bool, given: Recurrence, cotangents: tuple[Array, Array]) 
     return (gradients,)
 
 
-_chunked.defvjp(_forward, _backward)
+by_scans.defvjp(_forward, _backward)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.compat import JaxprAtom, JaxprEqn, Var
-from autopallas.kernels.recurrence.chunks import Recurrence, chunked
+from autopallas.kernels.recurrence.chunks import OfChunks, Recurrence, chunked
 from autopallas.kernels.recurrence.loop import AllSteps, Loop
 from autopallas.kernels.recurrence.products import times
 from autopallas.kernels.recurrence.structure import Axes, Factor, Known, Labels, MatrixState, Readout, Term
@@ -117,6 +117,7 @@ def in_chunks(
     sizes: Mapping[int, int],
     dtype: Dtype,
     chunk: int,
+    of_chunks: OfChunks,
     operands: Sequence[Array],
 ) -> list[Array]:
     """Computes states in chunks of steps, and everything else for all steps at once.
@@ -128,6 +129,7 @@ def in_chunks(
       sizes: the size of each label.
       dtype: in which the states are computed.
       chunk: the number of steps of a chunk.
+      of_chunks: what computes chunks.
       operands: the site's operands.
     """
     steps = AllSteps(loop, operands)
@@ -136,7 +138,7 @@ def in_chunks(
         if value.kind != "last":
             last |= _computed(steps, value)
     for state in states:
-        last[state.carry] = _State(steps, state, sizes, dtype).run(chunk)
+        last[state.carry] = _State(steps, state, sizes, dtype).run(chunk, of_chunks)
     for value in known:
         if value.kind == "last":
             last[value.carry] = _sequence(steps, loop.outputs[value.carry])[-1]
@@ -175,7 +177,7 @@ class _State:
     def __init__(self, steps: AllSteps, state: MatrixState, sizes: Mapping[int, int], dtype: Dtype):
         self.steps, self.state, self.sizes, self.dtype = steps, state, sizes, dtype
 
-    def run(self, chunk: int) -> Array:
+    def run(self, chunk: int, of_chunks: OfChunks) -> Array:
         """Makes the readouts known; returns the last state."""
         state, variables = self.state, self.steps.loop.variables
         terms = [*state.decay, state.key, state.value, *_terms_of(state.readouts)]
@@ -201,7 +203,8 @@ class _State:
             found = self._free(readout)
             for before, query, further in readout.queries:
                 q = self._grouped(self._array(query, (*state.groups, *rows)), state.groups, (), rows)
-                y, last = chunked(Recurrence(decay, key, value, q, first, excess, probe, write), chunk, before)
+                given = Recurrence(decay, key, value, q, first, excess, probe, write)
+                y, last = chunked(given, chunk, before, of_chunks)
                 y = y.reshape(y.shape[0], *(self.sizes[a] for a in (*heads, *columns)))
                 found = found + self._in_axes(y, (*heads, *columns), readout.axes) * self._spread(further, readout)
             aval = variables[readout.variable].aval

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from autopallas.kernels.recurrence.block_sizes import BlockSizes, Form
-from autopallas.kernels.recurrence.forms import in_chunks, without_products
+from autopallas.kernels.recurrence import directions
+from autopallas.kernels.recurrence.block_sizes import BlockSizes
+from autopallas.kernels.recurrence.chunks import by_scans
 from autopallas.kernels.recurrence.spec import RecurrenceSpec
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
@@ -32,7 +33,7 @@ def supports(spec: RecurrenceSpec, device: Device) -> Supported | Unsupported:
 
 def forward(site: RecurrenceSite, block_sizes: BlockSizes, operands: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns the last carried values and the stacked results."""
-    return _run(site, block_sizes.forward, block_sizes.chunk, operands)
+    return directions.forward(by_scans, site, block_sizes, operands)
 
 
 def backward(
@@ -43,23 +44,4 @@ def backward(
     active: Sequence[int],
 ) -> tuple[jax.Array, ...]:
     """Returns the cotangents of the operands at the positions ``active``."""
-
-    def varied(*chosen: jax.Array) -> list[jax.Array]:
-        filled = list(operands)
-        for position, x in zip(active, chosen, strict=True):
-            filled[position] = x
-        return site.chosen(filled, _run(site, block_sizes.backward, block_sizes.chunk, filled))
-
-    _, pull = jax.vjp(varied, *(operands[position] for position in active))
-    return tuple(pull(list(cotangents)))
-
-
-def _run(site: RecurrenceSite, form: Form, chunk: int, operands: Sequence[jax.Array]) -> list[jax.Array]:
-    match form:
-        case "scan":
-            return site.loop.run(operands)
-        case "hoisted":
-            return without_products(site.loop, site.known, operands)
-        case "chunked":
-            dtype = site.spec.accumulation_dtype
-            return in_chunks(site.loop, site.known, site.states, dict(site.sizes), dtype, chunk, operands)
+    return directions.backward(by_scans, site, block_sizes, operands, cotangents, active)

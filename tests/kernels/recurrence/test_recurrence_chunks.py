@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autopallas.kernels.recurrence.block_sizes import BlockSizes
-from autopallas.kernels.recurrence.chunks import Recurrence, chunked
+from autopallas.kernels.recurrence.chunks import Recurrence, by_scans, chunked
 from autopallas.kernels.recurrence.products import halved_products, pairs, segment_products
 from autopallas.kernels.recurrence.spec import RecurrenceSpec
 from autopallas.kernels.recurrence.tuned_block_sizes import conditions
@@ -74,7 +74,7 @@ def check(given: Recurrence, chunk: int, before: bool) -> None:
     random = np.random.default_rng(1)
     shapes = ((steps, groups, heads, columns), given.initial.shape)
     weights = [jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in shapes]
-    ours = with_gradients(lambda x: chunked(x, chunk, before), given, weights)
+    ours = with_gradients(lambda x: chunked(x, chunk, before, by_scans), given, weights)
     theirs = with_gradients(lambda x: loop(x, before), given, weights)
     with jax.enable_x64(True):
         wide = Recurrence(*(None if x is None else jnp.asarray(np.asarray(x, np.float64)) for x in given))
@@ -175,8 +175,8 @@ def test_a_decay_may_be_known_more_exactly_than_it_rounds(channels):
         true = [np.asarray(x) for x in loop(wide._replace(decay=jnp.asarray(1 - small.astype(np.float64))), False)]
     excess = jnp.asarray(-small, jnp.float32)
     for chunk in (16, 64):
-        assert max(errors(chunked(given._replace(excess=excess), chunk, False), true)) < 4e-6
-        assert max(errors(chunked(given, chunk, False), true)) > 8e-6
+        assert max(errors(chunked(given._replace(excess=excess), chunk, False, by_scans), true)) < 4e-6
+        assert max(errors(chunked(given, chunk, False, by_scans), true)) > 8e-6
 
 
 def test_segment_products_are_products_of_segments():
@@ -222,8 +222,8 @@ def test_gradients_of_halves_are_those_of_the_products():
 
 def test_a_padded_step_changes_nothing():
     given = arrays(np.full((9, 1, 1), 0.9))
-    y, last = chunked(given, 8, False)
-    first, state = chunked(Recurrence(*(x[:8] for x in given[:4]), given.initial), 8, False)
+    y, last = chunked(given, 8, False, by_scans)
+    first, state = chunked(Recurrence(*(x[:8] for x in given[:4]), given.initial), 8, False, by_scans)
     np.testing.assert_array_equal(y[:8], first)
     np.testing.assert_allclose(last, 0.9 * state + given.key[8][..., None] * given.value[8][..., None, :], rtol=1e-5)
 
