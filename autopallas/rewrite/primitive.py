@@ -521,12 +521,20 @@ _MAPPED = "autopallas runs a site as it is written: vmap maps it over an axis th
 def _batch(
     primitive: Primitive, arguments: Sequence[jax.Array], axes: Sequence[int | None], params: _Params
 ) -> tuple[Sequence[jax.Array], list[int]]:
-    """Batches each of the three primitives.  An operand whose tangent or cotangent is asked for gets the mapped axis,
-    so that each example has its own; other operands that lack the axis stay without it."""
+    """Batches each of the three primitives.
+
+    An operand whose cotangent is asked for gets the mapped axis, so that each example has its own; other operands that
+    lack the axis stay without it.  Tangents of which many meet one operand, as in a Jacobian, move the original's own
+    equations, which share what they compute of it.  Copies for each example are more work, and XLA's CPU compiler of
+    JAX 0.10 adds up products wrong that it makes of such copies.
+    """
     sizes = {np.shape(x)[axis] for x, axis in zip(arguments, axes, strict=True) if axis is not None}
     (size,) = sizes
     count = len(params["original"].in_avals)
     active = params.get("active", ())
+    if primitive is tangent_p and any(axes[i] is None for i in active):
+        moved = jax.vmap(functools.partial(_tangent, False, **params), in_axes=tuple(axes), axis_size=size)(*arguments)
+        return moved, [0] * len(moved)
     wanted = [i in active or i >= count for i in range(len(arguments))]
     moved = [_front(x, axis, size, w) for x, axis, w in zip(arguments, axes, wanted, strict=True)]
     in_front = [0 if axis is not None or w else None for axis, w in zip(axes, wanted, strict=True)]

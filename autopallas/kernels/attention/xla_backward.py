@@ -32,6 +32,7 @@ from autopallas.kernels.attention.xla_blocks import (
     times_keys,
     unwritten,
 )
+from autopallas.kernels.plain_sums import plain_sum
 from autopallas.sites.elementwise import rounded
 
 __all__ = ["backward"]
@@ -113,7 +114,8 @@ def backward(
         factor = jnp.ones_like(shift) if factor is None else factor
         if spec.statistics is None:
             dtype = spec.accumulation_dtype
-            delta = _row_sums(cotangents.out.astype(dtype) * residuals.out.astype(dtype))
+            products = cotangents.out.astype(dtype) * residuals.out.astype(dtype)
+            delta = plain_sum(products, (products.ndim - 1,))
         else:
             delta = -cotangents.sums[0]
         delta, maximum = delta * factor, None
@@ -125,16 +127,6 @@ def backward(
         reading = _Backward(own, cotangents, shift, factor, delta, maximum)
         found = over_rows(plan, spec, partial(_add_rows, reading), start)
     return found.finished(spec, operands)
-
-
-def _row_sums(products: Array) -> Array:
-    """Returns the sums along the last axis.
-
-    XLA's CPU compiler hands a sum of products to a library, with what reads it; in JAX 0.10 the sums are wrong there
-    where many examples share a factor, as do the cotangents of a Jacobian.  ``a - -b`` is a + b, and stays.
-    """
-    sums: Array = lax.reduce(products, jnp.zeros((), products.dtype), lambda a, b: a - -b, (products.ndim - 1,))
-    return sums
 
 
 class _BackwardRows(NamedTuple):

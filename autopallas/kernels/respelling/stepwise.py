@@ -17,7 +17,7 @@ import numpy as np
 
 from autopallas.compat import ClosedJaxpr, JaxprEqn, Literal
 from autopallas.graph.custom_rules import ELEMENTWISE
-from autopallas.kernels.respelling.plain_sums import plain_sum, short_sums
+from autopallas.kernels.respelling.short_sums import short_sum, short_sums
 
 __all__ = ["SUMMED", "axes_read", "axis_given", "is_light", "run_step"]
 
@@ -177,7 +177,7 @@ def run_step(program: ClosedJaxpr, steps: Sequence[int], given: Sequence[jax.Arr
         if equation.primitive.name == "reduce_sum":
             x, axes = jnp.asarray(operands[0]), equation.params["axes"]
             if _is_summed_alone(x, axes):
-                known[result] = plain_sum(x, axes)
+                known[result] = short_sum(x, axes)
                 continue
         params = equation.primitive.get_bind_params(_of_one_step(equation, axis))
         known[result] = equation.primitive.bind(*operands, **params)

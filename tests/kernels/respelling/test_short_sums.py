@@ -13,7 +13,7 @@ from support.respellings import found, random
 from support.tiers import examples
 
 import autopallas
-from autopallas.kernels.respelling.plain_sums import plain_sum, short_sums
+from autopallas.kernels.respelling.short_sums import short_sum, short_sums
 
 
 def distances(x, y):
@@ -159,7 +159,7 @@ def test_sizes_of_short_sums(shape, axes, sizes):
     assert short_sums(shape, axes) == sizes
     if sizes is not None:
         x = jnp.arange(float(np.prod(shape))).reshape(shape)
-        np.testing.assert_array_equal(plain_sum(x, axes), x.sum(axes))
+        np.testing.assert_array_equal(short_sum(x, axes), x.sum(axes))
 
 
 def test_squared_distances_on_request_come_first():

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from autopallas.compat import JaxprEqn
 from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
-from autopallas.kernels.respelling.plain_sums import LONGEST_COLUMN, LONGEST_ROW, plain_sum, short_sums
+from autopallas.kernels.respelling.short_sums import LONGEST_COLUMN, LONGEST_ROW, short_sum, short_sums
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 
 __all__ = ["KIND"]
@@ -42,7 +42,7 @@ def _original(spec: RespellingSpec, x: jax.Array) -> list[jax.Array]:
 
 
 def _respelt(spec: RespellingSpec, x: jax.Array) -> list[jax.Array]:
-    return [plain_sum(x, _axes(spec))]
+    return [short_sum(x, _axes(spec))]
 
 
 # ---------------------------------------------------------------------- evidence

@@ -1,4 +1,4 @@
-"""Adds up a few numbers in a loop of the compiled program itself."""
+"""Sums of a few numbers each: which these are, and how they are added up."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
-__all__ = ["LONGEST_COLUMN", "LONGEST_ROW", "plain_sum", "short_sums"]
+from autopallas.kernels.plain_sums import plain_sum
+
+__all__ = ["LONGEST_COLUMN", "LONGEST_ROW", "short_sum", "short_sums"]
 
 LONGEST_ROW, LONGEST_COLUMN = 8, 128
 """Most numbers of a short sum over last axes, and over axes before others.  Longer rows fill vectors."""
@@ -40,12 +40,8 @@ def short_sums(
     return (before, length, behind) if short and before * behind > 1 else None
 
 
-def plain_sum(x: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """Returns the sum over some axes, which ``short_sums`` takes.
-
-    XLA's CPU compiler hands a sum of float32, and a product that it adds up, to a library; nothing else is computed
-    with it, and many sums of few numbers each take longer there than in a loop that is compiled.  What is handed over
-    is told by its form, ``a + b``, and not by what it means: ``a - -b`` is the same number.
+def short_sum(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """Returns the sum over some axes, which ``short_sums`` takes, in a loop of the compiled program itself.
 
     Args:
       x: floats.
@@ -54,6 +50,4 @@ def plain_sum(x: jax.Array, axes: Sequence[int]) -> jax.Array:
     sizes = short_sums(x.shape, axes, x.size, x.size)
     assert sizes is not None
     kept = tuple(size for axis, size in enumerate(x.shape) if axis not in axes)
-    zero = jnp.zeros((), x.dtype)
-    found: jax.Array = lax.reduce(x.reshape(sizes), zero, lambda a, b: a - -b, (1,)).reshape(kept)
-    return found
+    return plain_sum(x.reshape(sizes), (1,)).reshape(kept)
