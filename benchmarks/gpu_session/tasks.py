@@ -15,7 +15,7 @@ from benchmarks.gpu_declared import DECLARED, offered
 
 __all__ = ["LAST_FIRST", "OPERATIONS", "STAGES", "Kind", "Task", "of_kernels", "tasks"]
 
-OPERATIONS = ("attention", "grouped_matmul", "cross_entropy", *DECLARED)
+OPERATIONS = ("attention", "grouped_matmul", "cross_entropy", "recurrence", *DECLARED)
 """Those that have a benchmark of their own, and all others that declare a Pallas GPU kernel."""
 STAGES = {
     0: "a small case of each kernel",

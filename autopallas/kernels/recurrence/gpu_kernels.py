@@ -1,10 +1,10 @@
 """Chunks of recurrences on a Hopper GPU, in three kernels: states at the beginnings of chunks, results, and gradients.
 
-The states of one head go from chunk to chunk in the registers of a warpgroup, which multiplies them by the chunk's decay
-and has wgmma add what the chunk adds; another warpgroup loads ahead.  Backwards through the chunks the same kernel gives
-the cotangents of the states.  Everything else of a chunk needs only the state before it and the cotangent of the one
-after it, so that a block computes one chunk of one head, and all of them run at once.  Of the gradients one warpgroup
-computes those of queries, and another one, with transposed tiles, those of keys and values.
+The states of one head go from chunk to chunk in the registers of a warpgroup, which multiplies them by the chunk's
+decay and has wgmma add what the chunk adds; another warpgroup loads ahead.  Backwards through the chunks the same
+kernel gives the cotangents of the states.  Everything else of a chunk needs only the state before it and the cotangent
+of the one after it, so that a block computes one chunk of one head, and all of them run at once.  Of the gradients one
+warpgroup computes those of queries, and another one, with transposed tiles, those of keys and values.
 
 The products of decays over the segments of a chunk are made in registers, each of two factors: see
 :class:`autopallas.kernels.recurrence.products.HalvedProducts`.
@@ -72,6 +72,7 @@ def states(key: Array, value: Array, total: Array, initial: Array, reverse: bool
             plgpu.Barrier(num_arrivals=1, num_barriers=_STAGES),
         ],
         warpgroups=2,
+        by_lanes=True,
         flops=2 * chunks * groups * heads * CHUNK * rows * columns,
         bytes_accessed=array_bytes(key, value, total) + (2 * chunks + 8) * groups * heads * rows * columns,
     )
@@ -82,7 +83,7 @@ def states(key: Array, value: Array, total: Array, initial: Array, reverse: bool
 def _states_kernel(reverse: bool, *refs: Ref) -> None:
     key, value, total, initial, entering, last, keys, values, stored, full, free = refs
     plgpu = mosaic()
-    chunks, groups, heads, rows, columns = entering.shape
+    chunks, groups, heads, rows, _ = entering.shape
     head, part = unravelled(lax.axis_index("block"), rows // PART)
     g, h = unravelled(head, heads)
     j = h if key.shape[2] == heads else 0
@@ -168,6 +169,7 @@ def results(before: bool, query: Array, key: Array, value: Array, numbers: Array
             plgpu.Barrier(num_arrivals=5),
         ],
         warpgroups=1,
+        by_lanes=True,
         flops=2 * chunks * groups * heads * CHUNK * (CHUNK * (rows + columns) + rows * columns),
         bytes_accessed=array_bytes(query, key, value, numbers, entering) + 4 * value.size,
     )
@@ -314,6 +316,7 @@ def gradients(
             plgpu.Barrier(num_arrivals=7),
         ],
         warpgroups=2,
+        by_lanes=True,
         flops=2 * chunks * groups * heads * CHUNK * (CHUNK * (4 * rows + 3 * columns) + 3 * rows * columns),
         bytes_accessed=array_bytes(query, key, value, numbers, entering, dout, leaving)
         + 4 * chunks * groups * heads * CHUNK * (2 * rows + columns),

@@ -162,7 +162,7 @@ def _computed_backward(before: bool, saved: tuple[Array, ...], cotangents: tuple
     dquery, dkey, dvalue, of_queries, of_keys = found
     if query.shape[2] == 1:
         dquery, dkey = (jnp.sum(x, 2, keepdims=True) for x in (dquery, dkey))
-    dtotal = jnp.einsum("xghnp,xghnp->xgh", entering, leaving, preferred_element_type=jnp.float32)
+    dtotal = jnp.sum(entering.astype(jnp.float32) * leaving.astype(jnp.float32), (-2, -1))
     levels = of_queries[:, :, :, :LEVELS] + of_keys[:, :, :, :LEVELS]
     dnumbers = jnp.concatenate([levels, of_queries[:, :, :, LEVELS:], of_keys[:, :, :, LEVELS:]], 3)
     return (_Chunks(dquery, dkey, dvalue, dnumbers, dtotal, dinitial),)
