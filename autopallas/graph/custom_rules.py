@@ -265,10 +265,16 @@ def _tangent(function: _Identified[Callable[..., object]]) -> ElementwiseProgram
 
 _Register: TypeAlias = Input | int
 """An input, or the number of an instruction."""
+_Order: TypeAlias = tuple[int, ...]
+"""For each axis of a value, the axis of the inputs that it is; empty for numbers and for arrays of equal numbers."""
 
 
 def _read(jaxpr: Jaxpr) -> ElementwiseProgram | None:
-    """Reads an elementwise jaxpr as a program over its inputs; returns None if it is something else."""
+    """Reads an elementwise jaxpr as a program over its inputs; returns None if it is something else.
+
+    Axes may be permuted on the way, as in a derivative that ``vmap`` mapped over another axis than the first, if each
+    element of the result is computed from the same element of the inputs.
+    """
     inputs: dict[Input, None] = {Side(i, np.dtype(v.aval.dtype)): None for i, v in enumerate(jaxpr.invars)}
     lines: list[tuple[Instruction, list[_Register]]] = []
 
@@ -276,20 +282,21 @@ def _read(jaxpr: Jaxpr) -> ElementwiseProgram | None:
         inputs.setdefault(value)
         return value
 
-    def inline(jaxpr: Jaxpr, arguments: Sequence[_Register]) -> list[_Register]:
+    def inline(jaxpr: Jaxpr, arguments: Sequence[tuple[_Register, _Order]]) -> list[tuple[_Register, _Order]]:
         """Appends the jaxpr's instructions; registers are inputs, or numbers of instructions."""
         known = dict(zip(jaxpr.invars, arguments, strict=True))
 
-        def read(atom: JaxprAtom) -> _Register:
+        def read(atom: JaxprAtom) -> tuple[_Register, _Order]:
             if not isinstance(atom, Literal):
                 return known[atom]
             value = np.asarray(atom.val)
             if value.shape or atom.aval.shape:
                 raise _NotElementwise
-            return load(Constant(value.item(), np.dtype(atom.aval.dtype)))
+            return load(Constant(value.item(), np.dtype(atom.aval.dtype))), ()
 
         for equation in jaxpr.eqns:
-            name, registers = equation.primitive.name, [read(atom) for atom in equation.invars]
+            name, given = equation.primitive.name, [read(atom) for atom in equation.invars]
+            registers, order = [register for register, _ in given], given[0][1] if given else ()
             held = jaxprs.bodies(equation)
             if equation.effects or len(lines) > _LONGEST:
                 raise _NotElementwise
@@ -297,22 +304,31 @@ def _read(jaxpr: Jaxpr) -> ElementwiseProgram | None:
                 inner, consts = jaxprs.open_jaxpr(held[0][2])
                 if consts:
                     raise _NotElementwise
-                results = inline(inner, registers)
+                results = inline(inner, given)
             elif name == "broadcast_in_dim" and (
                 not equation.invars[0].aval.shape or isinstance(registers[0], Constant)
             ):
-                results = registers[:1]
+                results = given[:1]
+            elif name == "transpose":
+                axes = equation.params["permutation"]
+                results = [(registers[0], tuple(order[axis] for axis in axes) if order else ())]
             elif name in ELEMENTWISE or name in _WITHIN and _keeps_shape(equation):
+                orders = {own for _, own in given} - {()}
+                if len(orders) > 1:
+                    raise _NotElementwise
                 dtype = np.dtype(equation.outvars[0].aval.dtype)
                 lines.append((Instruction(equation.primitive, parameters(equation.params), (), dtype), registers))
-                results = [len(lines) - 1]
+                results = [(len(lines) - 1, *(orders or {()}))]
             else:
                 raise _NotElementwise
             known.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
     try:
-        (result,) = inline(jaxpr, list(inputs))
+        arguments = [(given, tuple(range(v.aval.ndim))) for given, v in zip(inputs, jaxpr.invars, strict=True)]
+        ((result, order),) = inline(jaxpr, arguments)
+        if order != tuple(range(len(order))):
+            raise _NotElementwise
         numbers = {value: i for i, value in enumerate(inputs)}
 
         def number(register: _Register) -> int:

@@ -118,3 +118,21 @@ def test_rules_are_compared_by_what_they_compute():
 def test_a_body_that_mixes_elements_is_not_elementwise():
     assert is_elementwise_call(_call(jax.nn.relu))
     assert not is_elementwise_call(_call(ruled(lambda x: x - jnp.sum(x), lambda x, t: t)))
+
+
+def test_a_rule_that_vmap_maps_over_another_axis_is_elementwise_unless_it_mixes_axes():
+    """Where experts are mapped behind tokens, a derivative's axes are permuted and permuted back."""
+
+    def behind(function):
+        return jax.vmap(jax.vmap(function, 0, 0), 1, 1)
+
+    square = np.arange(9, dtype=np.float32).reshape(3, 3) - 4
+    turned = ruled(jnp.tanh, lambda x, t: t * jnp.cos(x.T))
+    found = {}
+    for name, function in (("plain", jax.nn.relu), ("behind", behind(jax.nn.relu)), ("turned", turned)):
+        program = jaxprs.open_jaxpr(jax.make_jaxpr(function)(square))[0]
+        (equation,) = (e for e in program.eqns if e.primitive.name == "custom_jvp_call")
+        found[name] = rule_of(equation)
+    assert found["behind"] is not None
+    assert found["behind"].value == found["plain"].value
+    assert found["turned"] is None

@@ -343,6 +343,14 @@ def test_experts_counted_in_a_narrow_type_are_a_near_miss(name):
     assert f"counted in {name}" in reason
 
 
+def test_branches_of_a_switch_for_each_token_with_a_function_that_has_a_derivative_of_its_own():
+    def token(p, chosen, x):
+        branches = [lambda x, e=e: jax.nn.relu(x @ p["gate"][e]) @ p["down"][e] for e in range(E)]
+        return lax.switch(chosen, branches, x)
+
+    found(lambda p, x: jax.vmap(token, (None, 0, 0))(p, best(p, x), x))
+
+
 # ---------------------------------------------------------------------- routers
 
 
