@@ -66,6 +66,7 @@ QUERIES_ONCE = (
     "Compute the queries once, and give the same array to the product with each block of keys; or concatenate the "
     "keys, the values and the masks along the keys, and write one softmax over all of them."
 )
+MAPS_ALIKE = "Give all of the softmaxes the same mask, scale and dtypes; or multiply each of them with the values."
 SAME_SUM = (
     "Divide by the sum of exactly the exponentials that weight the values: jax.nn.softmax(scores, where=mask), or "
     "mask the scores with -inf before the softmax."

@@ -18,6 +18,7 @@ __all__ = [
     "LogSumExp",
     "NoNormaliser",
     "SeveralBlocks",
+    "SeveralMaps",
     "Term",
 ]
 
@@ -50,6 +51,10 @@ class SeveralBlocks(Mismatch):
 
 class NoNormaliser(Mismatch):
     """Reports an exponential that nothing over S divides: the division may come after the contraction."""
+
+
+class SeveralMaps(Mismatch):
+    """Reports weights that are a sum, as several softmaxes are that are added up before the product with the values."""
 
 
 class Term(NamedTuple):

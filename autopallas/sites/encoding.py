@@ -251,7 +251,7 @@ def _classes(op: str) -> Mapping[str, type]:
 def _classes_of_modules(op: str) -> dict[str, type]:
     found: dict[str, type] = {}
     modules = [importlib.import_module(name) for name in _SHARED]
-    own = (operation_named(op).module(name) for name in ("operation", "spec", "site", "site_parts"))
+    own = (operation_named(op).module(name) for name in ("operation", "spec", "site", "site_parts", "sum_site"))
     modules += [module for module in own if isinstance(module, ModuleType)]
     for module in modules:
         found |= _dataclasses(module)

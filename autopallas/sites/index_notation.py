@@ -191,13 +191,16 @@ def fill(
     order = [a for group in groups for a in group]
     alone = [extent == 1 for extent, group in zip(array.shape, groups, strict=True) for _ in group]
     array = array.reshape([1 if one else sizes[a] for a, one in zip(order, alone, strict=True)])
-    labels = source.labels
+    labels, fixed = source.labels, dict(source.fixed)
     array = array[tuple(slice(None) if a in labels else 0 for a in order)]
     left = [a for a in order if a in labels]
     array = np.broadcast_to(array, [sizes[a] for a in left]).transpose([left.index(a) for a in labels])
     extents = [math.prod(sizes[a] for a in parts) for _, parts in source.view]
     window = tuple(slice(offset, offset + n) for (offset, _), n in zip(source.view, extents, strict=True))
-    operands[source.position][window] = array.reshape(extents)
+    every = [a for _, parts in source.view for a in parts]
+    whole = operands[source.position][window].reshape([sizes[a] for a in every])
+    whole[tuple(fixed.get(a, slice(None)) for a in every)] = array
+    operands[source.position][window] = whole.reshape(extents)
 
 
 def summed_to(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -14,6 +14,7 @@ from autopallas.compat import Shaped
 from autopallas.kernels.attention.site import AttentionSite
 from autopallas.kernels.attention.site_parts import Joined
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
+from autopallas.kernels.attention.sum_site import AttentionSum
 from autopallas.kernels.example import harmless, is_float, normal
 from autopallas.sites.index_notation import Operand, fill
 
@@ -64,10 +65,17 @@ def _most(length: int) -> int:
     return max(1, 3 * length // 4)
 
 
-def operands(site: AttentionSite, types: Sequence[Shaped], key: int = 0) -> list[Array]:
+def operands(site: AttentionSite | AttentionSum, types: Sequence[Shaped], key: int = 0) -> list[Array]:
     """Returns inputs for a site: one array per operand, of the given shapes and dtypes."""
-    query, keys, value, sides, _ = example(site.spec, key)
     filled = harmless(np.random.default_rng(key), types)
+    for number, part in enumerate((site,) if isinstance(site, AttentionSite) else site.sites):
+        filled = _filled(part, filled, key + number)
+    return filled
+
+
+def _filled(site: AttentionSite, filled: list[Array], key: int) -> list[Array]:
+    """Fills in what one attention reads."""
+    query, keys, value, sides, _ = example(site.spec, key)
     b, k, g, t, s = site.axes
     start = 0
     for product in site.products:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autopallas.kernels.attention.block_sizes import BlockSizes
     from autopallas.kernels.attention.fills import Fill
 
-__all__ = ["AttentionSpec", "Layouts", "SideSpec", "Weight"]
+__all__ = ["AttentionSpec", "AttentionSumSpec", "Layouts", "SideSpec", "Weight"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,3 +261,23 @@ class AttentionSpec:
 
         names = [f.name for f in fields(self) if f.name != "layouts"]
         return {name: plain(getattr(self, name)) for name in names} | {"mask_class": self.mask_class}
+
+
+@dataclass(frozen=True)
+class AttentionSumSpec(AttentionSpec):
+    """A sum of attentions of one description, whose maps the program adds up before the product with the values.
+
+    Kernels are called once for each of them, with its own description.  The original has one product with the values,
+    so that measurements of a single attention do not apply.
+    """
+
+    maps: int = 2
+    """Number of attentions."""
+
+    @staticmethod
+    def of(spec: AttentionSpec, maps: int) -> AttentionSumSpec:
+        """Returns the description of a sum of that many attentions."""
+        return AttentionSumSpec(**{f.name: getattr(spec, f.name) for f in fields(spec)}, maps=maps)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, sum of {self.maps} maps"

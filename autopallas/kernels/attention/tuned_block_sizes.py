@@ -22,7 +22,7 @@ import math
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.fills import mask_class
 from autopallas.kernels.attention.operation import OPERATION
-from autopallas.kernels.attention.spec import AttentionSpec
+from autopallas.kernels.attention.spec import AttentionSpec, AttentionSumSpec
 from autopallas.sites.workload import Workload
 from autopallas.tuning.coverage import Conditions, products
 from autopallas.tuning.table import Bucket, Table, table_device
@@ -61,6 +61,8 @@ def _filed(spec: AttentionSpec, implementation: str, direction: str) -> tuple[st
     if implementation not in _OF_BOTH:
         mask = mask.removeprefix("causal and ").removeprefix("static and ")
     invariants = f"{mask}, T x S input" if reads_tiles else mask
+    if isinstance(spec, AttentionSumSpec):  # the original multiplies the sum of all maps with the values once
+        invariants = f"{invariants}, sum of {spec.maps} maps"
     return direction, {"T": spec.query_length, "S": spec.key_length}, invariants
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import jax.numpy as jnp
@@ -23,13 +23,12 @@ from autopallas.kernels.attention.site import AttentionSite
 from autopallas.kernels.attention.site_parts import Joined, KeyBlock
 from autopallas.numerics.casts import keeps_range, rounds
 from autopallas.patterns.advice import FLOATS, NORMALISE
-from autopallas.patterns.attention.draft import AttentionDraft, Proved
-from autopallas.patterns.attention.score_terms import Product
+from autopallas.patterns.attention.draft import AttentionDraft
+from autopallas.patterns.attention.several import SeveralDraft
 from autopallas.patterns.attention.site import Labels
-from autopallas.patterns.backward import Search
 from autopallas.patterns.carry import Carrier
 from autopallas.patterns.expressions import Apply, Expression, Scope, precision_of
-from autopallas.patterns.forward import LAYOUT, Forward, differentiable
+from autopallas.patterns.forward import LAYOUT, Forward
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.program_builder import InstructionParams, ProgramBuilder, Register
 from autopallas.patterns.softmax import Softmax
@@ -164,23 +163,8 @@ def _parts(
     yield contraction
 
 
-class BlockDraft(AttentionDraft):
+class BlockDraft(SeveralDraft):
     """Treats attentions over blocks of keys, each with a normaliser that sums over the others, as one."""
-
-    parts: list[AttentionDraft]
-    _places: list[int]
-
-    @classmethod
-    def of(cls, parts: Sequence[AttentionDraft]) -> BlockDraft:
-        """Makes the draft of all blocks; it stands at the place of the first one."""
-        draft = cls(**{field.name: getattr(parts[0], field.name) for field in fields(AttentionDraft)})
-        draft.parts = list(parts)
-        return draft
-
-    @property
-    def proved(self) -> Proved:
-        further = tuple(part.score.value for part in self.parts[1:])
-        return replace(super().proved, further=further)
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -194,13 +178,6 @@ class BlockDraft(AttentionDraft):
                 for said in part.softmax.assumed(part.normaliser.argument, part.normaliser.weights)
             )
         )
-
-    def go_on(self, graph: Graph) -> None:
-        for part in self.parts:
-            part.go_on(graph)
-
-    def place(self, role: int) -> int:
-        return self._places[role]
 
     # ------------------------------------------------------------------ the proof
 
@@ -289,9 +266,6 @@ class BlockDraft(AttentionDraft):
             return set()
         bounds = [self._bounded(operand, depth + 1) for operand in operands if part.scope.number(operand) != -math.inf]
         return set().union(*bounds) if all(bounds) else set()  # something else may be greater than all scores
-
-    def _add_terms(self) -> None:
-        """Adds nothing, since blocks have one product each."""
 
     def assemble(
         self,
@@ -392,30 +366,6 @@ class BlockDraft(AttentionDraft):
         return replace(site, sizes=labels.sizes()), carriers[0]
 
     # ------------------------------------------------------------------ the backward
-
-    def search(self) -> Search | None:
-        products = {number for part in self.parts for number in part._products(())}
-
-        def within(number: int) -> bool:
-            return number in products or any(part.scope.depends(number) for part in self.parts)
-
-        forward = Forward(self.graph, self.body, self.root, within)
-        if not forward.complete or self._uses(forward) is None:
-            return None
-        roles = self.role_uses(forward)
-        wanted = [i for uses in roles for i in uses if differentiable(forward.uses[i])]
-        every = {i for uses in roles for i in uses}
-        others = [i for i, use in enumerate(forward.uses) if i not in every and differentiable(use)]
-        several = [i for uses in roles if len(uses) > 1 for i in uses]
-        return Search(forward, list(dict.fromkeys(wanted)), others, summed=several)
-
-    def _terms_of(self, forward: Forward) -> tuple[Product, ...]:
-        return ()
-
-    def _uses(self, forward: Forward) -> tuple[int, ...] | None:
-        """Returns the positions of queries, keys and values, block by block."""
-        found = [AttentionDraft._uses(part, forward) for part in self.parts]
-        return None if None in found else tuple(use for uses in found if uses is not None for use in uses)
 
     def role_uses(self, forward: Forward) -> list[list[int]]:
         uses = self._uses(forward)

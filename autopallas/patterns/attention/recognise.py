@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import jax.numpy as jnp
 
@@ -20,7 +21,7 @@ from autopallas.faults import contained
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.edit import surviving
-from autopallas.graph.labels import Dimension, is_product
+from autopallas.graph.labels import Atom, Dimension, is_product
 from autopallas.graph.proof_cache import ProofCache
 from autopallas.numerics.casts import rounds
 from autopallas.patterns.advice import (
@@ -35,6 +36,7 @@ from autopallas.patterns.advice import (
 from autopallas.patterns.attention.blocks import BlockDraft, blocks, sum_with
 from autopallas.patterns.attention.draft import AttentionDraft, Escape, Proved, match_of
 from autopallas.patterns.attention.few_keys import few_keys
+from autopallas.patterns.attention.maps import SumDraft, summands, with_weights
 from autopallas.patterns.attention.resemblance import Normalised
 from autopallas.patterns.attention.row_factor import RowFactor, row_factor
 from autopallas.patterns.attention.score_terms import Product
@@ -43,7 +45,7 @@ from autopallas.patterns.backward import Lookup, Search, settle
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, describe_reason
 from autopallas.patterns.softmax import Softmax
-from autopallas.patterns.softmax_terms import Exponential, LogSumExp, NoNormaliser, SeveralBlocks, Term
+from autopallas.patterns.softmax_terms import Exponential, LogSumExp, NoNormaliser, SeveralBlocks, SeveralMaps, Term
 
 _RANDOM = frozenset({"random_bits", "threefry2x32", "random_unwrap", "rng_bit_generator", "rng_uniform"})
 _CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
@@ -325,12 +327,21 @@ class _Attempt:
           Mismatch: it looks like an attention and is not, or cannot be proved to be.
         """
         try:
-            return self._with_division(node, side)
+            found = self._with_division(node, side)
+            if found is None and self.scope.score is None:
+                with contextlib.suppress(SeveralMaps):
+                    return self._as_a_sum(node, side)
+            return found
         except Mismatch as mismatch:
             first = self.scope
             if isinstance(mismatch, (SeveralBlocks, NoNormaliser)):
                 with contextlib.suppress(Mismatch):
                     return self._in_blocks(node)
+            if isinstance(mismatch, SeveralMaps):
+                with contextlib.suppress(SeveralMaps):
+                    return self._as_a_sum(node, side)
+                self.scope = first
+                raise
             for other in self._others:
                 self._chosen = other
                 self.scope = Scope(self.graph)
@@ -407,6 +418,40 @@ class _Attempt:
             drafts.append(draft)
         return drafts
 
+    def _as_a_sum(self, node: Node, side: int) -> AttentionDraft | None:
+        """Reads a sum of softmaxes, whose product with the values is a sum of attentions.
+
+        Raises:
+          SeveralMaps: something that is added is no softmax.
+          Mismatch: something else about the sum cannot be described.
+        """
+        scope = Scope(self.graph)
+        root = node.outputs[0]
+        top = scope.space.full(root)
+        contraction = scope.space.contraction(scope.space.canonical(top))
+        if contraction is None or node.name != "dot_general":
+            raise SeveralMaps("the sum of softmaxes is not multiplied by values")
+        drafts, signs = [], []
+        keys = [atom for _, atoms in contraction[2] for atom in atoms]
+        for summand in summands(scope, contraction[side], keys):
+            attempt = _Attempt(self.graph, self.reach, self.assume_finite, frozenset())
+            attempt.scope = Scope(self.graph, space=scope.space)
+            own = with_weights(contraction, side, summand.weights)
+            draft = attempt.proof(node, side, root, top, own, summand.outside, dict(summand.fixed))
+            if draft is None:
+                raise SeveralMaps("something is added to a softmax that is none")
+            self.scope.score = self.scope.score or draft.score.value
+            drafts.append(draft)
+            signs.append(summand.sign)
+        if len(drafts) < 2:
+            raise SeveralMaps("the softmax is not added to another one")
+        if any(draft.score.value in self.settled for draft in drafts):
+            return None
+        whole = SumDraft.of(drafts)
+        whole.signs = tuple(signs)
+        whole.settle()
+        return whole
+
     # ------------------------------------------------------------------ the proof
 
     def _match(
@@ -441,10 +486,12 @@ class _Attempt:
         top: Ref,
         contraction: tuple[Ref, Ref, list[Dimension]],
         outside: Sequence[tuple[int, Ref]],
+        fixed: Mapping[Atom, int] = MappingProxyType({}),
     ) -> AttentionDraft | None:
         """Proves that one operand of a contraction is a softmax; returns None where there are no scores.
 
-        ``outside`` are the values that multiply (1) or divide (-1) the product.
+        ``outside`` are the values that multiply (1) or divide (-1) the product, ``fixed`` the index of each label of
+        which one index is read.
         """
         scope, space, graph = self.scope, self.scope.space, self.graph
         weights, value = contraction[:2] if side == 0 else contraction[1::-1]
@@ -506,6 +553,7 @@ class _Attempt:
             rest=rest,
             row=row,
             assume_finite=self.assume_finite,
+            fixed=fixed,
         )
 
     def _only_keys(self, softmax: Softmax, contracted: Sequence[Dimension], score: Ref) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import jax.numpy as jnp
@@ -83,6 +83,8 @@ class ProvedAttention:
     row: RowFactor | None
     """Factor of the result, if that is a function of the row's scores."""
     assume_finite: bool
+    fixed: Mapping[Atom, int] = field(default_factory=dict)
+    """Index of each label of which one index alone is read: the result, and what the site is told of, lack it."""
     terms: tuple[Product, ...] = ()
     """Candidates that are added to the scores, and belong to the site as its operands."""
 
@@ -210,7 +212,7 @@ class ProvedAttention:
             raise Mismatch("the result has an axis twice", advice=EINSUM)
         value_axis = tuple(a for a in result if a in value and a not in weights and a not in key and a not in query)
         rest = (query | key | value | weights) - keys - heads - set(value_axis)
-        if missing := rest - set(result):
+        if missing := rest - set(result) - self.fixed.keys():
             pairs = [("values", self.value), ("scores", self.score)]
             for _, _, queries, keys_of in self.products:
                 pairs += [("queries", queries), ("keys", keys_of)]
@@ -264,19 +266,40 @@ class ProvedAttention:
         keys) and as side inputs. ``further`` are bodies, besides the site's own, in which the operands must be at hand,
         or be brought ``across`` loops.
         """
+        carrier = self._carrier(pinned_sides, further, across)
+        read = self._read_roles(carrier, pinned_roles)
+        labels = Labels(self.space, fixed=self.fixed)
+        site = self._described(carrier, read, labels, bool(further))
+        return replace(site, sizes=labels.sizes()), carrier
+
+    def _role_refs(self) -> list[tuple[Ref, str]]:
+        """Returns the uses of the operands that have a role, in the order of their roles, with what they are called."""
+        named = [(self.query, "queries"), (self.key, "keys"), (self.value, "values")]
+        for term in self.terms:
+            named += [(term.query, "queries"), (term.key, "keys")]
+        return named
+
+    def _carrier(self, pinned_sides: frozenset[int], further: tuple[Body, ...], across: bool) -> Carrier:
+        """Returns what collects the operands of the site."""
+        query_axis, _ = self._roles()
+        axes = query_axis, self.space.resolve(self.key_axis)
+        absorbed = [term.ref for term in self.terms]
+        bodies = (self.body, *further)
+        roles = len(self._role_refs())
+        return Carrier(self.scope, bodies, axes, self.score, pinned_sides, across, self.homes, roles, absorbed)
+
+    def _read_roles(self, carrier: Carrier, pinned_roles: Mapping[int, int | None]) -> list[Operand]:
+        """Adds the operands that have a role; returns how they are read."""
+        return [carrier.role(ref, pinned_roles.get(role), name) for role, (ref, name) in enumerate(self._role_refs())]
+
+    def _described(
+        self, carrier: Carrier, read: Sequence[Operand], labels: Labels, differentiated: bool
+    ) -> AttentionSite:
+        """Describes the site without the sizes of its labels, and collects its side inputs."""
         graph, space = self.graph, self.space
         query_axis, value_axis = self._roles()
         key_axis = space.resolve(self.key_axis)
-        axes = query_axis, key_axis
-        uses = [self.query, self.key, self.value, *(ref for term in self.terms for ref in (term.query, term.key))]
-        absorbed = [term.ref for term in self.terms]
-        bodies = (self.body, *further)
-        carrier = Carrier(self.scope, bodies, axes, self.score, pinned_sides, across, self.homes, len(uses), absorbed)
-        names = ("queries", "keys", "values", *("queries", "keys") * len(self.terms))
-        query, key, value, *others = (
-            carrier.role(ref, pinned_roles.get(role), name)
-            for role, (ref, name) in enumerate(zip(uses, names, strict=True))
-        )
+        query, key, value, *others = read
         argument, weights, inner_weights = self._masks()
         score = ProgramBuilder(carrier).build(argument)
         if score.dtype.kind == "c" or not jnp.issubdtype(score.dtype, jnp.floating):
@@ -301,7 +324,7 @@ class ProvedAttention:
                 advice="Add the product to the scores and read it nowhere else: compute what masks or weights the "
                 "scores apart from it.",
             )
-        if further and rows is not None and rows.follows_maximum:
+        if differentiated and rows is not None and rows.follows_maximum:
             raise Mismatch(
                 "a gradient runs through the maximum of a row, which does not cancel",
                 advice="Subtract jax.lax.stop_gradient of the maximum, or use jax.nn.softmax, which does.",
@@ -310,8 +333,7 @@ class ProvedAttention:
         terms = (*(term for extra in sinks for term in extra), *factors)
         sources = [*carrier.sides, *(term.source for term in terms), *(rows.inputs if rows is not None else ())]
         value_axis = self._of_values_alone(value_axis, sources)
-        labels = Labels(space)
-        site = AttentionSite(
+        return AttentionSite(
             sizes=(),
             query=labels.operand(query),
             key=labels.operand(key),
@@ -342,7 +364,6 @@ class ProvedAttention:
             weights_dtype=self.weights_dtype,
             assume_finite=self.assume_finite,
         )
-        return replace(site, sizes=labels.sizes()), carrier
 
     def _reads_terms(self, operands: Sequence[int]) -> bool:
         """Returns whether a side input is computed from a product that is a part of the scores."""
@@ -489,8 +510,13 @@ class ProvedAttention:
 class Labels:
     """Renumbers atoms densely, in order of appearance, so that equal sites have equal descriptions."""
 
-    def __init__(self, space: Space, same: Mapping[Atom, Atom] = MappingProxyType({})):
-        self._space, self._same = space, same
+    def __init__(
+        self,
+        space: Space,
+        same: Mapping[Atom, Atom] = MappingProxyType({}),
+        fixed: Mapping[Atom, int] = MappingProxyType({}),
+    ):
+        self._space, self._same, self._fixed = space, same, fixed
         self._number: dict[Atom, int] = {}
 
     def atoms(self, atoms: Sequence[Atom]) -> tuple[int, ...]:
@@ -506,11 +532,15 @@ class Labels:
         return tuple((0, self.atoms((a,))) for a in atoms)
 
     def operand(self, operand: Operand) -> Operand:
-        return Operand(operand.position, self.view(operand.view))
+        view = self.view(operand.view)
+        atoms = dict.fromkeys(a for _, own in operand.view for a in self._space.resolve(own) if a in self._fixed)
+        return Operand(operand.position, view, tuple((self._number[a], self._fixed[a]) for a in atoms))
 
     def source(self, source: Operand | Positions) -> Operand | Positions:
         if isinstance(source, Operand):
             return self.operand(source)
+        if not self._fixed.keys().isdisjoint(self._space.resolve(source.dimension[1])):
+            raise Mismatch("positions are counted along an axis of which one index is read", advice=EINSUM)
         return Positions((source.dimension[0], self.atoms(source.dimension[1])), source.dtype)
 
     def term(self, term: RowTerm) -> RowTerm:
