@@ -100,6 +100,10 @@ LOGITS_APART = (
     "Compute what else needs the logits (samples, metrics, histograms) in a separate function, called only where its "
     "result is needed. Accuracy by argmax may stay: the kernel computes it."
 )
+JOINED = (
+    "Take the logsumexp of the logits of each product, and combine these numbers with jnp.logaddexp, instead of the "
+    "logits. Join rows of the activations before the product, or losses after it."
+)
 ROWS_BEFORE = (
     "Select, pad, reorder or join rows of the activations, before the product that gives the logits; or the losses of "
     "the tokens, after it."
@@ -163,6 +167,14 @@ NUMBER_SLOTS = (
     "second choices on from the sum of the first mask, and dispatch where the weights are not zero "
     "(combine.astype(bool)). Or sort the tokens by expert and call jax.lax.ragged_dot with the number of tokens of "
     "each: no slots, and no token is dropped."
+)
+NO_BRANCHES = (
+    "Loop over stacked matrices with jax.lax.scan, and add up each expert's result times its weights; or sort the "
+    "tokens by expert, and call jax.lax.ragged_dot: then no expert computes what nobody chose."
+)
+ONE_TOKEN = (
+    "Compute several tokens at once; or pick the matrices of the token's experts, and multiply with these alone: "
+    "jnp.take(matrices, chosen, axis=0)."
 )
 ONE_NUMBER = "Give each row's expert by one integer that all its gathers share, from jax.lax.top_k or jnp.argmax."
 PICK_ROWS = (

@@ -324,3 +324,78 @@ def test_an_optimized_function_that_counts_rows_is_mapped_later():
     total = lambda f: lambda x, w: jax.vmap(f, (0, None))(x, w).sum()  # noqa: E731
     for a, b in zip(*(jax.grad(total(f), (0, 1))(x, w) for f in (optimized, loss)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+CLASSES = EACH % 3
+SAME = (CLASSES[:, None] == CLASSES).astype(jnp.float32)
+
+
+def supervised(others, bounded=True):
+    """A supervised contrastive loss, whose exponentials are multiplied by ``others``: all but the row's own."""
+
+    def loss(a):
+        z = normalised(a) @ normalised(a).T / 0.1
+        z -= lax.stop_gradient(z.max(1, keepdims=True)) if bounded else 0
+        mask = SAME * (1 - jnp.eye(N))
+        log_probabilities = z - jnp.log((jnp.exp(z) * others()).sum(1, keepdims=True))
+        return -((mask * log_probabilities).sum(1) / mask.sum(1)).mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.parametrize(
+    "others",
+    [
+        lambda: 1 - jnp.eye(N),
+        lambda: (~jnp.eye(N, dtype=bool)).astype(jnp.float32),
+        lambda: 1 - (1 - (CLASSES[:, None] == CLASSES).astype(jnp.float32)),
+    ],
+)
+def test_exponentials_times_a_mask_of_zeros_and_ones_are_masked(others, bounded):
+    compared = compare(jax.value_and_grad(supervised(others, bounded)), (array(N, D),), gradients=False)
+    assert compared.complaints == []
+    assert compared.counts("cross_entropy") == 1, compared.reasons()
+
+
+@pytest.mark.parametrize("others", [lambda: 2 - jnp.eye(N), lambda: 1 - 0.5 * jnp.eye(N), lambda: jnp.cos(SAME)])
+def test_exponentials_times_other_numbers_are_a_near_miss_that_says_so(others):
+    optimized = optimized_like_a_user(supervised(others))
+    optimized(array(N, D))
+    (miss,) = optimized.report().near_misses
+    assert (miss.op, miss.reason) == ("cross_entropy", "the exponentials are weighted")
+    assert optimized.report().counts()["cross_entropy"] == 0
+
+
+def one_positive_and_a_queue(a, b, queue):
+    positive, negative = jnp.sum(a * b, -1, keepdims=True), a @ queue.T
+    return -log_softmax(jnp.concatenate([positive, negative], 1) / 0.07)[:, 0].mean()
+
+
+def two_products_side_by_side(a, b, queue):
+    z = jnp.concatenate([a @ b.T, a @ queue.T], 1)
+    return -(one_hot(EACH, z.shape[1]) * log_softmax(z)).sum(1).mean()
+
+
+@pytest.mark.parametrize("loss", [one_positive_and_a_queue, two_products_side_by_side])
+def test_a_loss_over_logits_that_are_joined_is_a_near_miss_and_its_advice_helps(loss):
+    args = array(N, D, seed=1), array(N, D, seed=2), array(9, D, seed=3)
+    optimized = optimized_like_a_user(loss)
+    optimized(*args)
+    (miss,) = optimized.report().near_misses
+    assert "reads logits that concatenate puts together" in miss.reason
+    assert "jnp.logaddexp" in miss.advice
+
+    def advised(a, b, queue):
+        positive, negative = jnp.sum(a * b, -1) / 0.07, a @ queue.T / 0.07
+        return (jnp.logaddexp(positive, logsumexp(negative, 1)) - positive).mean()
+
+    compared = compare(jax.value_and_grad(advised, (0, 1, 2)), args, gradients=False)
+    assert compared.complaints == []
+    assert compared.counts("cross_entropy") == 1
+
+
+def test_probabilities_that_are_joined_without_a_loss_are_no_near_miss():
+    optimized = optimized_like_a_user(lambda a, b: softmax(jnp.concatenate([a @ b.T, a], 1)))
+    optimized(array(N, D, seed=1), array(N, D, seed=2))
+    assert optimized.report().near_misses == ()

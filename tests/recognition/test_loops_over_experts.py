@@ -381,3 +381,66 @@ def test_loops_that_read_and_write_in_other_ways_are_exact(function):
     for form in (train, mapped):
         compared = compare(*form(function), gradients=False)
         assert compared.complaints == []
+
+
+# ---------------------------------------------------------------------- near misses
+
+
+def kept_where_as_great_as_the_last_choice(p, x):
+    probabilities = jax.nn.softmax(x @ p["router"])
+    weights = jnp.where(probabilities >= lax.top_k(probabilities, 2)[0][:, -1:], probabilities, 0)
+    weights = weights / weights.sum(-1, keepdims=True)
+
+    def step(total, given):
+        weight, own = given
+        return total + weight[:, None] * expert(own, x), None
+
+    experts = {name: p[name] for name in ("gate", "up", "down")}
+    return lax.scan(step, jnp.zeros_like(x), (weights.T, experts))[0]
+
+
+def branches_that_are_left_out(p, x):
+    weights, total = combine(p, x), jnp.zeros_like(x)
+    for e in range(E):
+        own = weights[:, e]
+        used = lambda own=own, e=e: own[:, None] * expert(at(p, e), x)  # noqa: E731
+        total = total + lax.cond((own > 0).any(), used, lambda: jnp.zeros_like(x))
+    return total
+
+
+def one_token(p, x):
+    y = jnp.einsum("tef,efd->ted", jax.nn.silu(jnp.einsum("td,edf->tef", x[:1], p["up"])), p["down"])
+    return jnp.einsum("te,ted->td", combine(p, x[:1]), y)
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "train step"])
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (kept_where_as_great_as_the_last_choice, "a comparison of weights decides which count"),
+        (branches_that_are_left_out, "each expert is a branch that is left out"),
+        (one_token, "there is one token alone"),
+    ],
+)
+def test_what_is_no_site_says_why(function, said, gradient):
+    program = jax.value_and_grad(loss(function), (0, 1)) if gradient else function
+    _, misses = find(Graph(flatten(jax.make_jaxpr(program)(P, X))), None, True)
+    assert [said in miss.reason for miss in misses if miss.op == OP] == [True], misses
+
+
+def one_token_by_its_own_experts(p, x):
+    weights, chosen = route(p, x[0])
+    return sum(weights[j] * (jax.nn.silu(x[0] @ p["up"][chosen[j]]) @ p["down"][chosen[j]]) for j in range(2))
+
+
+def branches_of_a_comparison(p, x):
+    total = x
+    for e in range(E):
+        total = total + lax.cond(x[0, 0] > e, lambda e=e: expert(at(p, e), x), lambda: jnp.zeros_like(x))
+    return total
+
+
+@pytest.mark.parametrize("function", [one_token_by_its_own_experts, branches_of_a_comparison])
+def test_what_leaves_nothing_out_is_no_near_miss(function):
+    _, misses = find(Graph(flatten(jax.make_jaxpr(function)(P, X))), None, True)
+    assert [miss for miss in misses if miss.op == OP] == []

@@ -27,10 +27,10 @@ from autopallas.graph.edit import surviving
 from autopallas.graph.keys import enters_mesh
 from autopallas.graph.labels import is_product
 from autopallas.graph.row_selections import PROMISED
-from autopallas.patterns.advice import ASSUME_FINITE, LOGITS_APART, LOGITS_RETURNED, ROWS_BEFORE
+from autopallas.patterns.advice import ASSUME_FINITE, JOINED, LOGITS_APART, LOGITS_RETURNED, ROWS_BEFORE
 from autopallas.patterns.cross_entropy.flows import Flows
 from autopallas.patterns.cross_entropy.passes import passes
-from autopallas.patterns.cross_entropy.region import Region
+from autopallas.patterns.cross_entropy.region import Region, takes_logarithm
 from autopallas.patterns.forward import LAYOUT
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, describe_reason
 from autopallas.patterns.order import circle
@@ -151,13 +151,20 @@ def _rearranged(graph: Graph, exponents: Set[int], alive: Set[int]) -> Iterator[
 
 
 def _in_parts(graph: Graph, candidates: Sequence[_Candidate]) -> Iterator[NearMiss]:
-    """Yields a near miss for logits that are put together from parts before the loss."""
-    for candidate in candidates:
+    """Yields a near miss for logits that are put together from parts before the loss, at the largest part."""
+    said: set[int] = set()
+    for candidate in sorted(candidates, key=lambda one: -math.prod(graph.shape(one.dot.outputs[0]))):
         joined = next((n for number in candidate.inside if (n := _joined(graph, number)) is not None), None)
-        if joined is not None and any(map(_picks, candidate.ends.values())):
-            where = jaxprs.location(candidate.dot.equation)
-            reason = f"the loss reads logits that {joined.name} puts together at {jaxprs.location(joined.equation)}"
-            yield NearMiss("cross_entropy", where, reason, candidate.dot.outputs[0], ROWS_BEFORE)
+        ends = candidate.ends.values()
+        if joined is None or joined.outputs[0] in said:
+            continue
+        sums = any(takes_logarithm(graph, end) for end in ends)
+        if not sums and not any(map(_picks, ends)):
+            continue
+        said.add(joined.outputs[0])
+        where = jaxprs.location(candidate.dot.equation)
+        reason = f"the loss reads logits that {joined.name} puts together at {jaxprs.location(joined.equation)}"
+        yield NearMiss("cross_entropy", where, reason, candidate.dot.outputs[0], JOINED if sums else ROWS_BEFORE)
 
 
 def _joined(graph: Graph, number: int) -> Node | None:

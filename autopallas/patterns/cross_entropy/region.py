@@ -33,7 +33,7 @@ from autopallas.patterns.advice import (
     WHOLE_ROWS,
 )
 from autopallas.patterns.cross_entropy.flows import Flow, Flows
-from autopallas.patterns.cross_entropy.row_statistics import RowStatistics
+from autopallas.patterns.cross_entropy.row_statistics import MASK_LOGITS, WEIGHTED, RowStatistics
 from autopallas.patterns.expressions import (
     Apply,
     Computed,
@@ -48,7 +48,7 @@ from autopallas.patterns.forward import LAYOUT
 from autopallas.patterns.indexing import picked
 from autopallas.patterns.match import Mismatch
 
-__all__ = ["HeadLogits", "Region", "Terminal"]
+__all__ = ["HeadLogits", "Region", "Terminal", "takes_logarithm"]
 
 _DEEPEST = 128
 """Most operations on one path from statistics to a number per row."""
@@ -92,6 +92,22 @@ class HeadLogits:
     x: Ref
     w: Ref
     hidden: list[Atom]
+
+
+def takes_logarithm(graph: Graph, node: Node) -> bool:
+    """Returns whether the logarithm of a sum is taken, as for a softmax that is compared with other probabilities."""
+    if node.name != "reduce_sum":
+        return False
+    value = node.outputs[0]
+    for _ in range(4):
+        users = [u for u in graph.users[value] if len(u.outputs) == 1]
+        if any(u.name == "log" for u in users):
+            return True
+        following = next((u for u in users if u.name in ("abs", "broadcast_in_dim", "reshape")), None)
+        if following is None:
+            return False
+        value = following.outputs[0]
+    return False
 
 
 class Region:
@@ -198,22 +214,8 @@ class Region:
             any(n.name in ("gather", "scatter-add", "scatter") and not self.touches(n.inputs[1]) for n in self.ends)
             or any(node.name == "scatter-add" and not self.touches(node.inputs[1]) for node in inner)
             or any(self._compares_labels(number) for number in self.inside)
-            or any(self._has_logarithm(n) for n in self.ends if n.name == "reduce_sum")
+            or any(takes_logarithm(self.graph, node) for node in self.ends)
         )
-
-    def _has_logarithm(self, node: Node) -> bool:
-        """Returns whether the logarithm of a sum is taken, as for a softmax that is compared with other
-        probabilities."""
-        value = node.outputs[0]
-        for _ in range(4):
-            users = [u for u in self.graph.users[value] if len(u.outputs) == 1]
-            if any(u.name == "log" for u in users):
-                return True
-            following = next((u for u in users if u.name in ("abs", "broadcast_in_dim", "reshape")), None)
-            if following is None:
-                return False
-            value = following.outputs[0]
-        return False
 
     def _compares_labels(self, value: int) -> bool:
         node = self.graph.definitions.get(value)
@@ -458,6 +460,8 @@ class Region:
             self._written_out()
         terminals = [t for region in self.regions for t in region.terminals if t.kind == "statistics"]
         if not any(_computes(t.expression, "exp_sum") for t in terminals):
+            if any(region.algebra.weighs for region in self.regions):
+                raise Mismatch(WEIGHTED, advice=MASK_LOGITS)
             raise Mismatch("nothing sums the exponentials of the logits", advice=LOSS_PER_ROW)
 
     @property

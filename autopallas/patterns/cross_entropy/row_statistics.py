@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +30,10 @@ from autopallas.patterns.expressions import Apply, Computed, Expression, Positio
 from autopallas.patterns.indexing import Pick, placed
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.softmax import Softmax
-from autopallas.patterns.softmax_terms import Term
+from autopallas.patterns.softmax_terms import Factor, Term
 from autopallas.sites.elementwise import Axis, Constant
 
-__all__ = ["RowStatistics"]
+__all__ = ["MASK_LOGITS", "WEIGHTED", "RowStatistics"]
 
 _BOOLEAN = np.dtype(bool)
 _STOP_GRADIENT = jax.make_jaxpr(lax.stop_gradient)(0.0).eqns[0].primitive
@@ -58,6 +59,8 @@ _MOST_SUMMANDS = 64
 """Most summands into which a reduction is taken apart: with more, it is a statistic as a whole."""
 _DEEPEST = 64
 """Most operations on one path that are looked through."""
+WEIGHTED = "the exponentials are weighted"
+MASK_LOGITS = "Mask the logits with -inf, before the softmax, and weight the losses, not the exponentials."
 ONE_HOT = "what the zeros of one-hot labels are multiplied with is finite"
 """Assumption about a contraction with a mask, which gives NaN where an infinity meets a zero."""
 DIVIDED = "what the zeros around a label's gradient are divided by is not zero, such as a probability that vanishes"
@@ -79,6 +82,8 @@ class RowStatistics(Softmax):
         """Gives a number per row as a function of statistics, if an earlier reduction computes it."""
         self.assumptions: dict[str, None] = {}
         """Assumptions about the logits, in words."""
+        self.weighs = False
+        """Whether exponentials are multiplied by something else than a mask before they are summed."""
         self._pure: dict[Hashable, bool] = {}
         self._elements: dict[Hashable, Expression] = {}
 
@@ -226,11 +231,9 @@ class RowStatistics(Softmax):
 
     def _exponentials(self, tile: Ref) -> Expression:
         found = self.exponential(tile)
+        found.weights = [self._as_mask(weight) for weight in found.weights]
         if any(w.kind not in ("where", "unless") for w in found.weights):
-            raise Mismatch(
-                "the exponentials are weighted",
-                advice="Mask the logits with -inf, before the softmax, and weight the losses, not the exponentials.",
-            )
+            raise Mismatch(WEIGHTED, advice=MASK_LOGITS)
         argument = found.argument
         self.assumptions |= dict.fromkeys(self.assumed(argument, found.weights))
         for weight in found.weights:
@@ -258,6 +261,23 @@ class RowStatistics(Softmax):
             value = self.convert(term.value, self.wide)
             result = self._multiply(result, value) if term.coefficient == 1 else self._divide(result, value)
         return result
+
+    def _as_mask(self, weight: Factor) -> Factor:
+        """Returns a factor of zeros and ones, a boolean or ``1 - mask`` as numbers, as the mask that it is."""
+        kinds: dict[str, Literal["where", "unless"]] = {"multiply": "where", "multiply by the rest": "unless"}
+        kind, ref = str(weight.kind), self.space.canonical(weight.source)
+        for _ in range(_DEEPEST if kind in kinds else 0):
+            name, operands = self.scope.name(ref), self.space.operands(ref) or []
+            if self.scope.dtype(ref) == _BOOLEAN:
+                return replace(weight, kind=kinds[kind], source=ref)
+            if name == "sub" and self.scope.number(operands[0]) == 1:
+                kind = "multiply" if kind != "multiply" else "multiply by the rest"
+                ref = operands[1]
+            elif name == "convert_element_type":
+                ref = operands[0]
+            else:
+                break
+        return weight
 
     def _plus(self, expression: Expression, terms: Iterable[Term]) -> Expression:
         for term in terms:
@@ -288,7 +308,10 @@ class RowStatistics(Softmax):
             yield self._placed(tile)
             return
         name, operands = self.scope.name(tile), self.space.operands(tile)
-        if name in ("exp", "exp2", "select_n"):
+        masked = name == "mul" and any(
+            self._as_mask(Factor("multiply", operand, False)).kind != "multiply" for operand in operands or ()
+        )
+        if masked or name in ("exp", "exp2", "select_n"):
             try:
                 yield self._exponential_sum(tile)
                 return
@@ -375,6 +398,7 @@ class RowStatistics(Softmax):
                 yield self._scaled(s, self._at(a, s.label))
         elif self.pure(a) or self.pure(b):
             a, b = (a, b) if self.pure(a) else (b, a)
+            self.weighs |= self._has_exponential(b)
             yield from (self._times(s, a, dtype) for s in self._expand(b, depth))
         elif product is not None:
             yield self._exponential_sum(product)

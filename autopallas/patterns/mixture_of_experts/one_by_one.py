@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 
 from autopallas import compat, jaxprs
+from autopallas.compat import JaxprLike
 from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.equal_loops import loops
 from autopallas.graph.flatten import Body
 from autopallas.numerics.casts import kind_of
-from autopallas.patterns.advice import ALL_TOKENS_AT_ONCE, BOTH_ENDS
+from autopallas.patterns.advice import ALL_TOKENS_AT_ONCE, BOTH_ENDS, NO_BRANCHES
 from autopallas.patterns.match import NearMiss
 
 __all__ = ["one_by_one"]
@@ -26,6 +27,9 @@ _ROUNDS = 3
 """Most loops inside each other through which the numbers of experts are followed."""
 _SAID = frozenset({"dot_general", "cond", "select_n"})
 """Operations at which such a loop or chain is recognised."""
+_VISITED = 60
+"""Most values behind a condition among which a choice of experts is looked for."""
+_ANY = frozenset({"reduce_or", "reduce_max", "reduce_sum"})
 _FEWEST = 3
 """Fewest alternatives that are taken for experts."""
 
@@ -35,6 +39,7 @@ def one_by_one(graph: Graph, alive: Set[int]) -> Iterator[NearMiss]:
     experts."""
     elements = _numbers_in_loops(graph) if any(node.name in _CHOICES for node in graph.nodes) else set()
     loops_said: set[Body] = set()
+    skipped: dict[Body, list[Node]] = {}
     stacks_said: set[int] = set()
     for node in graph.nodes:
         if not node.outputs or node.outputs[0] not in alive:
@@ -54,9 +59,42 @@ def one_by_one(graph: Graph, alive: Set[int]) -> Iterator[NearMiss]:
         elif node.name == "cond" and node.inputs[0] in elements and len(node.params["branches"]) >= _FEWEST:
             reason = "a loop goes through the tokens one by one, and each token's expert is a branch"
             yield NearMiss(_OP, jaxprs.location(node.equation), reason, node.outputs[0], ALL_TOKENS_AT_ONCE)
+        elif node.name == "cond" and _skips(graph, node):
+            skipped.setdefault(node.body, []).append(node)
         elif node.name == "select_n" and _is_chain(graph, node):
             reason = "the results of experts are selected in a chain, in which each interval of rows has one end alone"
             yield NearMiss(_OP, jaxprs.location(node.equation), reason, node.outputs[0], BOTH_ENDS)
+    for branches in skipped.values():
+        if len(branches) > 1 and not branches[0].body.transposed:
+            reason = "each expert is a branch that is left out where no token chose it"
+            yield NearMiss(_OP, jaxprs.location(branches[0].equation), reason, branches[0].outputs[0], NO_BRANCHES)
+
+
+def _skips(graph: Graph, node: Node) -> bool:
+    """Returns whether a branch that has products is left out unless some token chose an expert."""
+    held = jaxprs.bodies(node.equation)
+    if len(held) != 2 or sum(_multiplies(body) for _, _, body in held) != 1:
+        return False
+    todo, seen = [node.inputs[0]], set[int]()
+    reduced = chosen = False
+    while todo and len(seen) < _VISITED:
+        number = todo.pop()
+        definition = graph.definitions.get(number)
+        if definition is None or number in seen:
+            continue
+        seen.add(number)
+        reduced |= definition.name in _ANY
+        chosen |= definition.name in _CHOICES
+        todo += definition.inputs
+    return reduced and chosen
+
+
+def _multiplies(body: JaxprLike) -> bool:
+    """Returns whether a body holds a product of matrices."""
+    return any(
+        equation.primitive.name == "dot_general" or any(_multiplies(inner) for _, _, inner in jaxprs.bodies(equation))
+        for equation in jaxprs.open_jaxpr(body)[0].eqns
+    )
 
 
 def _numbers_in_loops(graph: Graph) -> set[int]:

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from autopallas.graph import Graph, Ref
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.labels import Atom
+from autopallas.numerics.casts import is_floating
 from autopallas.patterns.advice import BETWEEN_EXPERTS, CHOOSE_FEW
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.forward import LAYOUT
@@ -17,6 +18,8 @@ __all__ = ["DENSE", "refuse_compared", "refuse_hidden", "refuse_weight", "weight
 DENSE = "every expert computes every token"
 _VISITED = 40
 _LONGEST = 8
+_MASKED = 4
+"""Most selections and products between a comparison of weights and the weight that it leaves."""
 _COMPARISONS = frozenset({"ge", "gt", "le", "lt", "eq"})
 _LARGEST = frozenset({"reduce_max", "top_k", "approx_top_k", "sort"})
 _RESTATES = LAYOUT | {"slice", "split", "convert_element_type", "stop_gradient", "copy"}
@@ -75,10 +78,19 @@ def refuse_weight(scope: Scope, gate: Ref) -> None:
 def refuse_compared(graph: Graph, numbers: Iterable[int]) -> None:
     """Refuses experts, written one after the other, whose weights are compared with the largest one or one of a few
     largest."""
-    for number in numbers:
-        node = graph.definitions.get(_whole(graph, number))
-        if node is None or node.name not in _COMPARISONS:
+    seen: set[int] = set()
+    todo = [(number, 0) for number in numbers]
+    while todo:
+        number, depth = todo.pop()
+        number = _whole(graph, number)
+        node = graph.definitions.get(number)
+        if node is None or number in seen:
             continue
+        seen.add(number)
+        if node.name in ("select_n", "mul", "div", "convert_element_type") and depth < _MASKED:
+            todo += [(operand, depth + 1) for operand in node.inputs]
+        if node.name not in _COMPARISONS or not any(is_floating(graph.dtype(i)) for i in node.inputs):
+            continue  # numbers of experts are compared too, with 0 where one may count from the end
         sources = (graph.definitions.get(_whole(graph, i)) for i in node.inputs)
         if any(source is not None and source.name in _LARGEST for source in sources):
             raise _compared()

@@ -18,7 +18,7 @@ from autopallas.compat import Dtype, Params, Primitive
 from autopallas.graph import Node, Ref
 from autopallas.graph.labels import Atom, is_product
 from autopallas.kernels.mixture_of_experts.steps import Gathered, Pointwise, Product, Step
-from autopallas.patterns.advice import BETWEEN_EXPERTS, CHOOSE_FEW, DIAGONAL, FLOATS, NUMBER_SLOTS
+from autopallas.patterns.advice import BETWEEN_EXPERTS, CHOOSE_FEW, DIAGONAL, FLOATS, NUMBER_SLOTS, ONE_TOKEN
 from autopallas.patterns.expressions import Scope, operation
 from autopallas.patterns.grouped_matmul.ragged_dot import precision
 from autopallas.patterns.match import Mismatch
@@ -105,6 +105,8 @@ class SumReader:
         if not any(self.holds_product(factor) for factor in self.factors):
             for atoms in (choices.expert, *choices.others):
                 if any(self._product_of_slots(factor, frozenset(atoms)) for factor in self.factors):
+                    if not self.choosing:
+                        raise Mismatch(f"{DENSE}, and there is one token alone", advice=ONE_TOKEN)
                     raise Mismatch(f"{DISPATCHED}, in no form that is known", advice=NUMBER_SLOTS)
             refuse_hidden(self.scope, self.factors, self.expert, self.tokens)
             return None
