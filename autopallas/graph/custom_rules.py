@@ -318,7 +318,7 @@ def _read(jaxpr: Jaxpr) -> ElementwiseProgram | None:
                     raise _NotElementwise
                 dtype = np.dtype(equation.outvars[0].aval.dtype)
                 lines.append((Instruction(equation.primitive, parameters(equation.params), (), dtype), registers))
-                results = [(len(lines) - 1, *(orders or {()}))]
+                results = [(len(lines) - 1, next(iter(orders), ()))]
             else:
                 raise _NotElementwise
             known.update(zip(equation.outvars, results, strict=True))

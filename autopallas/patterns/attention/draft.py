@@ -14,6 +14,7 @@ from autopallas.graph import Body, Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
 from autopallas.kernels.attention.site import AttentionSite
+from autopallas.kernels.attention.sum_site import AttentionSum
 from autopallas.patterns.advice import AT_HAND, IN_THE_BODY, QUERIES_ONCE, SIDE_EFFECTS, SIDE_INPUT_ONCE, WHOLE_GRADIENT
 from autopallas.patterns.attention.score_terms import Product
 from autopallas.patterns.attention.site import ProvedAttention
@@ -56,7 +57,7 @@ class Proved:
       assumptions: what the proof assumes about the scores.
     """
 
-    site: AttentionSite
+    site: AttentionSite | AttentionSum
     operands: tuple[int, ...]
     root: int
     score: int

@@ -433,7 +433,7 @@ class _Attempt:
             raise SeveralMaps("the sum of softmaxes is not multiplied by values")
         drafts, signs = [], []
         keys = [atom for _, atoms in contraction[2] for atom in atoms]
-        for summand in summands(scope, contraction[side], keys):
+        for summand in summands(scope, contraction[0] if side == 0 else contraction[1], keys):
             attempt = _Attempt(self.graph, self.reach, self.assume_finite, frozenset())
             attempt.scope = Scope(self.graph, space=scope.space)
             own = with_weights(contraction, side, summand.weights)

@@ -19,6 +19,7 @@ from autopallas.graph.labels import Atom
 from autopallas.kernels.attention.site import AttentionSite
 from autopallas.kernels.attention.site_parts import RowProgram, RowStatistic, RowTerm, ScoreTerm
 from autopallas.kernels.attention.spec import Weight
+from autopallas.kernels.attention.sum_site import AttentionSum
 from autopallas.numerics.casts import kind_of, rounds
 from autopallas.patterns.advice import (
     ASSUME_FINITE,
@@ -259,7 +260,7 @@ class ProvedAttention:
         pinned_sides: frozenset[int] = frozenset(),
         further: tuple[Body, ...] = (),
         across: bool = False,
-    ) -> tuple[AttentionSite, Carrier]:
+    ) -> tuple[AttentionSite | AttentionSum, Carrier]:
         """Describes the site, and collects what it reads.
 
         ``pinned_roles`` and ``pinned_sides`` are the values to take as queries, keys, values (then further queries and

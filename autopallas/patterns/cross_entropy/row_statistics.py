@@ -308,10 +308,10 @@ class RowStatistics(Softmax):
             yield self._placed(tile)
             return
         name, operands = self.scope.name(tile), self.space.operands(tile)
-        masked = name == "mul" and any(
+        has_mask = name == "mul" and any(
             self._as_mask(Factor("multiply", operand, False)).kind != "multiply" for operand in operands or ()
         )
-        if masked or name in ("exp", "exp2", "select_n"):
+        if has_mask or name in ("exp", "exp2", "select_n"):
             try:
                 yield self._exponential_sum(tile)
                 return
