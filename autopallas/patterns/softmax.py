@@ -148,8 +148,9 @@ class Softmax(KeyAxis):
                 return self._guarded(cases[0], depth)
         if name == "stop_gradient":
             raise Mismatch("the gradient is stopped inside the softmax", advice=STOP_EARLIER)
-        is_sum = name in ("add", "add_any", "sub", "neg")
-        raise (SeveralMaps if is_sum else Mismatch)(f"the probabilities pass through {name}", advice=BETWEEN_PRODUCTS)
+        if name in ("add", "add_any", "sub", "neg"):
+            raise SeveralMaps(name)
+        raise Mismatch(f"the probabilities pass through {name}", advice=BETWEEN_PRODUCTS)
 
     def _guarded(self, ref: Ref, depth: int) -> Exponential:
         """Pulls back probabilities whose NaNs are replaced. That concerns whole rows, if nothing weighs the

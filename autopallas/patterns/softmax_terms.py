@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from autopallas.graph import Ref
+from autopallas.patterns.advice import BETWEEN_PRODUCTS
 from autopallas.patterns.expressions import Expression
 from autopallas.patterns.match import Mismatch
 
@@ -54,7 +55,14 @@ class NoNormaliser(Mismatch):
 
 
 class SeveralMaps(Mismatch):
-    """Reports weights that are a sum, as several softmaxes are that are added up before the product with the values."""
+    """Reports weights that are a sum, as several softmaxes are that are added up before the product with the values.
+
+    Arguments:
+      through: what the weights are computed by.
+    """
+
+    def __init__(self, through: str = "a sum"):
+        super().__init__(f"the probabilities pass through {through}", advice=BETWEEN_PRODUCTS)
 
 
 class Term(NamedTuple):

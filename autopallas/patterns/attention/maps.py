@@ -73,7 +73,7 @@ def summands(scope: Scope, weights: Ref, keys: Sequence[Atom]) -> list[Summand]:
                 if scope.number(operand) != 0:  # Python's sum begins with 0
                     found += split(operand, own, outside, depth + 1)
                 if len(found) > _MOST:
-                    raise SeveralMaps(f"more than {_MOST} softmaxes are added up")
+                    raise SeveralMaps
             return found
         if name == "neg":
             found = split(operands[0], -sign, outside, depth + 1)
@@ -181,7 +181,9 @@ class SumDraft(SeveralDraft):
         scores = {part.score.value: True for part in self.parts}
         for number in operands:
             if computed_from(graph, number, scores, min(scores)):
-                raise Mismatch("one of several softmaxes that are added up reads the scores of another", number)
+                raise Mismatch(
+                    "one of several softmaxes that are added up reads the scores of another", number, advice=MAPS_ALIKE
+                )
         return site, carriers[0]
 
     def _same_use(self, part: int, role: int) -> int | None:

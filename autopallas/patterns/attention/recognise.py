@@ -430,7 +430,7 @@ class _Attempt:
         top = scope.space.full(root)
         contraction = scope.space.contraction(scope.space.canonical(top))
         if contraction is None or node.name != "dot_general":
-            raise SeveralMaps("the sum of softmaxes is not multiplied by values")
+            raise SeveralMaps
         drafts, signs = [], []
         keys = [atom for _, atoms in contraction[2] for atom in atoms]
         for summand in summands(scope, contraction[0] if side == 0 else contraction[1], keys):
@@ -439,12 +439,12 @@ class _Attempt:
             own = with_weights(contraction, side, summand.weights)
             draft = attempt.proof(node, side, root, top, own, summand.outside, dict(summand.fixed))
             if draft is None:
-                raise SeveralMaps("something is added to a softmax that is none")
+                raise SeveralMaps
             self.scope.score = self.scope.score or draft.score.value
             drafts.append(draft)
             signs.append(summand.sign)
         if len(drafts) < 2:
-            raise SeveralMaps("the softmax is not added to another one")
+            raise SeveralMaps
         if any(draft.score.value in self.settled for draft in drafts):
             return None
         whole = SumDraft.of(drafts)
