@@ -57,7 +57,7 @@ class NoNormaliser(Mismatch):
 class SeveralMaps(Mismatch):
     """Reports weights that are a sum, as several softmaxes are that are added up before the product with the values.
 
-    Arguments:
+    Args:
       through: what the weights are computed by.
     """
 
