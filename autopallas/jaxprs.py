@@ -35,6 +35,7 @@ __all__ = [
     "frames",
     "inline_equation",
     "is_leaf",
+    "is_reader",
     "is_wide",
     "live_equations",
     "location",
@@ -278,6 +279,11 @@ def reader(like: JaxprEqn, operands: Sequence[Var], result: Var) -> JaxprEqn:
     """Returns an equation that stands for anything that reads some operands and gives a result; it is never run."""
     params = {"result": result.aval}
     return like.replace(primitive=reads_p, invars=list(operands), outvars=[result], params=params, effects=frozenset())
+
+
+def is_reader(equation: JaxprEqn) -> bool:
+    """Returns whether :func:`reader` made an equation."""
+    return equation.primitive is reads_p
 
 
 reads_p = Primitive("autopallas_reads")

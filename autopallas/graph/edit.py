@@ -226,23 +226,24 @@ def _survivors(graph: Graph, given: frozenset[int], reads: Mapping[int, Iterable
                 gone = [v for v in equation.outvars if numbers[v] in given]
                 places = graph.positions[body]
                 readers = []
-                for variable in gone:
+                for variable in gone:  # defined in any case, since JAX may check programs that it removes dead code of
                     read = [places[n][1] for n in reads.get(numbers[variable], ()) if n in places]
-                    readers += [jaxprs.reader(equation, read, variable)] if read else []
+                    readers.append(jaxprs.reader(equation, read, variable))
                 edits[body].replaced[position] = [*without_results(equation, gone), *readers]
             elif equation.primitive.name == "scan":  # the values that it returns are read from elsewhere
                 places = graph.positions[body]
                 for variable in (v for v in equation.outvars if numbers[v] in given):
                     other = edits[body].renamed[variable] = Var(variable.aval)
                     read = [places[n][1] for n in reads.get(numbers[variable], ()) if n in places]
-                    edits[body].added += [jaxprs.reader(equation, read, other)] if read else []
+                    edits[body].added.append(jaxprs.reader(equation, read, other))
     alive: set[int] = set()
     owner = {v: n for numbers in graph.numbers.values() for v, n in numbers.items()}
     todo: list[JaxprLike] = [jaxprs.without_dead_code(rebuild(graph.root, edits))]
     while todo:
         jaxpr, _ = jaxprs.open_jaxpr(todo.pop())
         for equation in jaxpr.eqns:
-            alive.update(owner[v] for v in equation.outvars if v in owner)
+            if not jaxprs.is_reader(equation):
+                alive.update(owner[v] for v in equation.outvars if v in owner)
             todo += [inner for _, _, inner in jaxprs.bodies(equation)]
     return frozenset(alive)
 

@@ -48,6 +48,21 @@ def test_a_backward_is_found_where_jax_checks_each_jaxpr():
     assert [site.direction for site in outcome.report.sites] == ["forward+backward"]
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_norm_in_the_step_is_looked_for_where_jax_checks_each_jaxpr(shared):
+    """What survives a norm is asked of a program without its equations, whose values are read all the same."""
+    case = FOUND["gated"]
+    function, arguments = case.function, case.arguments
+    if shared:  # queries, by examples
+        function = jax.vmap(function, (None, 0, 0, 0, 0))
+        arguments = (arguments[0], *(x[None] for x in arguments[1:]))
+    step = optimized_like_a_user(with_gradients(function, arguments))
+    with jax.enable_checks(True):
+        report = autopallas.explain(step, *arguments)
+    assert not report.failures
+    assert "recurrence" in [site.op for site in report.sites]
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_another_loop_is_left_alone_with_a_reason(name):
     case = REFUSED[name]
