@@ -42,17 +42,17 @@ class BlockSizes:
         """Returns the same, valid for the spec: a state that is no matrix has no chunks."""
         if not spec.is_matrix:
             return BlockSizes("hoisted", "hoisted", 1)
-        return replace(self, chunk=min(1 << (self.chunk - 1).bit_length(), 1 << (spec.steps - 1).bit_length()))
+        return replace(
+            self, chunk=min(1 << (self.chunk - 1).bit_length(), 1 << (spec.steps * spec.substeps - 1).bit_length())
+        )
 
     def temporary_bytes(self, spec: RecurrenceSpec, direction: str = "forward") -> int:
         """Estimates the temporary memory: sequences of keys, queries, values and decays, and states of chunks."""
         heads, size = spec.groups * spec.heads, spec.accumulation_dtype.itemsize
-        row = spec.rows + spec.columns
-        states = (
-            spec.steps // self.chunk * spec.rows * spec.columns if "chunked" in (self.forward, self.backward) else 0
-        )
+        row, steps = spec.rows + spec.columns, spec.steps * spec.substeps
+        states = steps // self.chunk * spec.rows * spec.columns if "chunked" in (self.forward, self.backward) else 0
         times = 2 if direction == "forward" else 4
-        return size * heads * (times * spec.steps * (row + self.chunk) + states)
+        return size * heads * (times * steps * (row + self.chunk) + states)
 
     @classmethod
     def candidates(cls, spec: RecurrenceSpec) -> tuple[BlockSizes, ...]:

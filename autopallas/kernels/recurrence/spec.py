@@ -30,6 +30,7 @@ class RecurrenceSpec(Spec):
       states: how many carried values are such states.
       readouts: how many times a step reads them.
       loops: how many other carried values have loops of their own.
+      substeps: how many outer products a step adds to a state, and corrects it by, one after the other.
       state_dtype: that of the largest state.
       result_dtype: that of the first result.
     """
@@ -47,11 +48,12 @@ class RecurrenceSpec(Spec):
     state_dtype: Dtype
     result_dtype: Dtype
     delta: bool = False
+    substeps: int = 1
 
     @property
     def is_single(self) -> bool:
         """Whether the loop is one matrix state that a step reads once, and nothing else."""
-        return (self.states, self.readouts, self.loops, self.products) == (1, 1, 0, 0)
+        return (self.states, self.readouts, self.loops, self.products, self.substeps) == (1, 1, 0, 0, 1)
 
     @property
     def is_matrix(self) -> bool:
@@ -68,6 +70,7 @@ class RecurrenceSpec(Spec):
         if self.is_matrix:
             sizes += f" N={self.rows} P={self.columns}"
         rule = ", delta rule" if self.delta else ""
+        rule += f", {self.substeps} products a step" if self.substeps > 1 else ""
         states = f", {self.states} states" if self.states > 1 else ""
         return (
             f"recurrence {sizes} {self.state_dtype}, {self.decay} decay{rule}{states}, {self.products} products apart"

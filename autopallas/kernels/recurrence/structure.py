@@ -6,10 +6,18 @@ an axis of a state, or for one over which a sum runs; sites hold the size of eac
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-__all__ = ["Axes", "Correction", "Factor", "Known", "Labels", "MatrixState", "Readout", "Term"]
+__all__ = [
+    "MOST_SUBSTEPS", "Axes", "Correction", "Factor", "Known", "Labels", "MatrixState", "Query", "Readout", "Term",
+    "Update",
+]  # fmt: skip
+
+MOST_SUBSTEPS = 16
+"""Most products that a step adds to a state, and most rows that one readout reads it along."""
 
 Labels: TypeAlias = tuple[int, ...]
 Axes: TypeAlias = tuple[int | None, ...]
@@ -50,21 +58,45 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True)
+class Query:
+    """A sum over a state's rows of a query times the state.
+
+    Attributes:
+      updates: after how many of the step's updates the state is read; 0 before the step.
+      query: the query.
+      factor: what the sum is multiplied by.
+      over: labels of the query that the state lacks: it is read along a row for each of their indices.
+    """
+
+    updates: int
+    query: Term
+    factor: Term
+    over: Labels = ()
+
+    def terms(self) -> list[Term]:
+        """Returns all of its terms."""
+        return [self.query, self.factor]
+
+
+@dataclass(frozen=True, slots=True)
 class Readout:
     """A variable of the step that is a sum over a state's rows, and of what does not depend on the state.
 
     Attributes:
       variable: its number.
       axes: the label of each of its dimensions; columns and heads of the state have the state's.
-      queries: (whether it reads the state before the step, the query, further factors of the sum): what is summed over
-        the rows is the query times the state.
+      queries: what is read of the state.
       others: the terms without the state.
     """
 
     variable: int
     axes: Axes
-    queries: tuple[tuple[bool, Term, Term], ...]
+    queries: tuple[Query, ...]
     others: tuple[Term, ...]
+
+    def terms(self) -> list[Term]:
+        """Returns all of its terms."""
+        return [*(term for query in self.queries for term in query.terms()), *self.others]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +118,42 @@ class Correction:
 
 
 @dataclass(frozen=True, slots=True)
+class Update:
+    """What a step, or a part of it, makes of a state: decay times the state, plus keys times values.
+
+    Attributes:
+      decay: terms, which add up to the decay.
+      key: what is added is a product of this and the value.
+      value: terms, which add up to the value; none where nothing is added.
+      over: labels of keys and values that the state lacks, over which their products are summed.
+      correction: what is added of the state itself, along one row; None where nothing is.
+    """
+
+    decay: tuple[Term, ...]
+    key: Term
+    value: tuple[Term, ...]
+    over: Labels = ()
+    correction: Correction | None = None
+
+    def terms(self) -> list[Term]:
+        """Returns all of its terms."""
+        return [*self.decay, self.key, *self.value, *([] if self.correction is None else self.correction.terms())]
+
+    def substeps(self, sizes: Mapping[int, int]) -> int:
+        """Returns how many products it adds one after the other."""
+        return math.prod(sizes[label] for label in self.over)
+
+
+@dataclass(frozen=True, slots=True)
 class MatrixState:
-    """A carried matrix: decay times itself plus keys times values.
+    """A carried matrix, and what a step makes of it.
 
     Attributes:
       carry: its place among what the loop carries.
       axes: the label of each of its dimensions.
       groups, heads, rows, columns: the labels of G, H, N and P.
-      decay: terms, which add up to the decay.
-      key, value: what is added; nothing where both are missing.
+      updates: what a step makes of it, one update after the other.
       readouts: what the step reads of it.
-      correction: what is added of the state itself, along one row; None where nothing is.
     """
 
     carry: int
@@ -105,16 +162,26 @@ class MatrixState:
     heads: Labels
     rows: Labels
     columns: Labels
-    decay: tuple[Term, ...]
-    key: Term
-    value: Term
+    updates: tuple[Update, ...]
     readouts: tuple[Readout, ...]
-    correction: Correction | None = None
 
     @property
     def by_channel(self) -> bool:
         """Whether rows have their own decays."""
-        return any(term.labels & set(self.rows) for term in self.decay)
+        return any(term.labels & set(self.rows) for update in self.updates for term in update.decay)
+
+    @property
+    def is_corrected(self) -> bool:
+        """Whether an update adds to the state what it reads of it."""
+        return any(update.correction is not None for update in self.updates)
+
+    def terms(self) -> list[Term]:
+        """Returns all terms of its updates and readouts."""
+        return [term for own in (*self.updates, *self.readouts) for term in own.terms()]
+
+    def substeps(self, sizes: Mapping[int, int]) -> int:
+        """Returns how many products a step adds to it."""
+        return sum(update.substeps(sizes) for update in self.updates)
 
 
 @dataclass(frozen=True, slots=True)

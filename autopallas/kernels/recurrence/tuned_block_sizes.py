@@ -42,6 +42,8 @@ def conditions(match: Workload) -> Conditions:
     if spec.is_single:
         return Conditions(batch, holds_from=_HOLDS_FROM)
     parts = f"of {spec.states} states, {spec.readouts} readouts, {spec.loops} other loops, {spec.products} apart"
+    if spec.substeps > 1:
+        parts += f", {spec.substeps} products a step"
     return Conditions(batch, parts, float("inf"))
 
 

@@ -23,7 +23,8 @@ from autopallas.patterns.advice import AT_HAND, FIRST_VARIES, LOOP_GRADIENT, STA
 from autopallas.patterns.carry import is_available
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch
 from autopallas.patterns.recurrence.all_steps import check_all_steps
-from autopallas.patterns.recurrence.carries import carries_of, check_delta_rules, matrix_states
+from autopallas.patterns.recurrence.carries import carries_of, check_delta_rules
+from autopallas.patterns.recurrence.matrices import matrix_states
 from autopallas.patterns.recurrence.step import Scan, Step, Written
 from autopallas.patterns.recurrence.transpose import Lead, Pair, constant_atom, is_scalar_literal, program_key
 
@@ -347,7 +348,7 @@ class Assembly:
             return math.prod(sizes[label] for label in labels)
 
         first = self.scan.ends[self.needed[0]].aval.dtype
-        least = {state.carry: 2 if state.correction is not None else _LEAST_COLUMNS for state in states}
+        least = {state.carry: 2 if state.is_corrected else _LEAST_COLUMNS for state in states}
         wide = [state for state in states if extent(state.columns) >= least[state.carry]]
         if not wide:
             place = max(found.affine, key=lambda i: math.prod(self.step.carries[i].aval.shape))
@@ -371,7 +372,8 @@ class Assembly:
             loops=loops,
             state_dtype=self.step.carries[state.carry].aval.dtype,
             result_dtype=first,
-            delta=any(s.correction is not None for s in states),
+            delta=any(s.is_corrected for s in states),
+            substeps=max(s.substeps(sizes) for s in states),
         )
 
     # ------------------------------------------------------------------ the backward
@@ -422,9 +424,5 @@ _LEAST_COLUMNS = 8
 
 
 def _labels_of(state: MatrixState) -> set[int]:
-    terms = [*state.decay, state.key, state.value]
-    terms += [] if state.correction is None else state.correction.terms()
-    terms += [term for readout in state.readouts for _, *own in readout.queries for term in own]
-    terms += [term for readout in state.readouts for term in readout.others]
-    found = {label for term in terms for label in term.labels} | {a for a in state.axes if a is not None}
+    found = {label for term in state.terms() for label in term.labels} | {a for a in state.axes if a is not None}
     return found | {a for readout in state.readouts for a in readout.axes if a is not None}

@@ -6,6 +6,7 @@ a carried value is opaque, with the reason.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -16,6 +17,7 @@ import numpy as np
 from autopallas import jaxprs
 from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph.custom_rules import is_elementwise_call
+from autopallas.kernels.recurrence.structure import MOST_SUBSTEPS
 from autopallas.numerics.casts import rounds, widens
 from autopallas.patterns.recurrence.step import Step
 from autopallas.patterns.recurrence.sums import (
@@ -59,23 +61,32 @@ _LAYOUT = _UNCHANGED | {
 class Interpretation:
     """What the variables of a step are, given which carried values are taken for states.
 
+    Args:
+      step: the step.
+      states: the places of the states.
+      solved: those of the carried values that are known.
+      parts: variables up to which a step makes an update of a state, with its place; the next update begins with them.
+
     Attributes:
       values: the variables.
-      updates: what each state is after the step.
+      updates: what each state is after each update of the step, in terms of what it is before that.
     """
 
-    def __init__(self, step: Step, states: Sequence[int], solved: Sequence[int]):
+    def __init__(
+        self, step: Step, states: Sequence[int], solved: Sequence[int], parts: Mapping[Var, int] | None = None
+    ):
         self.labels = Labels()
         self.identities = step.identities
         self.values: dict[Var, Sum | Opaque] = {}
-        self.updates: dict[int, Sum | Opaque] = {}
+        self.updates: dict[int, list[Sum | Opaque]] = {place: [] for place in states}
+        parts = parts or {}
         for variable in (*step.constants, *step.slices, *(step.carries[i] for i in solved)):
             self.values[variable] = self._own(variable, step.varies.get(variable))
         for variable in step.zeros:
             self.values[variable] = Sum(self.labels.of_shape(variable.aval.shape), (Part(0.0),))
         for place, variable in enumerate(step.carries):
             if place in states:
-                self.values[variable] = self._state(place, variable, after=False)
+                self.values[variable] = self._state(place, variable)
             elif place not in solved:
                 self.values[variable] = Opaque("a carried value that is computed from another one")
         after: dict[Var, list[int]] = {}
@@ -84,20 +95,23 @@ class Interpretation:
             if isinstance(atom, Var):
                 after.setdefault(atom, []).append(place)
             else:
-                self.updates[place] = self._read(atom)
+                self.updates[place].append(self._read(atom))
         for variable in self.values.keys() & after.keys():
-            self.updates.update(dict.fromkeys(after[variable], self.values[variable]))
+            for place in after[variable]:
+                self.updates[place].append(self.values[variable])
         for equation in step.equations:
             self._equation(equation)
             for variable in equation.outvars:
-                for place in after.get(variable, ()):
-                    value = self.updates[place] = self.values[variable]
+                value = self.values[variable]
+                for place in (*after.get(variable, ()), *([parts[variable]] if variable in parts else [])):
+                    self.updates[place].append(value)
                     if isinstance(value, Sum) and not value.is_free:
-                        self.values[variable] = self._state(place, variable, after=True)
+                        self.values[variable] = self._state(place, variable)
 
-    def _state(self, place: int, variable: Var, after: bool) -> Sum:
+    def _state(self, place: int, variable: Var) -> Sum:
+        """Returns a variable as a state after the updates that are known of it."""
         axes = self.labels.of_shape(variable.aval.shape)
-        return Sum(axes, (Part(carried=Carried(place, after, axes)),))
+        return Sum(axes, (Part(carried=Carried(place, len(self.updates[place]), axes)),))
 
     def _own(self, variable: Var, varies: tuple[bool, ...] | None = None) -> Sum:
         """Returns a variable without carried values as its own factor."""
@@ -138,16 +152,13 @@ class Interpretation:
             self.values[equation.outvars[0]] = found
 
     def _free(self, equation: JaxprEqn, variable: Var, read: Sequence[Sum], found: Sum | None) -> Sum:
-        """Returns a value without carried ones: a product of smaller factors as such, a layout of a factor as that
-        factor, sums and products of identity matrices as such, and anything else as itself."""
-        if found is not None and found.has_identity:
+        """Returns a value without carried ones: sums of products of smaller factors as such, a layout of a factor as
+        that factor, sums and products of identity matrices as such, and anything else as itself."""
+        if found is not None and (found.has_identity or found.is_outer):
             return found
         if found is not None and len(found.parts) == 1 and not found.parts[0].summed:
             (part,) = found.parts
             if not part.factors or (len(part.factors) == 1 and equation.primitive.name in _LAYOUT):
-                return found
-            whole = {label for label in found.axes if label is not None} & part.labels()
-            if len(part.factors) > 1 and not any(whole <= set(factor.axes) for factor in part.factors):
                 return found
         varies = found.varies() if found is not None else _varies(equation, variable, read)
         return self._own(variable, varies)
@@ -222,7 +233,7 @@ def _negated(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | N
 
 
 def _added(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | None:
-    if all(value.is_free for value in read) and not any(value.has_identity for value in read):
+    if all(value.is_free and not value.has_identity and not value.is_outer for value in read):
         return None
     first, second = read
     if equation.primitive.name == "sub":
@@ -280,12 +291,12 @@ def _reshaped(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | 
 
 
 def _summed(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | None:
-    if read[0].is_free:
-        return None
     gone = tuple(equation.params["axes"])
+    sizes = [equation.invars[0].aval.shape[d] for d in gone]
+    if read[0].is_free and (not read[0].is_outer or math.prod(sizes) > MOST_SUBSTEPS):
+        return None
     axes = tuple(label for d, label in enumerate(read[0].axes) if d not in gone)
     over = [read[0].axes[d] for d in gone]
-    sizes = [equation.invars[0].aval.shape[d] for d in gone]
     return Sum(axes, tuple(_over(part, over, sizes, labels) for part in read[0].parts))
 
 
@@ -307,8 +318,9 @@ def _contracted(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum 
     if not (a.is_free or b.is_free):
         return None
     free = a.is_free and b.is_free
-    if free and not (a.has_identity or b.has_identity) and any(shapes[0][i] > 1 for i in left):
-        return None  # of columns with rows it is an outer product
+    identities = a.has_identity or b.has_identity
+    if free and not identities and not _is_of_few(shapes, (left, right), (left_batch, right_batch)):
+        return None
     names: dict[int, int] = {}
     merged = list(a.axes)
     for i, j in [*zip(left, right, strict=True), *zip(left_batch, right_batch, strict=True)]:
@@ -323,12 +335,24 @@ def _contracted(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum 
     axes += [label for d, label in enumerate(merged) if d not in (*left, *left_batch)]
     axes += [label for d, label in enumerate(b.axes) if d not in (*right, *right_batch)]
     found = Sum(tuple(axes), tuple(_over(p.times(q), over, sizes, labels) for p in a.parts for q in b.parts))
-    return None if free and any(part.summed for part in found.parts) else found
+    return None if free and identities and any(part.summed for part in found.parts) else found
+
+
+def _is_of_few(shapes: Sequence[Sequence[int]], over: Sequence[Sequence[int]], batch: Sequence[Sequence[int]]) -> bool:
+    """Returns whether a product of matrices is a sum of few outer products, larger than its factors."""
+    count = math.prod(shapes[0][i] for i in over[0])
+    sizes = [
+        math.prod(n for i, n in enumerate(shape) if i not in (*gone, *both))
+        for shape, gone, both in zip(shapes, over, batch, strict=True)
+    ]
+    return count == 1 or (count <= MOST_SUBSTEPS and count < min(sizes))
 
 
 def _selected(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | None:
     which, *cases = read
-    if not which.is_free or (all(case.is_free for case in cases) and not _is_diagonal(which, cases)):
+    if not which.is_free:
+        return None
+    if all(case.is_free and not case.is_outer for case in cases) and not _is_diagonal(which, cases):
         return None
     predicate = equation.invars[0]
     if not isinstance(predicate, Var):

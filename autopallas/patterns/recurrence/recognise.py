@@ -25,6 +25,7 @@ from autopallas.patterns.recurrence.assemble import Analyses, Assembly
 from autopallas.patterns.recurrence.by_slices import by_slices, without_counters
 from autopallas.patterns.recurrence.counted import while_loops
 from autopallas.patterns.recurrence.interpret import RULES
+from autopallas.patterns.recurrence.nested import written_out
 from autopallas.patterns.recurrence.rules import restored
 from autopallas.patterns.recurrence.step import Scan, Step, scans
 from autopallas.patterns.recurrence.transpose import Lead, Pair, Pairing
@@ -77,11 +78,12 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             try:
                 with bounded(graph):
                     step = Step.of(graph, scan)
-                    may_be_affine, gated = _paths_of(step)
+                    whole = written_out(step)
+                    may_be_affine, gated = _paths_of(whole)
                     if gated and not scan.length:
                         raise Mismatch("how often it runs is not known while the program is traced", advice=COUNTED)
                     if scan.length and (may_be_affine or gated):
-                        analyses.check(step)
+                        analyses.check(whole)
                         candidates.append(_Candidate(scan, step, *readers.of(scan, step)))
             except Mismatch as mismatch:
                 if gated:
@@ -300,7 +302,7 @@ class _Finder:
         if not needed:
             raise Mismatch("nothing needs its results", advice=LOOP_GRADIENT)
         lead = pairs[0].lead if pairs else Lead.of(self.graph, scan)
-        assembly = Assembly(self.graph, scan, step, lead, needed, self.nodes, self.programs)
+        assembly = Assembly(self.graph, scan, written_out(step), lead, needed, self.nodes, self.programs)
         return assembly.match(pairs, self.analyses)
 
     def _pairs(self, candidate: _Candidate, needed: Sequence[int]) -> tuple[Step, list[Pair]]:

@@ -58,10 +58,11 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """A carried value before or after the step, under labels; ``rounded`` where it is cast to a narrower type."""
+    """A carried value after some of the step's updates of it, or before all, under labels; ``rounded`` where it is cast
+    to a narrower type."""
 
     place: int
-    after: bool
+    updates: int
     axes: Axes
     rounded: bool = False
 
@@ -142,9 +143,7 @@ class Sum:
 
     def labels(self) -> set[int]:
         found = {label for label in self.axes if label is not None}
-        for part in self.parts:
-            found |= part.labels()
-        return found
+        return found | self.labels_of_parts()
 
     def renamed(self, names: Mapping[int, int]) -> Sum:
         axes = tuple(None if label is None else names.get(label, label) for label in self.axes)
@@ -153,9 +152,24 @@ class Sum:
     def scaled(self, number: float) -> Sum:
         return Sum(self.axes, tuple(replace(part, coefficient=part.coefficient * number) for part in self.parts))
 
+    @property
+    def is_outer(self) -> bool:
+        """Whether each term is a product of factors of which none varies along all dimensions."""
+        whole = {label for label in self.axes if label is not None} & self.labels_of_parts()
+        return all(
+            part.carried is None
+            and whole <= part.labels()
+            and len(part.factors) > 1
+            and not any(whole <= set(factor.axes) for factor in part.factors)
+            for part in self.parts
+        )
+
+    def labels_of_parts(self) -> set[int]:
+        return {label for part in self.parts for label in part.labels()}
+
     def varies(self) -> tuple[bool, ...]:
         """Whether it varies along each dimension."""
-        used = {label for part in self.parts for label in part.labels()}
+        used = self.labels_of_parts()
         return tuple(label is not None and label in used for label in self.axes)
 
     @staticmethod
