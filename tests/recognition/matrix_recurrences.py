@@ -189,20 +189,6 @@ def lower_triangle(q: Array, k: Array, v: Array, rate: Array) -> Array:
 
 
 @refused(q, unit, v, rate, reason="multiplied by a matrix")
-def two_householders(q: Array, k: Array, v: Array, rate: Array) -> Array:
-    """DeltaProduct: two rows in a step."""
-
-    def step(state: Array, own: Any) -> Any:
-        q, k, v, rate = own
-        for row in (k, jnp.roll(k, 1)):
-            state = state @ (jnp.eye(N) - rate * jnp.outer(row, row))
-        state = state + jnp.outer(v, k)
-        return state, state @ q
-
-    return lax.scan(step, zeros(P, N), (q, k, v, rate))[1]
-
-
-@refused(q, unit, v, rate, reason="multiplied by a matrix")
 def householder_that_is_rounded(q: Array, k: Array, v: Array, rate: Array) -> Array:
     def step(state: Array, own: Any) -> Any:
         q, k, v, rate = own

@@ -724,20 +724,6 @@ def rolled(x: Array) -> Array:
     return lax.scan(step, zeros(B, D), x)[1]
 
 
-@refused(q, k, v, reason="multiplied by a matrix")
-def two_corrections(q: Array, k: Array, v: Array) -> Array:
-    """The state is read and written along two rows in a step, one after the other."""
-
-    def step(state: Array, own: Any) -> Any:
-        q, k, v = own
-        for row in (k, q):
-            error = v - jnp.einsum("bhn,bhnp->bhp", row, state)
-            state = state + 0.1 * row[..., None] * error[..., None, :]
-        return state, jnp.einsum("bhn,bhnp->bhp", q, state)
-
-    return lax.scan(step, zeros(B, H, N, P), (q, k, v))[1]
-
-
 @refused(q, k, v, reason="corrected along other axes")
 def corrected_along_columns(q: Array, k: Array, v: Array) -> Array:
     """What is read back runs along the columns, and readouts sum over rows."""

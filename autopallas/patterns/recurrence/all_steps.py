@@ -20,7 +20,8 @@ _ARRAYS = frozenset(
     """argmax argmin bitcast_convert_type broadcast_in_dim complex concatenate conj conv_general_dilated copy copy_p
     cumlogsumexp cummax cummin cumprod cumsum digamma dot_general dynamic_slice dynamic_update_slice expand_dims gather
     imag iota lgamma name optimization_barrier pad real reduce_and reduce_max reduce_min reduce_or reduce_prod
-    reduce_sum reshape rev scatter scatter-add scatter_add select_n slice sort split squeeze top_k transpose""".split()
+    reduce_sum reshape rev scatter scatter-add scatter_add select_n slice sort split squeeze stack tile top_k transpose
+    unstack""".split()
 )
 _HOLDERS = frozenset(
     """jit pjit closed_call core_call remat remat2 checkpoint scan custom_jvp_call custom_vjp_call

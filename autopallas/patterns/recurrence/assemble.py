@@ -91,10 +91,13 @@ class Analyses:
 
     @staticmethod
     def _key(step: Step, key: Hashable) -> Hashable:
-        """Returns the key of a step, of what is known of its constants and of its form."""
+        """Returns the key of a step, of its form, of what is known of its constants, and of what is equal."""
         parts = len(step.constants), len(step.carries)
         known = tuple((v in step.zeros, step.identities.get(v), step.varies.get(v)) for v in step.constants)
-        return key, parts, known
+        first: dict[Hashable, int] = {}
+        variables = [*step.inputs, *(v for e in step.equations for v in e.outvars)]
+        equal = tuple(first.setdefault(step.numbers.get(v, v), i) for i, v in enumerate(variables))
+        return key, parts, known, equal
 
 
 class Assembly:

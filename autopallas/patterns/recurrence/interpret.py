@@ -77,6 +77,9 @@ class Interpretation:
     ):
         self.labels = Labels()
         self.identities = step.identities
+        self._numbers = step.numbers
+        self._same: dict[int, Var] = {}
+        """One variable of each number."""
         self.values: dict[Var, Sum | Opaque] = {}
         self.updates: dict[int, list[Sum | Opaque]] = {place: [] for place in states}
         parts = parts or {}
@@ -115,6 +118,9 @@ class Interpretation:
 
     def _own(self, variable: Var, varies: tuple[bool, ...] | None = None) -> Sum:
         """Returns a variable without carried values as its own factor."""
+        number = self._numbers.get(variable)
+        if number is not None:
+            variable = self._same.setdefault(number, variable)
         diagonal = self.identities.get(variable)
         if diagonal is None:
             return sum_of(self.labels, variable, varies)
