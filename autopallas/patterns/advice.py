@@ -199,6 +199,10 @@ OWN_ROWS = (
     "that other steps write the ones before it, at a fixed distance: y = y.at[i].set(a * y[i - 1] + x[i])."
 )
 COUNTED = "Let the loop run a known number of times: jax.lax.scan, or jax.lax.fori_loop with Python numbers as bounds."
+FEW_STEPS = (
+    "Nothing has to be changed: a loop of few steps costs little. Where its steps are chunks of a sequence, "
+    "let it go through the sequence step by step."
+)
 STEP_ALONE = "Keep in the loop what depends on the state, and compute everything else before it, for all steps at once."
 FIRST_VARIES = (
     "Give the loop a first value that varies as its steps do, such as an argument of the function in the shard_map, or "

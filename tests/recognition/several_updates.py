@@ -120,6 +120,20 @@ def delta_product_in_a_loop(q: Array, keys: Array, values: Array, rates: Array, 
     return lax.scan(step, zeros(H, N, P), (q, keys, values, rates, gate))[1]
 
 
+@found(q, k, v, gate[0], decay="scalar")
+def keys_that_are_averaged(q: Array, k: Array, v: Array, gate: Array) -> Array:
+    """A carried average of the keys, no larger than a key, is computed before the state that it is added to."""
+
+    def step(carried: Any, own: Any) -> Any:
+        state, average = carried
+        q, k, v = own
+        average = nn.sigmoid(gate)[:, None] * average + k
+        state = 0.9 * state + average[..., None] * v[..., None, :]
+        return (state, average), jnp.einsum("hn,hnp->hp", q, state)
+
+    return lax.scan(step, (zeros(H, N, P), zeros(H, N)), (q, k, v))[1]
+
+
 # ---------------------------------------------------------------------- what has no such form
 
 
@@ -159,3 +173,36 @@ def more_corrections_than_are_looked_for(q: Array, keys: Array) -> Array:
         return state + q[..., None], jnp.einsum("hn,hnp->hp", q, state)
 
     return lax.scan(step, zeros(H, N, P), (q, keys))[1]
+
+
+@refused(q, k, v, gate, reason="would take more memory than anything that the loop reads")
+def momentum(q: Array, k: Array, v: Array, gate: Array) -> Array:
+    """Titans: what is added to the state is a matrix that decays itself."""
+
+    def step(carried: Any, own: Any) -> Any:
+        speed, state = carried
+        q, k, v, gate = own
+        speed = nn.sigmoid(gate)[..., None, None] * speed + k[..., None] * v[..., None, :]
+        state = 0.9 * state + speed
+        return (speed, state), jnp.einsum("hn,hnp->hp", q, state)
+
+    return lax.scan(step, (zeros(H, N, P), zeros(H, N, P)), (q, k, v, gate))[1]
+
+
+@refused(q[:8], k[:8], v[:8], reason="it has no more than 8 steps")
+def few_steps(q: Array, k: Array, v: Array) -> Array:
+    def step(state: Array, own: Any) -> Any:
+        q, k, v = own
+        state = 0.9 * state + k[..., None] * v[..., None, :]
+        return state, jnp.einsum("hn,hnp->hp", q, state)
+
+    return lax.scan(step, zeros(H, N, P), (q, k, v))[1]
+
+
+@refused(v[:8])
+def few_steps_of_something_else(x: Array) -> Array:
+    def step(state: Array, x: Array) -> Any:
+        state = 0.9 * jnp.tanh(state) + x
+        return state, state
+
+    return lax.scan(step, zeros(H, P), x)[1]

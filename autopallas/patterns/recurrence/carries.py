@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -67,24 +68,35 @@ def carries_of(step: Step) -> Carries:
             )
         found = interpreted(step, states, [value.carry for value in known])
         opaque = {p: u.reason for p in states for u in found.updates[p] if isinstance(u, Opaque)}
-        if not opaque:
-            break
         reasons |= opaque
-        nonlinear.update(opaque)
-    waiting = [place for place in left if place not in states]
-    if any(_is_written(step, place) for place in waiting):
-        raise Mismatch(_INDEXED, advice=OWN_ROWS)
-    if waiting:
-        raise Mismatch("a carried value is computed from another one that depends on itself", advice=STATE)
+        waiting = [place for place in left if place not in states]
+        if not opaque and not waiting:
+            break
+        if not opaque and any(_is_written(step, place) for place in waiting):
+            raise Mismatch(_INDEXED, advice=OWN_ROWS)
+        if not opaque and not any(depends[place] >> place & 1 for place in waiting):
+            raise Mismatch(_WAITING, advice=STATE)
+        read = {p for p in states if any(depends[place] >> p & 1 for place in waiting)}
+        if not opaque and not (read and all(_is_small(step, place) for place in read)):
+            raise Mismatch(f"{_WAITING}, {_LARGE}", advice=STATE)
+        nonlinear.update(opaque or read)
     for place in states:
         check_updates(found, place)
     return Carries(states, known, last, found, reasons)
 
 
+_WAITING = "a carried value is computed from another one that depends on itself"
+_LARGE = "whose values in all steps would take more memory than anything that the loop reads"
 _INDEXED = (
     "an array that it carries is not written by whole rows, in each step its own, which others read a fixed number of "
     "steps later or not at all"
 )
+
+
+def _is_small(step: Step, place: int) -> bool:
+    """Returns whether the values of a carried value in all steps take no more memory than something that is sliced."""
+    sliced = [math.prod(variable.aval.shape) for variable in step.slices]
+    return math.prod(step.carries[place].aval.shape) <= max(sliced, default=0)
 
 
 def _is_written(step: Step, place: int) -> bool:

@@ -19,7 +19,7 @@ from autopallas.graph.edit import surviving
 from autopallas.graph.indexed_arrays import READS, WRITES
 from autopallas.graph.known_integers import KnownIntegers
 from autopallas.kernels.recurrence.operation import OPERATION
-from autopallas.patterns.advice import COUNTED, LOOP_GRADIENT
+from autopallas.patterns.advice import COUNTED, FEW_STEPS, LOOP_GRADIENT
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
 from autopallas.patterns.recurrence.assemble import Analyses, Assembly
 from autopallas.patterns.recurrence.by_slices import by_slices, without_counters
@@ -32,8 +32,10 @@ from autopallas.patterns.recurrence.transpose import Lead, Pair, Pairing
 
 __all__ = ["find"]
 
-_SHORTEST = 16
+_FEWEST = 4
 """Smallest number of steps of a loop that is looked at."""
+_SHORTEST = 16
+"""Smallest number of steps of a loop that is a site; of a shorter one is said that it is a recurrence."""
 
 
 @dataclass(eq=False, slots=True)
@@ -75,6 +77,9 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     for scan in forwards:
         with contained(jaxprs.location(scan.equation)):
             gated = False
+            if 0 < scan.length < _SHORTEST:
+                misses += _few_steps(graph, scan, analyses)
+                continue
             try:
                 with bounded(graph):
                     step = Step.of(graph, scan)
@@ -117,7 +122,7 @@ def _divided(graph: Graph, integers: KnownIntegers) -> tuple[list[Scan], list[Sc
     for scan in (*scans(graph), *while_loops(graph, integers)):
         if scan.is_backward:
             backwards.append(scan)
-        elif _is_long(scan) and any(map(_is_floating, scan.carries)):
+        elif _is_looked_at(scan) and any(map(_is_floating, scan.carries)):
             if not any(0 in v.aval.shape for v in scan.inputs):  # an empty batch
                 forwards.append(scan)
     return forwards, backwards
@@ -130,10 +135,25 @@ def _form(graph: Graph, scan: Scan, integers: KnownIntegers) -> Scan:
     return scan
 
 
-def _is_long(scan: Scan) -> bool:
-    """Returns whether a loop is looked at: it has many steps, or counts and indexes but may stop at any of them."""
+def _few_steps(graph: Graph, scan: Scan, analyses: Analyses) -> list[NearMiss]:
+    """Returns that a loop is too short, if it is a recurrence."""
+    try:
+        with bounded(graph):
+            step = written_out(Step.of(graph, scan))
+            may_be_affine, gated = _paths_of(step)
+            if may_be_affine and gated:
+                analyses.check(step)
+                reason = f"it has no more than {scan.length} steps, and loops are replaced from {_SHORTEST} steps on"
+                return [_miss(graph, scan, Mismatch(reason, advice=FEW_STEPS))]
+    except Mismatch:
+        pass
+    return []
+
+
+def _is_looked_at(scan: Scan) -> bool:
+    """Returns whether a loop is looked at: it has several steps, or counts and indexes but may stop at any of them."""
     if scan.length:
-        return scan.length >= _SHORTEST
+        return scan.length >= _FEWEST
     return any(e.primitive.name in READS for e in scan.body.equations)
 
 
