@@ -25,7 +25,7 @@ from autopallas import compat, jaxprs
 from autopallas.compat import Dtype, JaxprEqn, Literal, Params, ShapedArray, Var
 from autopallas.graph.custom_rules import called_program, is_elementwise_call, same_rule
 from autopallas.graph.equal_loops import Loop, Loops, loops
-from autopallas.graph.flatten import Body, Child, may_hold_bodies
+from autopallas.graph.flatten import Body, Child, flatten, may_hold_bodies
 from autopallas.graph.keys import (
     branch_key,
     chosen_key,
@@ -295,6 +295,10 @@ class Graph:
         key = None if compat.has_side_effects(equation) else self.key_here(equation, operands, frame)
         if key is not None and (known := self._known(key, equation)) is not None:
             return known
+        if body.transposed and is_elementwise_call(equation):
+            computed = self._computed(equation, operands, frame)
+            if computed is not None:
+                return computed
         first = len(self.avals)
         self.avals += [v.aval for v in equation.outvars]
         outputs = tuple(range(first, len(self.avals)))
@@ -302,6 +306,18 @@ class Graph:
             self._table.setdefault(key, outputs)
         self._node(equation, tuple(operands), outputs, body)
         return outputs
+
+    def _computed(self, call: JaxprEqn, operands: list[int], frame: tuple[int, ...]) -> list[int] | None:
+        """Returns the number of what a function with its own derivative computes, where a forward has that in the place
+        of the call, as some versions of JAX do, and a checkpoint's recomputation has the call.
+
+        One operation, such as the ``max(x, 0)`` of a ``relu``, stands for other functions too.
+        """
+        body = flatten(call.params["call_jaxpr"])
+        if len(body.equations) < 2:
+            return None
+        results = [number for number in self._loops.follow(body, operands, frame) if number is not None]
+        return results if len(results) == 1 else None
 
     def _same(self, equation: JaxprEqn, operands: list[int]) -> list[int] | None:
         """Returns the numbers of an equation's results if these are known values: its operands, a scalar that was made

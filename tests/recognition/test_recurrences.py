@@ -355,6 +355,32 @@ def test_an_activation_of_a_constant_in_the_step_is_differentiated_with_it():
     assert [(site.direction, site.verdict) for site in outcome.report.sites] == [("forward+backward", "applied")]
 
 
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("inside", [False, True], ids=["before", "inside"])
+def test_an_activation_before_the_loop_or_inside_is_followed_in_layers(inside, checkpointed):
+    """Of gates that data and a parameter decide.  In layers some versions of JAX write out what softplus computes, and
+    move what is the same in all steps out of the loop; a checkpoint computes it again by a call."""
+
+    def run(x, weights, rates):
+        gates, softened = jax.nn.log_sigmoid(x @ weights), jax.nn.softplus(rates)
+
+        def step(h, own):
+            x, gate = own
+            h = jnp.exp(gate * (jax.nn.softplus(rates) if inside else softened)) * h + x
+            return h, h
+
+        return jax.lax.scan(step, jnp.zeros(x.shape[1:]), (x, gates))[1]
+
+    def layers(x, weights, rates):
+        layer = lambda x, own: (x + 0.1 * run(x, *own), None)  # noqa: E731
+        return jax.lax.scan(jax.checkpoint(layer) if checkpointed else layer, x, (weights, rates))[0]
+
+    arguments = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((T, 8), (2, 8, 8), (2, 8)))]
+    outcome = compare(with_gradients(layers, arguments), arguments, gradients=False, **ONLY)
+    assert outcome.complaints == []
+    assert [site.direction for site in outcome.report.sites] == ["forward+backward"]
+
+
 def test_a_product_of_matrices_that_are_not_narrow_is_not_taken_for_outer_products():
     def run(k, v, q):
         def step(state, own):

@@ -23,6 +23,8 @@ from autopallas.graph.custom_rules import is_elementwise_call, rule_key
 from autopallas.graph.extract import closed, copied
 from autopallas.graph.keys import literal_key
 from autopallas.graph.loop_slices import is_zero
+from autopallas.patterns.inlined_softplus import inlined_softplus
+from autopallas.patterns.recurrence.rules import restored
 from autopallas.patterns.recurrence.step import Scan, Step
 
 __all__ = ["Lead", "Pair", "Pairing", "program_key"]
@@ -463,6 +465,7 @@ class Pairing:
         sources = [Var(self.graph.avals[number]) for number in lead.sources]
         variables = dict(zip(lead.sources, sources, strict=True))
         before = copied(self.graph, lead.nodes, variables)
+        before = restored(self.graph, before) or before
         outer = self.graph.numbers[scan.outer]
         given: dict[Var, JaxprAtom] = {}
         for variable, atom in zip(step.constants, scan.given, strict=False):
@@ -519,13 +522,31 @@ class Pairing:
             if node is None or len(node.outputs) != 1 or not _is_plain(node.equation):
                 sources[source] = None
                 continue
-            added[source] = node
-            sources.update((n, None) for n in node.inputs if n not in self.graph.literals)
+            nodes = self._activation(node) or [node]
+            own = {n.outputs[0]: n for n in nodes}
+            added |= own
+            read = (n for node in nodes for n in node.inputs if n not in self.graph.literals and n not in own)
+            sources.update(dict.fromkeys(read))
         if not added:
             return None
         every = {node.outputs[0]: node for node in lead.nodes} | added
         left = tuple(n for n in sources if n not in every)
         return Lead(left, tuple(every[number] for number in sorted(every)))
+
+    def _activation(self, last: Node) -> list[Node]:
+        """Returns the nodes that stand for a call of ``jax.nn.softplus``, of which one is the last; none if it is no
+        such call."""
+        found = inlined_softplus(self.graph, last)
+        nodes: dict[int, Node] = {}
+        todo = [] if found is None else [last.outputs[0]]
+        while todo:
+            number = todo.pop()
+            node = self.graph.definitions.get(number)
+            if node is not None and number not in nodes and found is not None and number not in found[1]:
+                nodes[number] = node
+                todo += node.inputs
+        plain = all(len(node.outputs) == 1 and _is_plain(node.equation) for node in nodes.values())
+        return [*nodes.values()] if plain else []
 
 
 def _derivative(inputs: Sequence[Var], equations: Sequence[JaxprEqn], roots: Sequence[JaxprAtom]) -> Body:
