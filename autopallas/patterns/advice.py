@@ -193,6 +193,10 @@ STATE = (
     "Write a step's state as decay * state + key[:, None] * value[None, :], in one type of at least 32 bits, with a "
     "decay that does not read the state and is the same along its columns."
 )
+TRANSITIONS = (
+    "Where the matrix is an identity or a diagonal and outer products, write these in the step: state - rate * "
+    "key[:, None] * (key @ state)[None, :]. What it consists of is not looked for before the loop."
+)
 READOUT = "Read the state by one sum over all its rows, query @ state, and compute the rest from the result."
 OWN_ROWS = (
     "Write one whole row in each step, at a position that follows from the number of the step alone, and read of those "

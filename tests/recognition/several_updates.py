@@ -206,3 +206,16 @@ def few_steps_of_something_else(x: Array) -> Array:
         return state, state
 
     return lax.scan(step, zeros(H, P), x)[1]
+
+
+@refused(q[:, 0], units[:, 0, 0], v[:, 0], reason="which is computed before the loop")
+def transitions_before_the_loop(q: Array, k: Array, v: Array) -> Array:
+    """The matrices of the delta rule are made for all steps, before the loop."""
+    transitions = jnp.eye(N) - 0.5 * k[:, :, None] * k[:, None, :]
+
+    def step(state: Array, own: Any) -> Any:
+        transition, q, k, v = own
+        state = transition @ state + jnp.outer(k, v)
+        return state, q @ state
+
+    return lax.scan(step, zeros(N, P), (transitions, q, k, v))[1]

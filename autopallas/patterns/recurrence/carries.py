@@ -81,7 +81,7 @@ def carries_of(step: Step) -> Carries:
             raise Mismatch(f"{_WAITING}, {_LARGE}", advice=STATE)
         nonlinear.update(opaque or read)
     for place in states:
-        check_updates(found, place)
+        check_updates(step, found, place)
     return Carries(states, known, last, found, reasons)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autopallas.compat import Var
-from autopallas.patterns.advice import STATE
+from autopallas.patterns.advice import STATE, TRANSITIONS
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.recurrence.interpret import Interpretation, Opaque
 from autopallas.patterns.recurrence.step import Step
@@ -116,7 +116,7 @@ def _is_update(value: Sum | Opaque, place: int, updates: int) -> bool:
     return any(part.carried is not None for part in value.parts)
 
 
-def check_updates(found: Interpretation, place: int) -> None:
+def check_updates(step: Step, found: Interpretation, place: int) -> None:
     """Checks that each element of a state is multiplied by a factor of its own, beside what a delta rule adds.
 
     Raises:
@@ -124,7 +124,13 @@ def check_updates(found: Interpretation, place: int) -> None:
     """
     for updates, value in enumerate(found.updates[place]):
         assert isinstance(value, Sum)
-        _check(value, place, updates)
+        try:
+            _check(value, place, updates)
+        except _ByAMatrix as mismatch:
+            matrices = [f.variable for f in mismatch.part.factors if not mismatch.part.summed.isdisjoint(f.axes)]
+            if not {*step.slices}.isdisjoint(matrices):
+                raise Mismatch(f"{_BY_A_MATRIX}, which is computed before the loop", advice=TRANSITIONS) from None
+            raise
 
 
 def _check(value: Sum, place: int, updates: int) -> None:
@@ -138,12 +144,20 @@ def _check(value: Sum, place: int, updates: int) -> None:
         if part.summed and _is_correction(value, part):
             continue
         if {label for label in part.carried.axes if label is not None} & part.summed:
-            raise Mismatch(_BY_A_MATRIX, advice=STATE)
+            raise _ByAMatrix(part)
         if part.carried.axes != value.axes:
             raise Mismatch("the axes of the state change places from step to step", advice=STATE)
 
 
 _BY_A_MATRIX = "the state is multiplied by a matrix from step to step"
+
+
+class _ByAMatrix(Mismatch):
+    """A term of an update that multiplies the state by a matrix."""
+
+    def __init__(self, part: Part):
+        super().__init__(_BY_A_MATRIX, advice=STATE)
+        self.part = part
 
 
 def _is_correction(value: Sum, part: Part) -> bool:
