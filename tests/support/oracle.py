@@ -95,7 +95,7 @@ def _convert(equation: Any, x: Any) -> Any:
 
 
 def _division(a: Any, b: Any) -> Any:
-    return a / b if a.dtype.kind == "f" else np.trunc(a / b).astype(a.dtype)
+    return a / b if a.dtype.kind in "fc" else np.trunc(a / b).astype(a.dtype)
 
 
 def _broadcast(equation: Any, x: Any, *_: Any) -> Any:
