@@ -177,7 +177,7 @@ class MatrixState:
 
     def terms(self) -> list[Term]:
         """Returns all terms of its updates and readouts."""
-        return [term for own in (*self.updates, *self.readouts) for term in own.terms()]
+        return [t for own in self.updates for t in own.terms()] + [t for own in self.readouts for t in own.terms()]
 
     def substeps(self, sizes: Mapping[int, int]) -> int:
         """Returns how many products a step adds to it."""

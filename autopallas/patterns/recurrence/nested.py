@@ -54,7 +54,7 @@ def _is_short(equation: JaxprEqn) -> bool:
     if equation.primitive.name != "scan" or not 0 < equation.params["length"] <= _MOST_STEPS:
         return False
     body, _ = jaxprs.open_jaxpr(jaxprs.bodies(equation)[0][2])
-    return equation.params["length"] * len(body.eqns) <= _MOST_EQUATIONS
+    return int(equation.params["length"]) * len(body.eqns) <= _MOST_EQUATIONS
 
 
 def _run(equation: JaxprEqn) -> ArrayFunction:
