@@ -281,7 +281,7 @@ def advanced(chunk: Chunk, state: Array, operands: Operands) -> Array:
 
 def stepped(chunk: Chunk, before: bool, state: Array, operands: Operands) -> tuple[Array, Array]:
     """Returns (the state after a chunk, y [G, H, C, P])."""
-    y = _einsum("ghts,ghsp->ghtp", chunk.scores(before, operands.query, operands.key), operands.value)
+    y = _einsum("...ts,...sp->...tp", chunk.scores(before, operands.query, operands.key), operands.value)
     return advanced(chunk, state, operands), y + chunk.entering(before, operands.query, state)
 
 

@@ -1,0 +1,67 @@
+"""Recurrences for Mosaic TPU: the loop over chunks is the grid of one kernel, and states stay in VMEM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+
+from autopallas.kernels.recurrence import directions
+from autopallas.kernels.recurrence.block_sizes import BlockSizes
+from autopallas.kernels.recurrence.spec import RecurrenceSpec
+from autopallas.kernels.recurrence.tpu_kernels import by_kernels, heads_of_block
+from autopallas.kernels.tpu import generation, reason_against
+from autopallas.numerics.classes import Numerics
+from autopallas.sites.device import Device
+from autopallas.sites.operation import Supported, Unsupported
+
+if TYPE_CHECKING:
+    from autopallas.kernels.recurrence.site import RecurrenceSite
+
+__all__ = ["NUMERICS", "backward", "candidates", "forward", "supports"]
+
+NUMERICS: Numerics = "tolerance"
+"""How its results relate to the original's."""
+
+_CHUNKS = (128, 64, 256)
+
+
+def supports(spec: RecurrenceSpec, device: Device) -> Supported | Unsupported:
+    """Matrix states with one decay for each head, in float32, of which one fits into the vector memory."""
+    if (answer := reason_against(device, (), (spec.state_dtype, spec.result_dtype))) is not None:
+        return answer
+    if not spec.is_matrix:
+        return Unsupported("its state is no matrix, so that no products compute several steps")
+    if spec.delta:
+        return Unsupported("it has no kernel for the delta rule")
+    if spec.decay != "scalar":
+        return Unsupported("it has no kernel for decays of rows")
+    if spec.accumulation_dtype.name != "float32":
+        return Unsupported(f"TPUs do not compute in {spec.accumulation_dtype}")
+    if not heads_of_block(1, min(_CHUNKS), spec.rows, spec.columns, generation(device).budget):
+        return Unsupported(f"a state of {spec.rows} x {spec.columns} and its chunks do not fit into the vector memory")
+    return Supported()
+
+
+def candidates(spec: RecurrenceSpec, device: Device) -> tuple[BlockSizes, ...]:
+    """Returns what a search should try, best guess first."""
+    budget = generation(device).budget
+    fitting = [size for size in _CHUNKS if heads_of_block(1, size, spec.rows, spec.columns, budget)]
+    return tuple(dict.fromkeys(BlockSizes("chunked", "chunked", size).fitted(spec) for size in fitting))
+
+
+def forward(site: RecurrenceSite, block_sizes: BlockSizes, operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the last carried values and the stacked results."""
+    return directions.forward(by_kernels, site, block_sizes, operands)
+
+
+def backward(
+    site: RecurrenceSite,
+    block_sizes: BlockSizes,
+    operands: Sequence[jax.Array],
+    cotangents: Sequence[jax.Array],
+    active: Sequence[int],
+) -> tuple[jax.Array, ...]:
+    """Returns the cotangents of the operands at the positions ``active``."""
+    return directions.backward(by_kernels, site, block_sizes, operands, cotangents, active)
