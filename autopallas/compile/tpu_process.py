@@ -24,6 +24,9 @@ _CYCLES = re.compile(r'"bundle_analysis_data":\{"estimated_cycles":"(\d+)"')
 _KERNEL_BYTES = re.compile(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _BODY = re.compile(r"\bbody=%?([\w.\-]+)")
+_CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
+_NUMBER = re.compile(r" constant\((-?\d+)\)")
+_INDEX = re.compile(r"\bindex=(\d+)")
 _CALLED = re.compile(r"\b(?:to_apply|true_computation|false_computation|called_computations=\{?)=?%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Ran out of memory", "exceeded scoped vmem limit")
@@ -90,13 +93,63 @@ class Module:
             yield runs, body, instruction
             if kind == "while" and (inner := _BODY.search(line)):
                 trips = _TRIPS.search(line)
-                yield from self._run(inner[1], runs * (int(trips[1]) if trips else 1), depth + 1)
+                count = int(trips[1]) if trips else self._counted(body, instruction, inner[1])
+                yield from self._run(inner[1], runs * count, depth + 1)
             elif kind == "conditional" and (branches := _BRANCHES.search(line)):
                 for branch in branches[1].split(","):
                     yield from self._run(branch.strip().lstrip("%"), runs, depth + 1)
             elif kind in ("call", "conditional"):
                 for called in _CALLED.findall(line):
                     yield from self._run(called, runs, depth + 1)
+
+    def _counted(self, around: dict[str, Instruction], loop: Instruction, body: str) -> int:
+        """Returns how often a loop runs that counts up to a constant in steps of one; 1 where it is not seen to.
+
+        The compiler does not state it of every loop.
+        """
+        condition = _CONDITION.search(loop[4])
+        inside, within = self._bodies.get(body, {}), self._bodies.get(condition[1], {}) if condition else {}
+        compared, stepped = _root(within), _root(inside)
+        given = around.get(_names(loop)[0]) if _names(loop) else None
+        if compared is None or stepped is None or given is None or "direction=LT" not in compared[4]:
+            return 1
+        counter, limit = (_source(within, name) for name in _names(compared))
+        place = _INDEX.search(counter[4]) if counter is not None and counter[2] == "get-tuple-element" else None
+        if place is None or given[2] != "tuple" or stepped[2] != "tuple":
+            return 1
+        first = _source(around, _names(given)[int(place[1])])
+        after = _source(inside, _names(stepped)[int(place[1])])
+        added = [] if after is None or after[2] != "add" else [_source(inside, name) for name in _names(after)]
+        is_next = any(_number(x) == 1 for x in added) and any(
+            x is not None and x[2] == "get-tuple-element" and _INDEX.findall(x[4])[:1] == [place[1]] for x in added
+        )
+        start, end = _number(first), _number(limit)
+        return max(end - start, 1) if is_next and start is not None and end is not None else 1
+
+
+def _root(body: dict[str, Instruction]) -> Instruction | None:
+    """Returns what a computation returns."""
+    return next((x for x in body.values() if x[4].lstrip().startswith("ROOT ")), None)
+
+
+def _names(instruction: Instruction) -> list[str]:
+    return _OPERAND.findall(instruction[3])
+
+
+def _source(body: dict[str, Instruction], name: str) -> Instruction | None:
+    """Returns what makes a value, behind copies of it."""
+    found = body.get(name)
+    for _ in range(8):
+        if found is None or found[2] != "copy" or not _names(found):
+            break
+        found = body.get(_names(found)[0])
+    return found
+
+
+def _number(instruction: Instruction | None) -> int | None:
+    """Returns the value of a whole number that is a constant."""
+    found = None if instruction is None else _NUMBER.search(instruction[4])
+    return int(found[1]) if found else None
 
 
 def _sizes(types: str) -> list[tuple[int, bool]]:

@@ -153,6 +153,58 @@ def test_what_loops_run_is_counted_as_often():
     assert done.estimated_seconds == pytest.approx(1e-6), "the memory is slower than 1207 cycles"
 
 
+COUNTED = """HloModule jit_f, is_scheduled=true
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %one = s32[]{:T(128)} constant(1)
+  %p = (s32[]{:T(128)}, f32[8]{0}) parameter(0)
+  %counter = s32[]{:T(128)} get-tuple-element(%p), index=0
+  %copy.1 = s32[]{:T(128)S(6)} copy(%counter)
+  %next = s32[]{:T(128)} add(%copy.1, %one)
+  %array = f32[8]{0} get-tuple-element(%p), index=1
+  %kernel.1 = f32[8]{0:T(128)} custom-call(%array), custom_call_target="tpu_custom_call", backend_config={"bundle_analysis_data":{"estimated_cycles":"100","flops":"0"}}
+  ROOT %tuple.1 = (s32[]{:T(128)}, f32[8]{0}) tuple(%next, %kernel.1)
+}
+
+%cond (q: (s32[], f32[8])) -> pred[] {
+  %most = s32[]{:T(128)} constant(256)
+  %q = (s32[]{:T(128)}, f32[8]{0}) parameter(0)
+  %counter.1 = s32[]{:T(128)} get-tuple-element(%q), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%counter.1, %most), direction=LT
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %zero = s32[]{:T(128)} constant(0)
+  %x = f32[8]{0} parameter(0)
+  %start = s32[]{:T(128)} copy(%zero)
+  %tuple.2 = (s32[]{:T(128)}, f32[8]{0}) tuple(%start, %x)
+  %while.1 = (s32[]{:T(128)}, f32[8]{0}) while(%tuple.2), condition=%cond, body=%body
+  ROOT %found = f32[8]{0} get-tuple-element(%while.1), index=1
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    "changed, runs",
+    [
+        ({}, 256),
+        ({"%zero = s32[]{:T(128)} constant(0)": "%zero = s32[]{:T(128)} constant(6)"}, 250),
+        ({"%one = s32[]{:T(128)} constant(1)": "%one = s32[]{:T(128)} constant(2)"}, 1),
+        ({"add(%copy.1, %one)": "add(%copy.1, %copy.1)"}, 1),
+        ({"direction=LT": "direction=NE"}, 1),
+        ({"%most = s32[]{:T(128)} constant(256)": "%most = s32[]{:T(128)} get-tuple-element(%q), index=1"}, 1),
+        ({"copy(%zero)": "copy(%x)"}, 1),
+        ({"condition=%cond": "condition=%other"}, 1),
+    ],
+)
+def test_a_loop_that_counts_to_a_constant_is_counted_where_the_compiler_does_not_say(changed, runs):
+    text = COUNTED
+    for old, new in changed.items():
+        assert old in text
+        text = text.replace(old, new)
+    assert [(o["name"], o["runs"]) for o in Module(text).operations()] == [("kernel.1", runs)]
+
+
 TRAFFIC = """HloModule jit_f, is_scheduled=true
 
 %fused (p: f32[8,128]) -> f32[8,128] {

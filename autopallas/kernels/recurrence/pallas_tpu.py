@@ -19,7 +19,7 @@ from autopallas.sites.operation import Supported, Unsupported
 if TYPE_CHECKING:
     from autopallas.kernels.recurrence.site import RecurrenceSite
 
-__all__ = ["NUMERICS", "backward", "candidates", "forward", "supports"]
+__all__ = ["NUMERICS", "backward", "candidates", "default_block_sizes", "forward", "supports"]
 
 NUMERICS: Numerics = "tolerance"
 """How its results relate to the original's."""
@@ -49,6 +49,13 @@ def candidates(spec: RecurrenceSpec, device: Device) -> tuple[BlockSizes, ...]:
     budget = generation(device).budget
     fitting = [size for size in _CHUNKS if heads_of_block(1, size, spec.rows, spec.columns, budget)]
     return tuple(dict.fromkeys(BlockSizes("chunked", "chunked", size).fitted(spec) for size in fitting))
+
+
+def default_block_sizes(spec: RecurrenceSpec, device: Device, known: BlockSizes | None) -> BlockSizes:
+    """Returns those of a row where they fit into the vector memory, and else the best guess."""
+    offered = candidates(spec, device)
+    wanted = None if known is None else known.fitted(spec)
+    return wanted if wanted in offered or not offered else offered[0]
 
 
 def forward(site: RecurrenceSite, block_sizes: BlockSizes, operands: Sequence[jax.Array]) -> list[jax.Array]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -297,9 +297,7 @@ def _backward_kernel(
     """One chunk, the last one first: the cotangents of what it is computed from, and at the first that of the state."""
     _begin(dstate_ref, dlast_ref)
     for head, (chunk, own) in enumerate(_heads(given)):
-        _, pull = jax.vjp(
-            lambda state, chunk, own: stepped(chunk, before, state, own), states_ref[head], chunk, own
-        )
+        _, pull = jax.vjp(lambda state, chunk, own: stepped(chunk, before, state, own), states_ref[head], chunk, own)
         dstate_ref[head], dchunk, found = pull((dstate_ref[head], dy_ref[head]))
         ddecay_ref[head : head + 1] = cotangent_of_decays(chunk, dchunk)
         dvalue_ref[head] = found.value
@@ -325,8 +323,8 @@ def _end(last_ref: Ref, state_ref: Ref) -> None:
     last_ref[...] = state_ref[...]
 
 
-def _heads(given: _Arrays) -> list[tuple[HeadChunk, Operands]]:
-    """Returns the products of decays and the operands of each head of a block."""
+def _heads(given: _Arrays) -> Iterator[tuple[HeadChunk, Operands]]:
+    """Yields the products of decays and the operands of each head of a block."""
     chunks = head_chunks(given.decay[...], None if given.excess is None else given.excess[...])
     keys = given.key.shape[0]
 
@@ -334,4 +332,5 @@ def _heads(given: _Arrays) -> list[tuple[HeadChunk, Operands]]:
         key = given.key[head % keys]
         return Operands(key, given.value[head], key if given.query is None else given.query[head % keys])
 
-    return [(chunk, of(head)) for head, chunk in enumerate(chunks)]
+    for head, chunk in enumerate(chunks):
+        yield chunk, of(head)

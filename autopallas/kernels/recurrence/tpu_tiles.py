@@ -6,7 +6,7 @@ Letters: C steps of a chunk, K heads of a block, N rows and P columns of a state
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -74,8 +74,8 @@ class HeadChunk(NamedTuple):
         return product(key, self.to_end * value, (0, 0))
 
 
-def head_chunks(decay: Array, excess: Array | None) -> list[HeadChunk]:
-    """Returns the products of decays of each of K heads.
+def head_chunks(decay: Array, excess: Array | None) -> Iterator[HeadChunk]:
+    """Yields the products of decays of each of K heads, so that those of one are held at a time.
 
     Steps in the first and in the second half of one block of 2, 4, 8, ... steps are joined by the product to its middle
     and the one from there: see :func:`~.products.halved_products`, which is the same for rows of a state.
@@ -99,12 +99,10 @@ def head_chunks(decay: Array, excess: Array | None) -> list[HeadChunk]:
         total = times(*total, factor, further)
     rows = [*levels, decay, before[0], after[0], total[0]]
     columns = jnp.swapaxes(jnp.concatenate(rows, 0), 0, 1)
-    found = []
     for head in range(heads):
         own = [columns[:, i * heads + head : i * heads + head + 1] for i in range(len(rows))]
         between = _joined([level[head : head + 1] for level in levels], own[: len(levels)])
-        found.append(HeadChunk(between, *own[len(levels) : -1], own[-1][:1]))
-    return found
+        yield HeadChunk(between, *own[len(levels) : -1], own[-1][:1])
 
 
 def _joined(first: Sequence[Array], second: Sequence[Array]) -> Array:
@@ -122,7 +120,7 @@ def cotangent_of_decays(own: HeadChunk, cotangent: HeadChunk) -> Array:
 
     A segment that holds step r is the one up to r, times the decay of r, times the one after r.
     """
-    between, _, from_start, to_end, total = own
+    between, _, from_start, to_end, _ = own
     dbetween, ddecay, dfrom_start, dto_end, dtotal = cotangent
     t, s = _places(between.shape[0])
     is_same = t == s

@@ -69,12 +69,12 @@ def errors(given, true):
     ]
 
 
-def check(given: Recurrence, chunk: int, before: bool) -> None:
+def check(given: Recurrence, chunk: int, before: bool, of_chunks=by_scans) -> None:
     steps, groups, heads, columns = given.value.shape
     random = np.random.default_rng(1)
     shapes = ((steps, groups, heads, columns), given.initial.shape)
     weights = [jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in shapes]
-    ours = with_gradients(lambda x: chunked(x, chunk, before, by_scans), given, weights)
+    ours = with_gradients(lambda x: chunked(x, chunk, before, of_chunks), given, weights)
     theirs = with_gradients(lambda x: loop(x, before), given, weights)
     with jax.enable_x64(True):
         wide = Recurrence(*(None if x is None else jnp.asarray(np.asarray(x, np.float64)) for x in given))
