@@ -116,13 +116,12 @@ def direct(case: Case) -> ArrayFunction | None:
 
 
 def table_grid(platform: str = "cpu") -> tuple[Case, ...]:
-    """Returns a case for each row of the tuned table; none for other platforms than CPUs."""
-    if platform != "cpu":
-        return ()
+    """Returns a case for each row of the tuned table; none for GPUs."""
+    variants, sizes = {"cpu": (tuple(ORIGINALS), (32, 64)), "tpu": (tuple(ORIGINALS), (64,))}.get(platform, ((), ()))
     return tuple(
         Case(OPERATION.name, direction, "float32", variant, (("T", steps), ("B", 1), ("H", 8), ("N", n), ("P", n)))
         for direction in DIRECTIONS
-        for variant in ORIGINALS
+        for variant in variants
         for steps in (512, 2048)
-        for n in (32, 64)
+        for n in sizes
     )

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.kernels.recurrence.chunk_kinds import Chunk, Decays, Kind, Operands, differentiated
-from autopallas.kernels.recurrence.products import pairs
+from autopallas.kernels.recurrence.products import pairs_of
 
-__all__ = ["Corrected"]
+__all__ = ["Corrected", "corrected_advance", "corrected_step"]
 
 Array: TypeAlias = jax.Array
 
@@ -33,26 +33,34 @@ class Corrected(NamedTuple):
         return self.kind.prepared(decay, excess)
 
     def advance(self, state: Array, decays: Decays, operands: Operands) -> Array:
-        chunk = self.kind.chunk(decays)
-        found = chunk.passed(state)
-        for key, value in _written(chunk, state, operands):
-            found += chunk.added(key, value)
-        return found
+        return corrected_advance(self.kind.chunk(decays), state, operands)
 
     def step(self, before: bool, state: Array, own: tuple[Decays, Operands]) -> tuple[Array, Array]:
-        decays, operands = own
-        chunk, query = self.kind.chunk(decays), operands.query
-        after, y = chunk.passed(state), chunk.entering(before, query, state)
-        for key, value in _written(chunk, state, operands):
-            after += chunk.added(key, value)
-            y += _product(chunk.scores(before, query, key), value)
-        return after, y
+        return corrected_step(self.kind.chunk(own[0]), before, state, own[1])
 
     def step_transposed(
         self, before: bool, dstate: Array, decays: Decays, operands: Operands, state: Array, dy: Array
     ) -> tuple[Array, tuple[Array, Operands]]:
         dbefore, (dfirst, found) = differentiated(self, before, dstate, decays, operands, state, dy)
         return dbefore, (self.kind.of_decays(decays, dfirst), found)
+
+
+def corrected_advance(chunk: Chunk, state: Array, operands: Operands) -> Array:
+    """Returns the state after a chunk."""
+    found = chunk.passed(state)
+    for key, value in _written(chunk, state, operands):
+        found += chunk.added(key, value)
+    return found
+
+
+def corrected_step(chunk: Chunk, before: bool, state: Array, operands: Operands) -> tuple[Array, Array]:
+    """Returns (the state after a chunk, y [G, H, C, P])."""
+    query = operands.query
+    after, y = chunk.passed(state), chunk.entering(before, query, state)
+    for key, value in _written(chunk, state, operands):
+        after += chunk.added(key, value)
+        y += _product(chunk.scores(before, query, key), value)
+    return after, y
 
 
 def _written(chunk: Chunk, state: Array, operands: Operands) -> list[tuple[Array, Array]]:
@@ -68,7 +76,7 @@ def _written(chunk: Chunk, state: Array, operands: Operands) -> list[tuple[Array
 
 
 def _product(scores: Array, value: Array) -> Array:
-    return jnp.einsum("ghts,ghsp->ghtp", scores, value, precision=lax.Precision.HIGHEST)
+    return jnp.einsum("...ts,...sp->...tp", scores, value, precision=lax.Precision.HIGHEST)
 
 
 @jax.custom_vjp
@@ -107,7 +115,8 @@ def _inverse(scores: Array) -> Array:
     it calls a library with threads of its own, which may wait for those of XLA without end.
     """
     found = jnp.broadcast_to(jnp.eye(scores.shape[-1], dtype=scores.dtype), scores.shape)
-    for level, own in enumerate(pairs(scores.shape[-1])):
-        between = jnp.where(own, scores, jnp.zeros_like(scores))
+    count = scores.shape[-1]
+    for level in range((count - 1).bit_length()):
+        between = jnp.where(pairs_of(count, level), scores, jnp.zeros_like(scores))
         found += between if level == 0 else _product(found, _product(between, found))
     return found

@@ -10,7 +10,7 @@ import jax
 from autopallas.kernels.recurrence import directions
 from autopallas.kernels.recurrence.block_sizes import BlockSizes
 from autopallas.kernels.recurrence.spec import RecurrenceSpec
-from autopallas.kernels.recurrence.tpu_kernels import by_kernels, heads_of_block
+from autopallas.kernels.recurrence.tpu_kernels import Layout, by_kernels
 from autopallas.kernels.tpu import generation, reason_against
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
@@ -24,22 +24,19 @@ __all__ = ["NUMERICS", "backward", "candidates", "default_block_sizes", "forward
 NUMERICS: Numerics = "tolerance"
 """How its results relate to the original's."""
 
-_CHUNKS = (128, 64, 256)
+_CHUNKS, _SHORTER_CHUNKS = (128, 64), (64, 32)
+"""Steps of a chunk to try: with one decay for each head, and where a chunk takes products for each size of blocks."""
 
 
 def supports(spec: RecurrenceSpec, device: Device) -> Supported | Unsupported:
-    """Matrix states with one decay for each head, in float32, of which one fits into the vector memory."""
+    """Matrix states in float32, of which one fits into the vector memory with its chunks."""
     if (answer := reason_against(device, (), (spec.state_dtype, spec.result_dtype))) is not None:
         return answer
     if not spec.is_matrix:
         return Unsupported("its state is no matrix, so that no products compute several steps")
-    if spec.delta:
-        return Unsupported("it has no kernel for the delta rule")
-    if spec.decay != "scalar":
-        return Unsupported("it has no kernel for decays of rows")
     if spec.accumulation_dtype.name != "float32":
         return Unsupported(f"TPUs do not compute in {spec.accumulation_dtype}")
-    if not heads_of_block(1, min(_CHUNKS), spec.rows, spec.columns, generation(device).budget):
+    if not candidates(spec, device):
         return Unsupported(f"a state of {spec.rows} x {spec.columns} and its chunks do not fit into the vector memory")
     return Supported()
 
@@ -47,8 +44,11 @@ def supports(spec: RecurrenceSpec, device: Device) -> Supported | Unsupported:
 def candidates(spec: RecurrenceSpec, device: Device) -> tuple[BlockSizes, ...]:
     """Returns what a search should try, best guess first."""
     budget = generation(device).budget
-    fitting = [size for size in _CHUNKS if heads_of_block(1, size, spec.rows, spec.columns, budget)]
-    return tuple(dict.fromkeys(BlockSizes("chunked", "chunked", size).fitted(spec) for size in fitting))
+    sizes = _CHUNKS if spec.decay == "scalar" and not spec.delta else _SHORTER_CHUNKS
+    offered = dict.fromkeys(BlockSizes("chunked", "chunked", size).fitted(spec) for size in sizes)
+    by_channel = spec.decay == "channel"
+    layouts = {own: Layout(own.chunk, spec.rows, spec.columns, by_channel, spec.delta) for own in offered}
+    return tuple(own for own, layout in layouts.items() if layout.heads_of_block(1, budget))
 
 
 def default_block_sizes(spec: RecurrenceSpec, device: Device, known: BlockSizes | None) -> BlockSizes:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["HalvedProducts", "halved_products", "pairs", "segment_products", "times"]
+__all__ = ["HalvedProducts", "halved_products", "pairs", "pairs_of", "segment_products", "times"]
 
 Array: TypeAlias = jax.Array
 _Level: TypeAlias = tuple[Array, Array]
@@ -163,6 +163,12 @@ def pairs(count: int) -> Array:
     t, s = np.arange(count)[:, None], np.arange(count)
     sizes = np.array([1 << level for level in range((count - 1).bit_length())], int)[:, None, None]
     return jnp.asarray((t & sizes > 0) & (s & sizes == 0) & (t // (2 * sizes) == s // (2 * sizes)))
+
+
+def pairs_of(count: int, level: int) -> Array:
+    """Returns [C, C], the same for blocks of one size: the highest bit in which t and s differ is that of the level."""
+    t, s = (lax.broadcasted_iota(jnp.int32, (count, count), axis) for axis in (0, 1))
+    return ((t ^ s) >> level == 1) & (t > s)
 
 
 def _of_steps(x: Array, places: Array) -> Array:

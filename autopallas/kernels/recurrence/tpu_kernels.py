@@ -23,12 +23,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from autopallas.kernels.recurrence.chunk_kinds import Operands, advanced, stepped
 from autopallas.kernels.recurrence.chunks import Recurrence
-from autopallas.kernels.recurrence.tpu_tiles import HeadChunk, cotangent_of_decays, head_chunks
+from autopallas.kernels.recurrence.corrected import corrected_advance, corrected_step
+from autopallas.kernels.recurrence.tpu_tiles import ChannelChunk, HeadChunk, channel_chunk, head_chunks
 from autopallas.kernels.refs import Ref
 from autopallas.kernels.tpu import block_bytes, call, generation
 from autopallas.sites.device import Device
 
-__all__ = ["by_kernels", "heads_of_block", "vmem_bytes"]
+__all__ = ["Layout", "by_kernels"]
 
 Array: TypeAlias = jax.Array
 Direction: TypeAlias = Literal["forward", "states", "backward"]
@@ -56,22 +57,29 @@ def _backward(before: bool, given: Recurrence, cotangents: tuple[Array, Array]) 
     sizes = _Sizes.of(given)
     arrays = sizes.flat(given)
     (states,) = sizes.call("states", _states_kernel, arrays._replace(query=None), ("states",))
-    ddecay, dkey, dvalue, dquery, dinitial = sizes.call(
+    of_keys: list[Kind] = ["key cotangent" for x in (given.key, given.query, given.probe, given.write) if x is not None]
+    ddecay, dvalue, dinitial, *others = sizes.call(
         "backward",
         partial(_backward_kernel, before),
         arrays._replace(initial=None),
-        ("decay", "key cotangent", "value", "key cotangent", "state"),
+        (sizes.of_decays, "value", "state", *of_keys),
         ("states", states),
         ("value", cotangents[0].reshape(arrays.value.shape)),
         ("state", cotangents[1].reshape(sizes.shape("state"))),
     )
+    dkeys = iter(x.sum(0) for x in others)
+    dkey, dquery, dprobe, dwrite = (
+        None if x is None else next(dkeys).reshape(x.shape) for x in (given.key, given.query, given.probe, given.write)
+    )
     found = Recurrence(
         ddecay.reshape(given.decay.shape),
-        dkey.sum(0).reshape(given.key.shape),
+        dkey,
         dvalue.reshape(given.value.shape),
-        dquery.sum(0).reshape(given.query.shape),
+        dquery,
         dinitial.reshape(given.initial.shape),
         None if given.excess is None else jnp.zeros_like(given.excess),
+        dprobe,
+        dwrite,
     )
     return (found,)
 
@@ -82,31 +90,51 @@ by_kernels.defvjp(_forward, _backward)
 # ---------------------------------------------------------------------- blocks
 
 
-def heads_of_block(heads: int, chunk: int, rows: int, columns: int, budget: int) -> int:
-    """Returns K: the most heads at a time, of which all blocks are full, that fit into VMEM; 0 where one does not.
+class Layout(NamedTuple):
+    """Sizes that decide how much of VMEM a kernel takes.
 
-    Args:
-      heads: how many of them are alike: H where they share keys, else M.
+    Attributes:
       chunk, rows, columns: C, N, P.
-      budget: bytes of VMEM.
+      by_channel: whether each row of a state has its own decay.
+      delta: whether steps correct the state along a row.
     """
-    room = budget - budget // 8  # for what the compiler spills
-    divisors = [k for k in range(min(_MOST_HEADS, heads), 0, -1) if heads % k == 0]
-    return next((k for k in divisors if vmem_bytes(k, chunk, rows, columns) <= room), 0)
 
+    chunk: int
+    rows: int
+    columns: int
+    by_channel: bool = False
+    delta: bool = False
 
-def vmem_bytes(heads: int, chunk: int, rows: int, columns: int, direction: Direction = "backward") -> int:
-    """Estimates what a kernel takes of VMEM: two buffers for each block, the states, and the tiles of one chunk.
+    def heads_of_block(self, heads: int, budget: int) -> int:
+        """Returns K: the most heads at a time, of which all blocks are full, that fit into VMEM; 0 where one does not.
 
-    Args:
-      heads, chunk, rows, columns: K, C, N, P.
-      direction: which kernel; the backward takes most.
-    """
-    of_rows, of_columns, states = _BLOCKS[direction]
-    blocks = of_rows * block_bytes((heads, chunk, rows), jnp.float32, 2)
-    blocks += of_columns * block_bytes((heads, chunk, columns), jnp.float32, 2)
-    blocks += (2 * states + 1) * block_bytes((heads, rows, columns), jnp.float32)
-    return blocks + 3 * block_bytes((heads, chunk), jnp.float32, 2) + 4 * block_bytes((chunk, chunk), jnp.float32)
+        Args:
+          heads: how many of them are alike: H where they share keys, else M.
+          budget: bytes of VMEM.
+        """
+        room = budget - budget // 8
+        divisors = [k for k in range(min(_MOST_HEADS, heads), 0, -1) if heads % k == 0]
+        return next((k for k in divisors if self.vmem_bytes(k) <= room), 0)
+
+    def vmem_bytes(self, heads: int, direction: Direction = "backward") -> int:
+        """Estimates what a kernel takes of VMEM: two buffers for each block, the states, and what is spilled.
+
+        Args:
+          heads: K.
+          direction: which kernel; the backward takes most.
+        """
+        of_rows, of_columns, states = _BLOCKS[direction]
+        if self.by_channel:
+            of_rows += 3 if direction == "backward" else 2
+        if self.delta:
+            of_rows += 4 if direction == "backward" else 2
+        found = of_rows * block_bytes((heads, self.chunk, self.rows), jnp.float32, 2)
+        found += of_columns * block_bytes((heads, self.chunk, self.columns), jnp.float32, 2)
+        found += (2 * states + 1) * block_bytes((heads, self.rows, self.columns), jnp.float32)
+        found += 3 * block_bytes((heads, self.chunk), jnp.float32, 2)
+        # What is spilled, of a head and of others beside it.
+        tiles = 2 if direction == "states" and not self.delta else 8 + 2 * heads
+        return found + tiles * block_bytes((self.chunk, max(self.chunk, self.rows)), jnp.float32)
 
 
 _BLOCKS: dict[Direction, tuple[int, int, int]] = {"forward": (2, 2, 2), "states": (1, 1, 2), "backward": (4, 3, 3)}
@@ -117,8 +145,8 @@ class _Arrays(NamedTuple):
     """What a kernel reads, with groups and heads as one axis; None for what it does not read.
 
     Attributes:
-      decay, excess: [T / C, M / K, K, C].
-      key, query: [T / C, M or G, C, N].
+      decay, excess: [T / C, M / K, K, C], or [T / C, M, C, N] where each row has its own.
+      key, query, probe, write: [T / C, M or G, C, N].
       value: [T / C, M, C, P].
       initial: [M, N, P].
     """
@@ -129,10 +157,8 @@ class _Arrays(NamedTuple):
     value: Array
     query: Array | None
     initial: Array | None
-
-
-_KINDS: tuple[Kind, ...] = ("decay", "decay", "key", "value", "key", "state")
-"""What the arrays of :class:`_Arrays` hold."""
+    probe: Array | None
+    write: Array | None
 
 
 class _Sizes(NamedTuple):
@@ -142,6 +168,7 @@ class _Sizes(NamedTuple):
       chunks, chunk, heads, rows, columns: T / C, C, M, N, P.
       each: how many heads share keys and queries.
       block: K.
+      of_decays: what decays are in blocks of: "decay", or "key" where each row has its own.
     """
 
     chunks: int
@@ -151,14 +178,23 @@ class _Sizes(NamedTuple):
     columns: int
     each: int
     block: int
+    of_decays: Kind
 
     @staticmethod
     def of(given: Recurrence) -> _Sizes:
         chunks, groups, heads, chunk, columns = given.value.shape
         rows, each = given.key.shape[4], heads if given.key.shape[2] == 1 else 1
+        by_channel = given.decay.ndim == 5
+        layout = Layout(chunk, rows, columns, by_channel, given.probe is not None)
         budget = generation(Device.current()).budget
-        block = heads_of_block(each if each > 1 else groups * heads, chunk, rows, columns, budget) or 1
-        return _Sizes(chunks, chunk, groups * heads, rows, columns, each, block)
+        block = layout.heads_of_block(each if each > 1 else groups * heads, budget) or 1
+        of_decays: Kind = "key" if by_channel else "decay"
+        return _Sizes(chunks, chunk, groups * heads, rows, columns, each, block, of_decays)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Returns what the arrays of :class:`_Arrays` hold."""
+        return self.of_decays, self.of_decays, "key", "value", "key", "state", "key", "key"
 
     @property
     def parts(self) -> int:
@@ -183,10 +219,9 @@ class _Sizes(NamedTuple):
 
     def flat(self, given: Recurrence) -> _Arrays:
         """Returns the arrays as the kernels read them."""
-        own = (given.decay, given.excess, given.key, given.value, given.query, given.initial)
-        return _Arrays(
-            *(None if x is None else x.reshape(self.shape(kind)) for x, kind in zip(own, _KINDS, strict=True))
-        )
+        own = given.decay, given.excess, given.key, given.value, given.query, given.initial, given.probe, given.write
+        found = (None if x is None else x.reshape(self.shape(kind)) for x, kind in zip(own, self.kinds, strict=True))
+        return _Arrays(*found)
 
     def call(
         self,
@@ -200,7 +235,7 @@ class _Sizes(NamedTuple):
 
         The kernel's first argument is :class:`_Arrays` of references, and then come those of ``more``.
         """
-        held = [(kind, x) for kind, x in zip(_KINDS, arrays, strict=True) if x is not None]
+        held = [(kind, x) for kind, x in zip(self.kinds, arrays, strict=True) if x is not None]
         operands = [*held, *more]
         missing = [x is None for x in arrays]
 
@@ -269,16 +304,17 @@ def _forward_kernel(before: bool, given: _Arrays, y_ref: Ref, last_ref: Ref, sta
     """One chunk: y, and at the last chunk the state after it."""
     _begin(state_ref, given.initial)
     for head, (chunk, own) in enumerate(_heads(given)):
-        state_ref[head], y_ref[head] = stepped(chunk, before, state_ref[head], own)
-    _end(last_ref, state_ref)
+        state_ref[head], y_ref[head] = _stepped(before, state_ref[head], chunk, own)
+    last_ref[...] = state_ref[...]
 
 
 def _states_kernel(given: _Arrays, states_ref: Ref, state_ref: Ref) -> None:
     """One chunk: the state before it."""
     _begin(state_ref, given.initial)
     states_ref[...] = state_ref[...]
+    advance = advanced if given.probe is None else corrected_advance
     for head, (chunk, own) in enumerate(_heads(given)):
-        state_ref[head] = advanced(chunk, state_ref[head], own)
+        state_ref[head] = advance(chunk, state_ref[head], own)
 
 
 def _backward_kernel(
@@ -288,26 +324,34 @@ def _backward_kernel(
     dy_ref: Ref,
     dlast_ref: Ref,
     ddecay_ref: Ref,
-    dkey_ref: Ref,
     dvalue_ref: Ref,
-    dquery_ref: Ref,
     dinitial_ref: Ref,
-    dstate_ref: Ref,
+    dkey_ref: Ref,
+    dquery_ref: Ref,
+    *refs: Ref,
 ) -> None:
     """One chunk, the last one first: the cotangents of what it is computed from, and at the first that of the state."""
+    *others, dstate_ref = refs
     _begin(dstate_ref, dlast_ref)
     for head, (chunk, own) in enumerate(_heads(given)):
-        _, pull = jax.vjp(lambda state, chunk, own: stepped(chunk, before, state, own), states_ref[head], chunk, own)
+        _, pull = jax.vjp(partial(_stepped, before), states_ref[head], chunk, own)
         dstate_ref[head], dchunk, found = pull((dstate_ref[head], dy_ref[head]))
-        ddecay_ref[head : head + 1] = cotangent_of_decays(chunk, dchunk)
-        dvalue_ref[head] = found.value
-        place = head % dkey_ref.shape[0]
-        if place < head:
-            dkey_ref[place] += found.key
-            dquery_ref[place] += found.query
+        if isinstance(chunk, HeadChunk):
+            ddecay_ref[head : head + 1] = chunk.of_decays(dchunk)
         else:
-            dkey_ref[place], dquery_ref[place] = found.key, found.query
-    _end(dinitial_ref, dstate_ref)
+            ddecay_ref[head] = chunk.of_decays(dchunk)
+        dvalue_ref[head] = found.value
+        cotangents = [x for x in (found.key, found.query, found.probe, found.write) if x is not None]
+        for ref, x in zip((dkey_ref, dquery_ref, *others), cotangents, strict=True):
+            place = head % ref.shape[0]
+            ref[place] = ref[place] + x if place < head else x  # heads that share a key add theirs up
+    dinitial_ref[...] = dstate_ref[...]
+
+
+def _stepped(before: bool, state: Array, chunk: HeadChunk | ChannelChunk, own: Operands) -> tuple[Array, Array]:
+    """Returns (the state after a chunk, y) of one head."""
+    step = stepped if own.probe is None else corrected_step
+    return step(chunk, before, state, own)
 
 
 def _begin(state_ref: Ref, first_ref: Ref) -> None:
@@ -318,19 +362,17 @@ def _begin(state_ref: Ref, first_ref: Ref) -> None:
         state_ref[...] = first_ref[...]
 
 
-def _end(last_ref: Ref, state_ref: Ref) -> None:
-    """Writes the states; the last chunk writes last."""
-    last_ref[...] = state_ref[...]
-
-
-def _heads(given: _Arrays) -> Iterator[tuple[HeadChunk, Operands]]:
+def _heads(given: _Arrays) -> Iterator[tuple[HeadChunk | ChannelChunk, Operands]]:
     """Yields the products of decays and the operands of each head of a block."""
-    chunks = head_chunks(given.decay[...], None if given.excess is None else given.excess[...])
-    keys = given.key.shape[0]
-
-    def of(head: int) -> Operands:
-        key = given.key[head % keys]
-        return Operands(key, given.value[head], key if given.query is None else given.query[head % keys])
-
+    heads, keys = given.value.shape[0], given.key.shape[0]
+    excess = given.excess
+    chunks: Iterator[HeadChunk | ChannelChunk]
+    if len(given.decay.shape) == 2:
+        chunks = head_chunks(given.decay[...], None if excess is None else excess[...])
+    else:
+        chunks = (channel_chunk(given.decay[h], None if excess is None else excess[h]) for h in range(heads))
     for head, chunk in enumerate(chunks):
-        yield chunk, of(head)
+        key, query, probe, write = (
+            None if ref is None else ref[head % keys] for ref in (given.key, given.query, given.probe, given.write)
+        )
+        yield chunk, Operands(key, given.value[head], key if query is None else query, probe, write)

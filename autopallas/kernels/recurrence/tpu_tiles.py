@@ -15,7 +15,7 @@ from jax import lax
 
 from autopallas.kernels.recurrence.products import times
 
-__all__ = ["HeadChunk", "cotangent_of_decays", "head_chunks", "product"]
+__all__ = ["ChannelChunk", "HeadChunk", "channel_chunk", "head_chunks", "product"]
 
 Array: TypeAlias = jax.Array
 
@@ -73,65 +73,158 @@ class HeadChunk(NamedTuple):
         """Returns what is added to the state by the end of the chunk."""
         return product(key, self.to_end * value, (0, 0))
 
+    def of_decays(self, cotangent: HeadChunk) -> Array:
+        """Returns the cotangent [1, C] of the decays from that of their products.
+
+        A segment that holds step r is the one up to r, times the decay of r, times the one after r.
+        """
+        dbetween, ddecay, dfrom_start, dto_end, dtotal = cotangent
+        t, s = _places(self.between.shape[0])
+
+        def row(column: Array) -> Array:
+            return jnp.sum(jnp.where(t == s, column, 0.0), 0, keepdims=True)
+
+        through = product(dbetween, self.between, (1, 1)) + dfrom_start * row(self.from_start)
+        later = jnp.sum(self.between * through, 0, keepdims=True)
+        ends = jnp.sum(self.between * row(dto_end), 1, keepdims=True) + dtotal * self.from_start
+        return later + row(ddecay + self.to_end * ends)
+
 
 def head_chunks(decay: Array, excess: Array | None) -> Iterator[HeadChunk]:
     """Yields the products of decays of each of K heads, so that those of one are held at a time.
-
-    Steps in the first and in the second half of one block of 2, 4, 8, ... steps are joined by the product to its middle
-    and the one from there: see :func:`~.products.halved_products`, which is the same for rows of a state.
 
     Args:
       decay: [K, C], of a chunk; C is a power of two.
       excess: what it exceeds one by, where that is known more exactly.
     """
-    heads, steps = decay.shape
-    step = lax.broadcasted_iota(jnp.int32, decay.shape, 1)
-    one, zero = jnp.ones_like(decay), jnp.zeros_like(decay)
-    before = after = one, zero  # of the block so far: from its beginning to each step, and from that to its end
-    total = decay, decay - 1 if excess is None else excess
-    levels = []
-    for size in _sizes(steps):
-        late = (step & size) > 0
-        levels.append(jnp.where(late, before[0], after[0]))
-        factor, further = (jnp.where(late, jnp.roll(x, size, 1), jnp.roll(x, -size, 1)) for x in total)
-        before = times(*before, jnp.where(late, factor, one), jnp.where(late, further, zero))
-        after = times(*after, jnp.where(late, one, factor), jnp.where(late, zero, further))
-        total = times(*total, factor, further)
-    rows = [*levels, decay, before[0], after[0], total[0]]
+    heads = decay.shape[0]
+    halved = _halved(decay, excess, 1)
+    rows = [*halved.levels, decay, halved.before, halved.after, halved.total]
     columns = jnp.swapaxes(jnp.concatenate(rows, 0), 0, 1)
     for head in range(heads):
         own = [columns[:, i * heads + head : i * heads + head + 1] for i in range(len(rows))]
-        between = _joined([level[head : head + 1] for level in levels], own[: len(levels)])
-        yield HeadChunk(between, *own[len(levels) : -1], own[-1][:1])
+        first = [level[head : head + 1] for level in halved.levels]
+        yield HeadChunk(_joined(first, own[: len(first)], decay.shape[1]), *own[len(first) : -1], own[-1][:1])
 
 
-def _joined(first: Sequence[Array], second: Sequence[Array]) -> Array:
+def _joined(first: Sequence[Array], second: Sequence[Array], count: int) -> Array:
     """Returns the products from after each step to before each later one, of those to and from the middles of blocks
     of 2, 4, 8, ... steps: rows [1, C] and columns [C, 1]."""
-    t, s = _places(first[0].shape[1] if first else 1)
+    t, s = _places(count)
     found = jnp.zeros(t.shape, jnp.float32)
-    for size, to_middle, from_middle in zip(_sizes(t.shape[0]), first, second, strict=True):
+    for size, to_middle, from_middle in zip(_sizes(count), first, second, strict=True):
         found = jnp.where((t ^ s) >= size, from_middle * to_middle, found)
     return jnp.where(t > s, found, 0.0)
 
 
-def cotangent_of_decays(own: HeadChunk, cotangent: HeadChunk) -> Array:
-    """Returns the cotangent [1, C] of the decays from that of their products.
+class ChannelChunk(NamedTuple):
+    """The products of the decays of one head's chunk where each row of the state has its own.
 
-    A segment that holds step r is the one up to r, times the decay of r, times the one after r.
+    Attributes:
+      decay: [C, N], of each step.
+      from_start: [C, N], from the beginning of the chunk to before each step.
+      to_end: [C, N], from after each step to the end of the chunk.
+      total: [1, N], of all steps.
+      levels: [C, N] for blocks of 2, 4, 8, ... steps: from after each step of the first half to the middle, and from
+        there to before each of the second half.
+      totals: [C, N] for the same: of all steps of half a block, at each of its steps.
     """
-    between, _, from_start, to_end, _ = own
-    dbetween, ddecay, dfrom_start, dto_end, dtotal = cotangent
-    t, s = _places(between.shape[0])
-    is_same = t == s
 
-    def row(column: Array) -> Array:
-        return jnp.sum(jnp.where(is_same, column, 0.0), 0, keepdims=True)
+    decay: Array
+    from_start: Array
+    to_end: Array
+    total: Array
+    levels: tuple[Array, ...]
+    totals: tuple[Array, ...]
 
-    through = product(dbetween, between, (1, 1)) + dfrom_start * row(from_start)
-    later = jnp.sum(between * through, 0, keepdims=True)
-    ends = jnp.sum(between * row(dto_end), 1, keepdims=True) + dtotal * from_start
-    return later + row(ddecay + to_end * ends)
+    def scores(self, before: bool, query: Array, key: Array) -> Array:
+        """Returns how much of each step's value each query reads, [C, C]."""
+        t, s = _places(query.shape[0])
+        read = self._decayed(before, query)
+        found = jnp.zeros(t.shape, jnp.float32)
+        for size, level in zip(_sizes(query.shape[0]), self.levels, strict=True):
+            found = jnp.where((t ^ s) >= size, product(read * level, key * level, (1, 1)), found)
+        found = jnp.where(t > s, found, 0.0)
+        return found if before else jnp.where(t == s, jnp.sum(query * key, 1, keepdims=True), found)
+
+    def entering(self, before: bool, query: Array, state: Array) -> Array:
+        """Returns what queries read of the state before the chunk, [C, P]."""
+        return product(self._decayed(before, query) * self.from_start, state, (1, 0))
+
+    def passed(self, state: Array) -> Array:
+        """Returns what is left of the state before the chunk at its end."""
+        row, column = _places(state.shape[0])
+        return jnp.sum(jnp.where(row == column, self.total, 0.0), 1, keepdims=True) * state
+
+    def added(self, key: Array, value: Array) -> Array:
+        """Returns what is added to the state by the end of the chunk."""
+        return product(key * self.to_end, value, (0, 0))
+
+    def _decayed(self, before: bool, query: Array) -> Array:
+        """Returns queries of the states before their steps: a state after a step has decayed once more."""
+        return query if before else query * self.decay
+
+    def of_decays(self, cotangent: ChannelChunk) -> Array:
+        """Returns the cotangent [C, N] of the decays from that of their products, from the longest blocks down."""
+        ddecay, dbefore, dafter, dlast, dlevels, _ = cotangent
+        step = lax.broadcasted_iota(jnp.int32, ddecay.shape, 0)
+        dtotal = jnp.where(step == 0, dlast, 0.0)
+        sizes = list(zip(_sizes(ddecay.shape[0]), self.levels, self.totals, dlevels, strict=True))
+        for size, level, total, down in reversed(sizes):
+            late = (step & size) > 0
+            other, dboth = _exchanged(total, size, late, 0), jnp.where(late, dbefore, dafter)
+            shorter = down + dboth * other
+            dother = dboth * level + dtotal * total
+            dtotal = dtotal * other + _exchanged(dother, size, late, 0)
+            dbefore, dafter = jnp.where(late, shorter, dbefore), jnp.where(late, dafter, shorter)
+        return ddecay + dtotal
+
+
+def channel_chunk(decay: Array, excess: Array | None) -> ChannelChunk:
+    """Returns the products of the decays [C, N] of one head's chunk."""
+    found = _halved(decay, excess, 0)
+    return ChannelChunk(decay, found.before, found.after, found.total[:1], found.levels, found.totals)
+
+
+class _Halved(NamedTuple):
+    """Products of decays within a chunk: see :func:`~.products.halved_products`.
+
+    Attributes:
+      levels: for blocks of 2, 4, 8, ... steps, from after each step of the first half to the middle, and from there to
+        before each of the second half.
+      totals: for the same, of all steps of the half that holds a step.
+      before, after: from the beginning of the chunk to before each step, and from after it to the end.
+      total: of all steps, at each.
+    """
+
+    levels: tuple[Array, ...]
+    totals: tuple[Array, ...]
+    before: Array
+    after: Array
+    total: Array
+
+
+def _halved(decay: Array, excess: Array | None, axis: int) -> _Halved:
+    """Returns the products of decays whose steps are along an axis; each is carried with what it exceeds one by."""
+    step = lax.broadcasted_iota(jnp.int32, decay.shape, axis)
+    one, zero = jnp.ones_like(decay), jnp.zeros_like(decay)
+    before = after = one, zero
+    total = decay, decay - 1 if excess is None else excess
+    levels, totals = [], []
+    for size in _sizes(decay.shape[axis]):
+        late = (step & size) > 0
+        levels.append(jnp.where(late, before[0], after[0]))
+        totals.append(total[0])
+        factor, further = (_exchanged(x, size, late, axis) for x in total)
+        before = times(*before, jnp.where(late, factor, one), jnp.where(late, further, zero))
+        after = times(*after, jnp.where(late, one, factor), jnp.where(late, zero, further))
+        total = times(*total, factor, further)
+    return _Halved(tuple(levels), tuple(totals), before[0], after[0], total[0])
+
+
+def _exchanged(x: Array, size: int, late: Array, axis: int) -> Array:
+    """Returns what each step's counterpart in the other half of its block has; ``late`` marks the second halves."""
+    return jnp.where(late, jnp.roll(x, size, axis), jnp.roll(x, -size, axis))
 
 
 def _places(count: int) -> tuple[Array, Array]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from test_recurrence_chunks import DECAYS, arrays, check, errors, loop, spec, with_gradients
+from test_recurrence_chunks import DECAYS, arrays, check, corrected, errors, loop, spec, with_gradients
 
 import autopallas
 from autopallas.kernels import tpu
@@ -19,7 +19,7 @@ from autopallas.kernels.recurrence.block_sizes import BlockSizes
 from autopallas.kernels.recurrence.chunks import chunked
 from autopallas.kernels.recurrence.example import program
 from autopallas.kernels.recurrence.operation import OPERATION
-from autopallas.kernels.recurrence.tpu_kernels import by_kernels, heads_of_block, vmem_bytes
+from autopallas.kernels.recurrence.tpu_kernels import Layout, by_kernels
 from autopallas.sites import interpret
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
@@ -53,6 +53,33 @@ def test_any_decay_is_as_exact_as_in_the_loop(kind):
     check(arrays(DECAYS[kind](np.random.default_rng(3), (1000, 1, 2))), 64, False, by_kernels)
 
 
+KINDS = {
+    "channel": {},
+    "delta": {"rate": 0.7},
+    "delta, written apart": {"rate": 0.7, "apart": True},
+    "channel, delta": {"rate": 0.7},
+    "channel, delta, written apart": {"rate": 0.7, "apart": True},
+}
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_decays_of_rows_and_delta_rules(kind, before):
+    shape = (13, 2, 3, 4) if "channel" in kind else (13, 2, 3)
+    given = arrays(np.random.default_rng(2).uniform(0.5, 1, shape))
+    check(corrected(given, **KINDS[kind]) if "delta" in kind else given, 8, before, by_kernels)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("decay", ["one, but a few", "some zero", "both signs"])
+@pytest.mark.parametrize("kind", ["channel", "delta", "channel, delta"])
+def test_any_decay_of_rows_and_in_delta_rules(kind, decay):
+    shape = (100, 1, 2, 4) if "channel" in kind else (100, 1, 2)
+    given = arrays(DECAYS[decay](np.random.default_rng(3), shape))
+    check(corrected(given, 0.9) if "delta" in kind else given, 32, False, by_kernels)
+
+
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 def test_heads_may_be_in_several_blocks(shared, monkeypatch):
@@ -62,8 +89,9 @@ def test_heads_may_be_in_several_blocks(shared, monkeypatch):
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_a_decay_may_be_known_more_exactly_than_it_rounds():
-    small = np.full((2000, 1, 1), np.float32(1.23e-4))
+@pytest.mark.parametrize("channels", [False, True], ids=["scalar", "channel"])
+def test_a_decay_may_be_known_more_exactly_than_it_rounds(channels):
+    small = np.full((2000, 1, 1, 4) if channels else (2000, 1, 1), np.float32(1.23e-4))
     given = arrays(1 - small)
     given = given._replace(**{n: jnp.abs(getattr(given, n)) for n in ("key", "value", "query", "initial")})
     with jax.enable_x64(True):
@@ -125,8 +153,6 @@ def test_what_is_exported_for_a_tpu_is_the_kernel():
     "changes, reason",
     [
         ({"decay": "elementwise"}, "no matrix"),
-        ({"decay": "channel"}, "decays of rows"),
-        ({"delta": True}, "delta rule"),
         ({"state_dtype": np.dtype(np.float16)}, "float16"),
         ({"state_dtype": np.dtype(np.float64)}, "float64"),
         ({"rows": 4096, "columns": 4096}, "vector memory"),
@@ -146,14 +172,14 @@ def test_it_runs_on_tpus_alone():
 def test_blocks_of_heads_fill_the_vector_memory():
     for generation in tpu.GENERATIONS:
         for heads, most in ((1, 1), (6, 6), (8, 8), (12, 6), (13, 1), (80, 8)):
-            assert heads_of_block(heads, 64, 64, 64, generation.budget) == most
+            assert Layout(64, 64, 64).heads_of_block(heads, generation.budget) == most
         for rows in (16, 64, 128, 256, 512):
-            k = heads_of_block(8, 128, rows, rows, generation.budget)
-            assert vmem_bytes(k, 128, rows, rows) < generation.budget
+            layout = Layout(128, rows, rows)
+            assert layout.vmem_bytes(layout.heads_of_block(8, generation.budget)) < generation.budget
 
 
 def test_candidates_fit_the_state_and_the_steps():
     long = spec(steps=2048, rows=64, columns=64)
-    assert [c.chunk for c in pallas_tpu.candidates(long, V5E)] == [128, 64, 256]
+    assert [c.chunk for c in pallas_tpu.candidates(long, V5E)] == [128, 64]
     assert [c.chunk for c in pallas_tpu.candidates(replace(long, steps=50), V5E)] == [64]
     assert pallas_tpu.default_block_sizes(long, V5E, None) == BlockSizes("chunked", "chunked", 128)

@@ -11,7 +11,7 @@ import pytest
 from autopallas.compile.tpu import GENERATIONS, Compiler, missing
 from autopallas.kernels import tpu
 from autopallas.kernels.recurrence.chunks import Recurrence, chunked
-from autopallas.kernels.recurrence.tpu_kernels import by_kernels, heads_of_block, vmem_bytes
+from autopallas.kernels.recurrence.tpu_kernels import Layout, by_kernels
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("FULL_GRID") != "1" or missing() is not None, reason="make check-tpu runs it, with the compiler"
@@ -49,10 +49,41 @@ def test_every_generation_compiles_them(compiler, name, before):
     def backward(*given):
         return jax.vjp(forward, *given[2:])[1](given[:2])
 
-    device = compiler.target.device
-    budget = tpu.generation(device).budget
-    block = heads_of_block(heads if keys == 1 < heads else groups * heads, chunk, rows, columns, budget)
-    with device.targeted():
+    budget = tpu.generation(compiler.target.device).budget
+    layout = Layout(chunk, rows, columns)
+    block = layout.heads_of_block(heads if keys == 1 < heads else groups * heads, budget)
+    check(compiler, forward, backward, types, layout, block)
+
+
+KINDS = {  # decays of rows, the delta rule; N, P, C
+    "channel": (True, False, 64, 64, 64),
+    "delta": (False, True, 64, 64, 64),
+    "channel, delta": (True, True, 128, 64, 32),
+    "odd": (True, True, 40, 24, 16),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_generation_compiles_decays_of_rows_and_delta_rules(compiler, kind):
+    by_channel, delta, rows, columns, chunk = KINDS[kind]
+    lead = (300, 1, 4)
+    shapes = [(*lead, rows) if by_channel else lead, (*lead, rows), (*lead, columns), (*lead, rows)]
+    shapes += [(1, 4, rows, columns), *[(*lead, rows)] * delta]
+    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+    def forward(*given):
+        return chunked(Recurrence(*given[:5], probe=given[5] if delta else None), chunk, False, by_kernels)
+
+    def backward(*given):
+        return jax.vjp(forward, *given[2:])[1](given[:2])
+
+    layout = Layout(chunk, rows, columns, by_channel, delta)
+    block = layout.heads_of_block(4, tpu.generation(compiler.target.device).budget)
+    check(compiler, forward, backward, types, layout, block)
+
+
+def check(compiler, forward, backward, types, layout, block):
+    with compiler.target.device.targeted():
         results = jax.eval_shape(forward, *types)
         found = {"forward": compiler.compile(forward, types)}
         found["backward"] = compiler.compile(backward, [*results, *types])
@@ -62,4 +93,4 @@ def test_every_generation_compiles_them(compiler, name, before):
         assert kernels.keys() == {f"autopallas_recurrence_{name}" for name in names}
         for name in names:
             kernel = kernels[f"autopallas_recurrence_{name}"]
-            assert kernel.vmem_bytes <= 1.25 * vmem_bytes(block, chunk, rows, columns, name)
+            assert kernel.vmem_bytes <= 1.25 * layout.vmem_bytes(block, name)
