@@ -55,7 +55,7 @@ def default_block_sizes(spec: RecurrenceSpec, device: Device, known: BlockSizes 
     """Returns those of a row where they fit into the vector memory, and else the best guess."""
     offered = candidates(spec, device)
     wanted = None if known is None else known.fitted(spec)
-    return wanted if wanted in offered or not offered else offered[0]
+    return wanted if wanted is not None and (wanted in offered or not offered) else offered[0]
 
 
 def forward(site: RecurrenceSite, block_sizes: BlockSizes, operands: Sequence[jax.Array]) -> list[jax.Array]:

@@ -67,10 +67,8 @@ def _backward(before: bool, given: Recurrence, cotangents: tuple[Array, Array]) 
         ("value", cotangents[0].reshape(arrays.value.shape)),
         ("state", cotangents[1].reshape(sizes.shape("state"))),
     )
-    dkeys = iter(x.sum(0) for x in others)
-    dkey, dquery, dprobe, dwrite = (
-        None if x is None else next(dkeys).reshape(x.shape) for x in (given.key, given.query, given.probe, given.write)
-    )
+    dkey, dquery, *more = (x.sum(0).reshape(given.key.shape) for x in others)
+    dprobe, dwrite = (*more, None, None)[:2]
     found = Recurrence(
         ddecay.reshape(given.decay.shape),
         dkey,
@@ -220,8 +218,9 @@ class _Sizes(NamedTuple):
     def flat(self, given: Recurrence) -> _Arrays:
         """Returns the arrays as the kernels read them."""
         own = given.decay, given.excess, given.key, given.value, given.query, given.initial, given.probe, given.write
-        found = (None if x is None else x.reshape(self.shape(kind)) for x, kind in zip(own, self.kinds, strict=True))
-        return _Arrays(*found)
+        return _Arrays._make(
+            None if x is None else x.reshape(self.shape(kind)) for x, kind in zip(own, self.kinds, strict=True)
+        )
 
     def call(
         self,
@@ -236,15 +235,15 @@ class _Sizes(NamedTuple):
         The kernel's first argument is :class:`_Arrays` of references, and then come those of ``more``.
         """
         held = [(kind, x) for kind, x in zip(self.kinds, arrays, strict=True) if x is not None]
-        operands = [*held, *more]
-        missing = [x is None for x in arrays]
+        operands: list[tuple[Kind, Array]] = [*held, *more]
+        missing: list[bool] = [x is None for x in arrays]
 
         def body(*refs: Ref) -> None:
             given = iter(refs)
-            kernel(_Arrays(*(None if lacks else next(given) for lacks in missing)), *given)
+            kernel(_Arrays._make(None if lacks else next(given) for lacks in missing), *given)
 
         types = [jax.ShapeDtypeStruct(self.shape(kind), jnp.float32) for kind in results]
-        moved = sum(4 * math.prod(x.shape) for x in (*(x for _, x in operands), *types))
+        moved = sum(4 * math.prod(shape) for shape in (*(x.shape for _, x in operands), *(t.shape for t in types)))
         found: list[Array] = call(
             body,
             name=f"autopallas_recurrence_{direction}",
@@ -372,7 +371,7 @@ def _heads(given: _Arrays) -> Iterator[tuple[HeadChunk | ChannelChunk, Operands]
     else:
         chunks = (channel_chunk(given.decay[h], None if excess is None else excess[h]) for h in range(heads))
     for head, chunk in enumerate(chunks):
-        key, query, probe, write = (
-            None if ref is None else ref[head % keys] for ref in (given.key, given.query, given.probe, given.write)
-        )
-        yield chunk, Operands(key, given.value[head], key if query is None else query, probe, write)
+        key = given.key[head % keys]
+        query = key if given.query is None else given.query[head % keys]
+        probe, write = (None if ref is None else ref[head] for ref in (given.probe, given.write))
+        yield chunk, Operands(key, given.value[head], query, probe, write)

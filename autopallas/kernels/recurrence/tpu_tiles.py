@@ -104,7 +104,9 @@ def head_chunks(decay: Array, excess: Array | None) -> Iterator[HeadChunk]:
     for head in range(heads):
         own = [columns[:, i * heads + head : i * heads + head + 1] for i in range(len(rows))]
         first = [level[head : head + 1] for level in halved.levels]
-        yield HeadChunk(_joined(first, own[: len(first)], decay.shape[1]), *own[len(first) : -1], own[-1][:1])
+        between = _joined(first, own[: len(first)], decay.shape[1])
+        of_step, from_start, to_end, total = own[len(first) :]
+        yield HeadChunk(between, of_step, from_start, to_end, total[:1])
 
 
 def _joined(first: Sequence[Array], second: Sequence[Array], count: int) -> Array:
