@@ -14,7 +14,7 @@ from typing import NamedTuple
 from autopallas import jaxprs
 from autopallas.compat import Var
 from autopallas.faults import contained
-from autopallas.graph import Graph, Node, Ref
+from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.edit import surviving
 from autopallas.graph.labels import Atom
 from autopallas.graph.proof_cache import ProofCache
@@ -43,6 +43,13 @@ _ROOTS = frozenset({"rsqrt", "sqrt", "pow"})
 _MADE_OF_ROWS = frozenset({"convert_element_type", "mul", "div", "sub", "add", "square", "integer_pow", "pow"})
 _STEPS = LAYOUT | {"mul", "div", "add", "add_any", "sub", "neg", "convert_element_type", "integer_pow", "pow"}
 
+_MOST_LAYOUTS = 4
+"""Most layout operations between a factor of each column and the product with it."""
+_NORM = "the rows are divided by their norm, which is the root of the mean of their squares times that of their number"
+_ROOT_OF_MEAN = (
+    "Divide by jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + epsilon), and the scale by the root of the number of "
+    "columns: that is an RMSNorm."
+)
 _GAIN = "the rows are multiplied by a further number, as with a variance over N - 1"
 _PLAIN = (
     "Divide by jnp.sqrt(jnp.mean(x * x) + epsilon) or by jnp.sqrt(jnp.var(x) + epsilon), and put the number into the "
@@ -333,6 +340,10 @@ class _Search:
         centred, epsilon, outside, gain = reader.conclusion(form)
         self._subtracts = centred
         if not _NEARLY_ONE[0] < gain < _NEARLY_ONE[1]:
+            if abs(gain * math.sqrt(space.extent(columns)) - 1) < _ABOUT_ONE and self._scales_columns(
+                node, columns, space
+            ):
+                raise Mismatch(_NORM, advice=_ROOT_OF_MEAN)
             raise UnlikeError("the rows are divided by their norm, not by the root of a mean")
         if abs(gain - 1) > _ABOUT_ONE:
             raise Mismatch(_GAIN, advice=_PLAIN)
@@ -349,6 +360,21 @@ class _Search:
         return Normalisation(
             node, centred, epsilon, outside, rows, scale, shift, dimensions, tuple(columns), dict(space.sizes), earlier
         )
+
+    def _scales_columns(self, node: Node, columns: Sequence[Atom], space: Space) -> bool:
+        """Returns whether each column of a result has a factor of its own, as after the norm of a layer."""
+        wanted = space.extent(columns)
+        for number in (node.outputs[0], *self._next(node.outputs[0])):
+            for user in self.graph.users[number]:
+                for other in user.inputs if user.name == "mul" and number in user.inputs else ():
+                    for _ in range(_MOST_LAYOUTS):
+                        inner = self.graph.definitions.get(other)
+                        if inner is None or inner.name not in LAYOUT and inner.name != "convert_element_type":
+                            break
+                        other = inner.inputs[0]
+                    if other != number and math.prod(self.graph.shape(other)) == wanted > 1:
+                        return True
+        return False
 
     def _whole(self, read: dict[int, Normalisation]) -> tuple[Normalisation, ...]:
         """Follows a chain of normalisations, each the only thing computed from the one before; returns them from the
