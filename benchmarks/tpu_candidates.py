@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from autopallas.autotune.trial import Trial
 from autopallas.kernels.attention import pallas_tpu as attention
 from autopallas.kernels.attention.block_sizes import BlockSizes as AttentionBlocks
 from autopallas.kernels.attention.operands import Cotangents, Residuals
@@ -33,12 +34,14 @@ from autopallas.kernels.grouped_matmul import pallas_tpu as grouped_matmul
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes as GroupedBlocks
 from autopallas.kernels.grouped_matmul.operands import Operands as GroupedOperands
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, Use
+from autopallas.kernels.recurrence.block_sizes import BlockSizes as RecurrenceBlocks
 from autopallas.kernels.tpu import generation
 from autopallas.kernels.tpu_schedule_tracing import Table, limit_of
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import Index, Score, Side, traced
+from autopallas.workbench.cases import DIRECTIONS, Case, match_of
 
-__all__ = ["Candidate", "attentions", "grouped", "losses", "matmul"]
+__all__ = ["Candidate", "attentions", "grouped", "losses", "matmul", "recurrences"]
 
 BF16, F32, I32 = np.dtype(jnp.bfloat16), np.dtype(np.float32), np.dtype(np.int32)
 ATTENTION_BLOCKS = ((1024, 2048), (512, 2048), (512, 1024), (1024, 1024))
@@ -277,3 +280,23 @@ def losses(rows: int, hidden: int, vocabulary: int, full: bool = False) -> Itera
         kernels = {"statistics": work, "rows": 2 * work, "columns": 2 * work}
         yield Candidate("cross_entropy", shape, "forward+backward", "ours", blocks, ours, arguments, kernels)
     yield matmul("cross_entropy", shape, "forward+backward", rows, hidden, vocabulary)
+
+
+# ---------------------------------------------------------------------- recurrences
+
+
+def recurrences(steps: int, heads: int, size: int, full: bool = False) -> Iterator[Candidate]:
+    """Matrix states with one decay for each head, in float32: ours, the loop as it is written ("xla"), and, ``full``,
+    chunks in plain JAX, whose simulation takes minutes.  All operations count, with what brings arrays into chunks."""
+    shape = f"T{steps} B1 H{heads} N{size} P{size}"
+    sizes = (("T", steps), ("B", 1), ("H", heads), ("N", size), ("P", size))
+    for direction in DIRECTIONS:
+        trial = Trial.abstract(match_of(Case("recurrence", direction, "float32", "scalar", sizes)))
+        work = {"*": 2 * steps * heads * size * size * (1 if direction == "forward" else 3)}
+
+        for chunk in (128, 64)[: None if full else 1]:
+            blocks = RecurrenceBlocks("chunked", "chunked", chunk)
+            for name, implementation in (("ours", "pallas_tpu"), ("chunks", "xla"))[: None if full else 1]:
+                function = trial.kernel(implementation, blocks)
+                yield Candidate("recurrence", shape, direction, name, (chunk,), function, trial.arguments, work)
+        yield Candidate("recurrence", shape, direction, "xla", (), trial.original(), trial.arguments, work)

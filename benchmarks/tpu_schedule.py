@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import jax
 from jax.experimental import pallas as pl
 
 from autopallas import compat
@@ -27,7 +28,7 @@ from autopallas.kernels import tpu
 from autopallas.kernels.tpu_schedule_tracing import in_main_memory
 from autopallas.tuning.table import table_device
 from benchmarks import tpu_declared
-from benchmarks.tpu_candidates import Candidate, attentions, grouped, losses
+from benchmarks.tpu_candidates import Candidate, attentions, grouped, losses, recurrences
 
 RESULTS = Path(__file__).parent / "results" / "tpu-simulated.json"
 MOST = 1.05
@@ -52,6 +53,8 @@ def candidates(operations: Sequence[str], full: bool = False) -> Iterator[Candid
             yield from grouped(use, 2048, 4096, 4096, 2, full)
     if "cross_entropy" in operations:
         yield from losses(1024, 2048, 8192, full)
+    if "recurrence" in operations:
+        yield from recurrences(512, 8, 64, full)
     for operation in tpu_declared.operations():
         if operation in operations:
             yield from tpu_declared.candidates(operation)
@@ -84,7 +87,7 @@ def _described(generation: Generation, candidate: Candidate) -> Row:
         "kernel": candidate.kernel,
         "shape": candidate.shape,
         "candidate": candidate.name,
-        "dtype": "bfloat16",
+        "dtype": jax.tree.leaves(candidate.arguments)[0].dtype.name,
         "device": table_device(generation.device),
         "evidence": "simulated",
         "block_sizes": candidate.block_sizes,
@@ -131,7 +134,7 @@ def verdicts(rows: Sequence[Row]) -> list[tuple[str, bool]]:
         own, what = known["ours"], f"{device} {kernel} {direction}"
         for name, row in known.items():
             # With tables of zeros a grid may skip its work, and then nothing can be said.
-            if name in ("ours", "matmul", "xla") or row["fraction_of_peak"] > 1:
+            if name in ("ours", "matmul", "xla", "chunks") or row["fraction_of_peak"] > 1:
                 continue
             ratio = own["cycles"] / row["cycles"]
             found.append((f"{what}: {ratio:.2f} times the cycles of JAX's {name}", ratio <= MOST))
@@ -174,7 +177,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def _all() -> tuple[str, ...]:
-    return ("attention", *_MATMULS, *tpu_declared.operations())
+    return ("attention", *_MATMULS, "recurrence", *tpu_declared.operations())
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from autopallas.compile.tpu import GENERATIONS, Compilation, Operation
 from benchmarks import tpu_declared, tpu_memory, tpu_schedule
-from benchmarks.tpu_candidates import Candidate
+from benchmarks.tpu_candidates import Candidate, recurrences
 
 
 def row(candidate, cycles, part=0.7, kernel="grouped_matmul", device="TPU v5e"):
@@ -73,6 +73,14 @@ def test_declared_operations_are_compared_with_xla_where_they_are_used():
     found = Compilation(GENERATIONS["tpu-v5e"], operations=fused)
     assert tpu_schedule._simulated(found, "*", 10)["cycles"] == 1007
     assert holding(row("ours", 200, 0.3, "other"), row("xla", 100, 0.6, "other")) == []
+
+
+def test_recurrences_are_compared_with_the_loop_and_with_chunks_of_plain_jax():
+    for full, names in ((False, ["ours", "xla"]), (True, ["ours", "chunks"] * 2 + ["xla"])):
+        found = list(recurrences(512, 2, 32, full))
+        assert [c.name for c in found] == names * 2
+        assert all(c.work["*"] > 0 for c in found)
+    assert holding(row("ours", 200, 0.1, "recurrence"), row("chunks", 100, 0.2, "recurrence")) == []
 
 
 def test_the_recorded_rows_hold_what_is_asked():
