@@ -485,6 +485,7 @@ class Jitted(Protocol):
 
 
 Setting = TypeVar("Setting")
+Value = TypeVar("Value")
 
 
 class TraceContext(Protocol[Setting]):
@@ -575,6 +576,20 @@ def varying_axes(avals: Sequence[object]) -> frozenset[str]:
         if kind is not None and kind.varying:
             found |= kind.varying
     return found
+
+
+def varied_alike(arrays: Sequence[Value], operands: Sequence[object]) -> list[Value]:
+    """Returns arrays that vary over every manual axis over which any of ``operands`` varies.
+
+    The transpose of that sums cotangents over the axes which are new.
+    """
+    axes = varying_axes(list(map(jax.typeof, operands)))
+
+    def varied(x: Value) -> Value:
+        missing = tuple(sorted(axes - varying_axes([jax.typeof(x)])))
+        return cast("Value", jax.lax.pcast(cast("jax.Array", x), missing, to="varying")) if missing else x
+
+    return list(map(varied, arrays)) if axes else list(arrays)
 
 
 def varying_equation(atom: JaxprAtom, like: ShapedArray, beside: JaxprEqn) -> JaxprEqn:

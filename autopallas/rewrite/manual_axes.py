@@ -9,30 +9,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TypeVar, cast
+from typing import cast
 
 import jax
 
 from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, JaxprLike, Literal, Var
 
-__all__ = ["casts_to", "evaluate", "varied_alike", "with_casts"]
-
-T = TypeVar("T")
-
-
-def varied_alike(arrays: Sequence[T], operands: Sequence[object]) -> list[T]:
-    """Returns arrays that vary over every manual axis over which any of ``operands`` varies.
-
-    The transpose of that sums cotangents over the axes which are new.
-    """
-    axes = compat.varying_axes(list(map(jax.typeof, operands)))
-
-    def varied(x: T) -> T:
-        missing = tuple(sorted(axes - compat.varying_axes([jax.typeof(x)])))
-        return cast("T", jax.lax.pcast(cast("jax.Array", x), missing, to="varying")) if missing else x
-
-    return list(map(varied, arrays)) if axes else list(arrays)
+__all__ = ["casts_to", "evaluate", "with_casts"]
 
 
 def evaluate(original: ClosedJaxpr, operands: Sequence[object]) -> list[jax.Array]:
@@ -47,8 +31,8 @@ def evaluate(original: ClosedJaxpr, operands: Sequence[object]) -> list[jax.Arra
 
     for equation in jaxpr.eqns:
         given = [read(atom) for atom in equation.invars]
-        known.update(zip(equation.outvars, _run(equation, varied_alike(given, given)), strict=True))
-    return cast("list[jax.Array]", varied_alike([read(atom) for atom in jaxpr.outvars], operands))
+        known.update(zip(equation.outvars, _run(equation, compat.varied_alike(given, given)), strict=True))
+    return cast("list[jax.Array]", compat.varied_alike([read(atom) for atom in jaxpr.outvars], operands))
 
 
 def _run(equation: JaxprEqn, given: Sequence[object]) -> list[jax.Array]:

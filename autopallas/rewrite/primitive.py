@@ -37,7 +37,7 @@ from autopallas.faults import one_line
 from autopallas.plan.cross_platform import replan_for
 from autopallas.plan.decision import NOTHING_TO_COMPUTE, Decision, size_unknown
 from autopallas.report.late import Entry
-from autopallas.rewrite.manual_axes import evaluate, varied_alike
+from autopallas.rewrite.manual_axes import evaluate
 from autopallas.sites.calls import SiteDescription, kernel_backward, kernel_forward, with_residuals
 from autopallas.sites.device import Device
 from autopallas.sites.interpret import settled
@@ -153,7 +153,7 @@ def _tangent(
     active: tuple[int, ...],
     **_: object,
 ) -> list[jax.Array]:
-    operands, _results, _residuals, tangents = _split(varied_alike(arguments, arguments), site, original)
+    operands, _results, _residuals, tangents = _split(compat.varied_alike(arguments, arguments), site, original)
     function = _vary(original, active, operands)
     moved: list[jax.Array] = jax.jvp(function, tuple(operands[i] for i in active), tuple(tangents))[1]
     return [moved[i] for i in _moving(original)]
@@ -172,7 +172,7 @@ def _backward(
         kernel = kernel_backward(site, decision.implementation or "", decision.block_sizes, active)
         gradients = kernel(operands, results, residuals, cotangents)
         return [compat.divided_like(x, original.in_avals[i]) for x, i in zip(gradients, active, strict=True)]
-    operands, _, _, cotangents = _split(varied_alike(arguments, arguments), site, original)
+    operands, _, _, cotangents = _split(compat.varied_alike(arguments, arguments), site, original)
     _, pull = jax.vjp(_vary(original, active, operands), *(operands[i] for i in active))
     return list(pull(list(cotangents)))
 
@@ -387,7 +387,7 @@ def _site_and_tangent(
     moving = _moving(params["original"])
     if active and moving:
         # What a site computes varies over the manual axes of all operands; JAX transposes the casts to sums over axes.
-        given = varied_alike([tangents[i] for i in active], primals)
+        given = compat.varied_alike([tangents[i] for i in active], primals)
         found = tangent_p.bind(*primals, *outputs, *given, active=active, **params)
         for position, tangent in zip(moving, found, strict=True):
             moved[position] = tangent

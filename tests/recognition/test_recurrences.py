@@ -302,21 +302,38 @@ def test_a_loop_whose_gates_and_keys_all_devices_share_is_found_with_its_backwar
     assert [(site.direction, site.verdict) for site in optimized.report().sites] == [("forward+backward", "applied")]
 
 
-def test_a_first_value_that_is_cast_to_vary_in_a_shard_map_keeps_the_loop_and_says_so():
-    """Columns of the state on the devices of a mesh."""
+def begun_with(first):
+    """Sequences on the devices of a mesh; the first state is cast to vary over its axis."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
-    columns = jax.sharding.PartitionSpec(None, "data")
-    whole = jax.sharding.PartitionSpec()
+    batch, whole = jax.sharding.PartitionSpec(None, "data"), jax.sharding.PartitionSpec()
 
-    def begun_with_zeros(gate, k, v, q):
-        state = jax.lax.pcast(jnp.zeros((8, v.shape[1])), ("data",), to="varying")
-        return decayed_outer_products(gate, k, v, q, state)
+    def run(gate, k, v, q, given):
+        def step(state, own):
+            gate, k, v, q = own
+            state = jax.nn.sigmoid(gate)[:, None, None] * state + k[:, :, None] * v[:, None, :]
+            return state, jnp.einsum("bn,bnp->bp", q, state)
 
-    run = jax.shard_map(
-        begun_with_zeros, mesh=mesh, in_specs=(whole, whole, columns, whole), out_specs=columns, check_vma=True
-    )
-    arguments = [jnp.ones((T, *n)) for n in ((), (8,), (12,), (8,))]
-    report = autopallas.explain(optimized_like_a_user(run, **ONLY), *arguments)
+        state = jax.lax.pcast(first(given), ("data",), to="varying")
+        return jax.lax.scan(step, state, (gate, k, v, q))[1]
+
+    return jax.shard_map(run, mesh=mesh, in_specs=(batch,) * 4 + (whole,), out_specs=batch, check_vma=True)
+
+
+BEGUN = [FOUND["state_kept"].arguments[i][:, :, 0] for i in (3, 1, 2, 0)] + [FOUND["state_kept"].arguments[4][:, 0]]
+
+
+def test_a_loop_in_a_shard_map_may_begin_with_zeros_that_are_cast_to_vary():
+    run = with_gradients(begun_with(jnp.zeros_like), BEGUN)
+    optimized = optimized_like_a_user(run, **ONLY)
+    given, expected = optimized(*BEGUN), run(*BEGUN)
+    for one, other in zip(jax.tree.leaves(given), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)
+    assert [(site.direction, site.verdict) for site in optimized.report().sites] == [("forward+backward", "applied")]
+
+
+def test_a_first_value_that_is_given_and_cast_to_vary_keeps_the_loop_and_says_so():
+    """Its cotangent is summed over the mesh's axis by the transpose of the cast."""
+    report = autopallas.explain(optimized_like_a_user(begun_with(lambda given: given), **ONLY), *BEGUN)
     assert (report.sites, report.failures) == ((), ())
     assert ["cast to vary" in miss.reason for miss in report.near_misses] == [True]
 

@@ -70,7 +70,7 @@ class Loop:
 
     def started(self, operands: Sequence[Array]) -> tuple[list[Array], list[Array], list[Array]]:
         """Returns (constants, first carried values, arrays to be sliced) of a site's operands."""
-        given = compat.jaxpr_as_fun(self.lead)(*operands)
+        given = compat.varied_alike(compat.jaxpr_as_fun(self.lead)(*operands), operands)
         last = self.constants + self.carried
         return list(given[: self.constants]), list(given[self.constants : last]), list(given[last:])
 

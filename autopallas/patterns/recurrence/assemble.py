@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax
 
 from autopallas import compat, jaxprs
-from autopallas.compat import ArrayFunction, JaxprAtom, JaxprEqn, Literal, Var
+from autopallas.compat import ArrayFunction, JaxprAtom, JaxprEqn, Literal, ShapedArray, Var
 from autopallas.graph import Body, Graph, Node, flatten
 from autopallas.graph.array_slices import Place, plus_slices, slices_at, with_slices
 from autopallas.graph.extract import closed, copied
@@ -128,6 +128,8 @@ class Assembly:
         """The arrays that the loop reads by slices, by their numbers."""
         self.before: dict[int, JaxprAtom] = {}
         """The arrays into which the loop's results are written, by the places of these."""
+        self.typed: dict[int, ShapedArray] = {}
+        """The types of first values that are made of literals, by their numbers: the program may cast these."""
         self.known: dict[int, JaxprAtom] = {}
         """What is known by its number."""
 
@@ -170,7 +172,10 @@ class Assembly:
         first = len(equation.invars) - len(equation.outvars) if parts is None else parts[0]
         count = len(equation.outvars) if parts is None else parts[1]
         for atom, after in zip(equation.invars[first : first + count], equation.outvars, strict=False):
-            own = atom.aval if isinstance(atom, Literal) else self.graph.avals[self.numbers[atom]]
+            number = None if isinstance(atom, Literal) else self.numbers[atom]
+            own = atom.aval if number is None else self.graph.avals[number]
+            if number is not None and self._is_of_literals(number):  # no operand gives it, so that no cotangent is lost
+                own = self.typed.setdefault(number, after.aval)
             if compat.varying_axes([own]) != compat.varying_axes([after.aval]):
                 raise Mismatch(
                     "it begins with a value that is cast to vary over the axes of a shard_map", advice=FIRST_VARIES
@@ -267,15 +272,24 @@ class Assembly:
         self.known.setdefault(number, made)
         return made
 
-    def _of_literals(self, number: int) -> Var | None:
+    def _is_of_literals(self, number: int) -> bool:
+        """Returns whether a value is made of numbers, such as zeros."""
         node = self.graph.definitions.get(number)
         if node is None or len(node.outputs) != 1 or jaxprs.bodies(node.equation):
+            return False
+        return all(n in self.graph.literals and not self.graph.shape(n) for n in node.inputs)
+
+    def _of_literals(self, number: int) -> Var | None:
+        if not self._is_of_literals(number):
             return None
-        if not all(n in self.graph.literals and not self.graph.shape(n) for n in node.inputs):
-            return None
+        node = self.graph.definitions[number]
         variables: dict[int, Var] = {}
-        self.equations += copied(self.graph, [node], variables)
-        return variables[number]
+        (equation,) = copied(self.graph, [node], variables)
+        like = self.typed.get(number)
+        if like is not None and compat.varying_axes([like]):
+            equation = equation.replace(outvars=[Var(like)])
+        self.equations.append(equation)
+        return equation.outvars[0]
 
     # ------------------------------------------------------------------ the site
 
