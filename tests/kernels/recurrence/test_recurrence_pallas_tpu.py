@@ -16,6 +16,7 @@ import autopallas
 from autopallas.kernels import tpu
 from autopallas.kernels.recurrence import pallas_tpu, tpu_kernels
 from autopallas.kernels.recurrence.block_sizes import BlockSizes
+from autopallas.kernels.recurrence.cases import in_direction, retention, types
 from autopallas.kernels.recurrence.chunks import chunked
 from autopallas.kernels.recurrence.example import program
 from autopallas.kernels.recurrence.operation import OPERATION
@@ -23,6 +24,7 @@ from autopallas.kernels.recurrence.tpu_kernels import Layout, by_kernels
 from autopallas.sites import interpret
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
+from autopallas.workbench.cases import Case
 
 EVERYTHING = os.environ.get("FULL_GRID") == "1"
 V5E = Device("tpu", "TPU v5 lite")
@@ -147,6 +149,26 @@ def test_what_is_exported_for_a_tpu_is_the_kernel():
         text = jax.export.export(jax.jit(function), platforms=["tpu"])(*types).mlir_module()
         for name in names:
             assert f'kernel_name = "autopallas_recurrence_{name}"' in text
+
+
+@pytest.mark.parametrize(
+    "device, direction, objective, verdict",
+    [
+        ("TPU v5 lite", "forward", "time", "applied"),
+        ("TPU v5 lite", "forward+backward", "time", "applied"),
+        ("TPU v5 lite", "forward+backward", "memory", "applied"),
+        ("TPU v6 lite", "forward", "time", "applied"),
+        ("TPU v4", "forward", "time", "kept"),
+    ],
+)
+def test_simulated_rows_license_it_where_there_are_some(device, direction, objective, verdict):
+    sizes = (("T", 2048), ("B", 1), ("H", 8), ("N", 64), ("P", 64))
+    case = Case(OPERATION.name, direction, "float32", "scalar", sizes)
+    with Device("tpu", device).targeted():
+        optimized = autopallas.optimize(in_direction(case, retention), objective=objective)
+        jax.jit(optimized).trace(*types(case))
+        sites = [s for s in optimized.report().sites if s.op == "recurrence"]
+    assert {(s.verdict, s.implementation) for s in sites} == {(verdict, "pallas_tpu")}
 
 
 @pytest.mark.parametrize(
