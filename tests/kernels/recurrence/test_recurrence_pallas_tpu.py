@@ -158,6 +158,7 @@ def test_what_is_exported_for_a_tpu_is_the_kernel():
         ("TPU v5 lite", "forward+backward", "time", "applied"),
         ("TPU v5 lite", "forward+backward", "memory", "applied"),
         ("TPU v6 lite", "forward", "time", "applied"),
+        ("TPU v6 lite", "forward+backward", "time", "applied"),
         ("TPU v4", "forward", "time", "kept"),
     ],
 )
