@@ -22,6 +22,7 @@ from autopallas.tuning.coverage import stated
 from autopallas.tuning.entry import Entry, Rejected
 from autopallas.tuning.key import TuningKey
 from autopallas.tuning.measure import Clock, Failure, Measurement, Stage, Timing, measure
+from autopallas.tuning.row import running_jax
 from autopallas.tuning.table import MEMORY_SLOWDOWN, Row
 
 __all__ = ["ORIGINAL", "Tried", "candidates_of", "free_bytes", "search"]
@@ -334,7 +335,7 @@ def _row(
         original_bytes=measured[ORIGINAL].temporary_bytes or 0,
         evidence="quickly measured" if quick else "measured",
         date=datetime.date.today().isoformat(),
-        versions=f"jax {jax.__version__}",
+        versions=running_jax(),
     )
 
 

@@ -19,13 +19,12 @@ from typing import TypeVar
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas import compat
 from autopallas.compat import ClosedJaxpr
 from autopallas.sites.device import Device
 from autopallas.sites.operation import operation_named
 from autopallas.sites.workload import Workload
 from autopallas.tuning import processor
-from autopallas.tuning.row import jax_line
+from autopallas.tuning.row import jax_line, running_jax
 from autopallas.tuning.table import Row
 
 S = TypeVar("S")
@@ -100,8 +99,9 @@ def gap(row: Row[object], match: Workload, device: Device, own_form: bool = Fals
     here = processor.vector_extensions()
     if _narrow(match) and not processor.alike(row.measured_with, here):
         decided = "no row for these vector extensions, which decide the speed of 16-bit numbers"
-    elif asked.with_jax and row.assured_gain < asked.elsewhere_from and row.jax_line != jax_line(_jax()):
-        return f"no row for this version of JAX: the table's was measured with {row.versions}, and this is {_jax()}"
+    elif asked.with_jax and row.assured_gain < asked.elsewhere_from and row.jax_line != jax_line(running_jax()):
+        running = running_jax()
+        return f"no row for this version of JAX: the table's was measured with {row.versions}, and this is {running}"
     elif row.measured_with != (here or _UNKNOWN) and row.assured_gain < asked.elsewhere_from:
         decided = "no row for these vector extensions, on which the gain depends"
     else:
@@ -148,11 +148,6 @@ def products(original: ClosedJaxpr) -> str:
             )
             found.append(f"{first},{second}->{result}")
     return "; ".join(found)
-
-
-def _jax() -> str:
-    """Returns the version of JAX as rows state it."""
-    return f"jax {compat.versions()['jax']}"
 
 
 def _narrow(match: Workload) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, Literal, TypeAlias, TypeVar, cast
 
+from autopallas import compat
 from autopallas.sites.spec import BlockSizes
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Rows",
     "jax_line",
     "key_of_least_time",
+    "running_jax",
 ]
 
 Evidence: TypeAlias = Literal["measured", "quickly measured", "simulated", "estimated"]
@@ -137,6 +139,11 @@ def jax_line(versions: str) -> str:
     """
     found = re.match(r"jax (\d+\.\d+)\b", versions)
     return found[1] if found else ""
+
+
+def running_jax() -> str:
+    """Returns the version of JAX that runs, as rows state it."""
+    return f"jax {compat.versions()['jax']}"
 
 
 def key_of_least_time(key: Key) -> Key:

@@ -17,10 +17,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypedDict, cast
 
-from autopallas import compat
 from autopallas.sites.spec import BlockSizes
 from autopallas.tuning import processor
-from autopallas.tuning.row import DEVICES, Bucket, Evidence, Key, Row, Rows, jax_line, key_of_least_time
+from autopallas.tuning.row import DEVICES, Bucket, Evidence, Key, Row, Rows, jax_line, key_of_least_time, running_jax
 
 __all__ = ["DATA", "Files", "device_of", "folder_of"]
 
@@ -106,7 +105,7 @@ class Files(Mapping[str, Rows]):
 
     def __getitem__(self, device: str) -> Rows:
         here = processor.vector_extensions() if device == "cpu" else None
-        line = jax_line(f"jax {compat.versions()['jax']}")
+        line = jax_line(running_jax())
         view = self._views.get((device, here, line))
         if view is None:
             view = MappingProxyType(_for_processor(self.read(device), here, line))

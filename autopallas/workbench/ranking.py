@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
-import jax
-
 from autopallas.autotune.search import Tried, candidates_of
 from autopallas.autotune.trial import Trial
 from autopallas.compat import ArrayFunction
@@ -17,6 +15,7 @@ from autopallas.compile.tpu import Compilation, Compiler
 from autopallas.sites.spec import BlockSizes, Sizes
 from autopallas.sites.workload import SiteWorkload
 from autopallas.tuning.evidence import SIMULATED_MARGIN
+from autopallas.tuning.row import running_jax
 from autopallas.tuning.table import MEMORY_SLOWDOWN, Row
 
 __all__ = ["Ranking", "ranked"]
@@ -133,7 +132,7 @@ def _tried(sizes: BlockSizes, found: Compilation | None, reason: str, original: 
         original_bytes=original.temporary_bytes,
         evidence="simulated" if simulated else "estimated",
         date=datetime.date.today().isoformat(),
-        versions=f"jax {jax.__version__}, {version}",
+        versions=f"{running_jax()}, {version}",
     )
     return Tried(
         sizes.to_dict(),

@@ -34,6 +34,13 @@ def main() -> int:
     show.add_argument("seed", type=int)
     small = commands.add_parser("shrink", help="print the smallest program that fails like the one of a seed")
     small.add_argument("seed", type=int)
+    for command in (run, small):
+        command.add_argument(
+            "--optimization-level",
+            type=int,
+            default=0,
+            help="XLA's, 0 by default; at its own, 3, programs take longer, and may meet faults of the compiler",
+        )
     back = commands.add_parser("mutations", help="put known faults back, one at a time, and look when they are found")
     back.add_argument("faults", nargs="*", metavar="FAULT", help=f"out of {', '.join(FAULTS)}; all by default")
     back.add_argument("--programs", type=int, default=2000, help="in which each has to be found")
@@ -45,12 +52,15 @@ def main() -> int:
     if given.command == "show":
         print(random_program(given.seed).script())
         return 0
-    return _shrink(given.seed) if given.command == "shrink" else _mutations(given)
+    return _shrink(given) if given.command == "shrink" else _mutations(given)
 
 
 def _run(given: argparse.Namespace) -> int:
     if given.record and (changes := record.unrecorded_changes()):
         print(f"Not recorded, since these differ from the last commit:\n{changes}")
+        return 2
+    if given.record and given.optimization_level:
+        print("Ranges are recorded at optimization level 0.")
         return 2
     found: list[Verdict] = []
     every: list[Verdict] = []
@@ -61,7 +71,7 @@ def _run(given: argparse.Namespace) -> int:
             print(f"{first} to {first + count - 1}: recorded before")
             continue
         part = []
-        for (verdict,) in verdicts(range(first, first + count), given.workers):
+        for (verdict,) in verdicts(range(first, first + count), given.workers, level=given.optimization_level):
             part.append(verdict)
             if verdict.kind:
                 print(f"  program {verdict.seed}: {verdict.kind}: {verdict.complaints[0]}", flush=True)
@@ -96,12 +106,12 @@ def _print_mix(every: list[Verdict]) -> None:
     print(", ".join(f"{name} {spent:.0f} s" for name, spent in seconds.most_common()))
 
 
-def _shrink(seed: int) -> int:
-    judging = Judging(quick=False)
+def _shrink(given: argparse.Namespace) -> int:
+    judging = Judging(quick=False, level=given.optimization_level)
     try:
-        verdict = judging(seed)
+        verdict = judging(given.seed)
         if not verdict.kind:
-            print(f"Nothing is wrong with program {seed}.")
+            print(f"Nothing is wrong with program {given.seed}.")
             return 0
         program = shrunk(verdict, judging)
         print(program.script())

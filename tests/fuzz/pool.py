@@ -25,23 +25,23 @@ SECONDS = 120.0
 _LIFE = 400
 """So many programs are judged by one process: compiled code is never given back entirely."""
 
-_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 _FASTER = "--xla_cpu_use_fusion_emitters=false"
 """Halves the time of compiling, where XLA knows it.  What it makes of ``x / 3`` differs from place to place, so that
 ``x / 3 - max(x / 3)`` need not be 0: a program that is wrong is judged again without it."""
 
 
 @functools.cache
-def _environment(quick: bool) -> dict[str, str]:
+def _environment(quick: bool, level: int) -> dict[str, str]:
+    flags = f"--xla_backend_optimization_level={level} --xla_llvm_disable_expensive_passes={str(not level).lower()}"
     own = {name: value for name, value in os.environ.items() if not name.startswith(("AUTOPALLAS_", "XLA_", "JAX_"))}
-    own |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{_FLAGS} {_FASTER}", "PYTHONPATH": str(ROOT)}
+    own |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{flags} {_FASTER}", "PYTHONPATH": str(ROOT)}
     own |= {"OMP_NUM_THREADS": "1"}
-    if not quick:
-        return own | {"XLA_FLAGS": _FLAGS}
+    if level or not quick:
+        return own | {"XLA_FLAGS": flags}
     tried = subprocess.run(
         [sys.executable, "-c", "import jax; jax.devices()"], env=own, capture_output=True, check=False
     )
-    return own if tried.returncode == 0 else own | {"XLA_FLAGS": _FLAGS}
+    return own if tried.returncode == 0 else own | {"XLA_FLAGS": flags}
 
 
 def _seconds_of(process: int) -> float:
@@ -56,8 +56,9 @@ def _seconds_of(process: int) -> float:
 class Judging:
     """One such process, started when it is first needed."""
 
-    def __init__(self, fault: str | None = None, seconds: float = SECONDS, quick: bool = True):
-        self._fault, self._seconds, self._quick = fault, seconds, quick
+    def __init__(self, fault: str | None = None, seconds: float = SECONDS, quick: bool = True, level: int = 0):
+        self._fault, self._seconds = fault, seconds
+        self._environment = _environment(quick, level)
         self._process: subprocess.Popen[str] | None = None
         self._judged = 0
 
@@ -97,7 +98,7 @@ class Judging:
         command = [sys.executable, "-m", "tests.fuzz.worker"]
         command += ["--fault", self._fault] if self._fault else []
         self._process = subprocess.Popen(
-            command, cwd=ROOT, env=_environment(self._quick), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, cwd=ROOT, env=self._environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self._judged = 0
 
@@ -110,7 +111,7 @@ class Judging:
 
 
 def verdicts(
-    seeds: Iterable[int], workers: int, fault: str | None = None, faults: Sequence[str] = ()
+    seeds: Iterable[int], workers: int, fault: str | None = None, faults: Sequence[str] = (), level: int = 0
 ) -> Iterator[list[Verdict]]:
     """The verdicts on each of some programs as they come; closing the iterator ends the processes.
 
@@ -119,6 +120,7 @@ def verdicts(
       workers: how many processes judge.
       fault: what each of them has put back, from its start on.
       faults: those that are put back for each program, one at a time.
+      level: XLA's optimization level.
     """
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     total = 0
@@ -129,7 +131,7 @@ def verdicts(
     stopping = threading.Event()
 
     def work() -> None:
-        judging, again = Judging(fault), Judging(fault, quick=False)
+        judging, again = Judging(fault, level=level), Judging(fault, quick=False, level=level)
         try:
             while not stopping.is_set():
                 seed = waiting.get_nowait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -148,52 +149,41 @@ def several_results_with_one_cotangent(q: Array, k: Array, v: Array, rate: Array
 # ---------------------------------------------------------------------- no identities
 
 
-@refused(q, unit, v, rate, reason="multiplied by a matrix")
-def shifted_identity(q: Array, k: Array, v: Array, rate: Array) -> Array:
-    def step(state: Array, own: Any) -> Any:
-        q, k, v, rate = own
-        state = state @ (jnp.eye(N, k=1) - rate * jnp.outer(k, k)) + jnp.outer(v, k)
-        return state, state @ q
+def multiplied(transition: Callable[[Array, Array], Array]) -> Callable[..., Array]:
+    """The loop whose state is multiplied by a matrix of the step's key and rate."""
 
-    return lax.scan(step, zeros(P, N), (q, k, v, rate))[1]
+    def function(q: Array, k: Array, v: Array, rate: Array) -> Array:
+        def step(state: Array, own: Any) -> Any:
+            q, k, v, rate = own
+            state = state @ transition(k, rate) + jnp.outer(v, k)
+            return state, state @ q
 
+        return lax.scan(step, zeros(P, N), (q, k, v, rate))[1]
 
-@refused(q, unit, v, rate, reason="multiplied by a matrix")
-def identity_from_the_last_to_the_first(q: Array, k: Array, v: Array, rate: Array) -> Array:
-    def step(state: Array, own: Any) -> Any:
-        q, k, v, rate = own
-        state = state @ (jnp.eye(N)[::-1] - rate * jnp.outer(k, k)) + jnp.outer(v, k)
-        return state, state @ q
-
-    return lax.scan(step, zeros(P, N), (q, k, v, rate))[1]
+    function.__name__ = transition.__name__
+    return refused(q, unit, v, rate, reason="multiplied by a matrix")(function)
 
 
-@refused(q, unit, v, rate, reason="multiplied by a matrix")
-def something_beside_the_diagonal(q: Array, k: Array, v: Array, rate: Array) -> Array:
-    def step(state: Array, own: Any) -> Any:
-        q, k, v, rate = own
-        transition = jnp.where(jnp.eye(N, dtype=bool), rate, 0.01)
-        return (state := state @ transition + jnp.outer(v, k)), state @ q
-
-    return lax.scan(step, zeros(P, N), (q, k, v, rate))[1]
+@multiplied
+def shifted_identity(k: Array, rate: Array) -> Array:
+    return jnp.eye(N, k=1) - rate * jnp.outer(k, k)
 
 
-@refused(q, unit, v, rate, reason="multiplied by a matrix")
-def lower_triangle(q: Array, k: Array, v: Array, rate: Array) -> Array:
-    def step(state: Array, own: Any) -> Any:
-        q, k, v, rate = own
-        state = state @ (jnp.tri(N) - rate * jnp.outer(k, k)) + jnp.outer(v, k)
-        return state, state @ q
-
-    return lax.scan(step, zeros(P, N), (q, k, v, rate))[1]
+@multiplied
+def identity_from_the_last_to_the_first(k: Array, rate: Array) -> Array:
+    return jnp.eye(N)[::-1] - rate * jnp.outer(k, k)
 
 
-@refused(q, unit, v, rate, reason="multiplied by a matrix")
-def householder_that_is_rounded(q: Array, k: Array, v: Array, rate: Array) -> Array:
-    def step(state: Array, own: Any) -> Any:
-        q, k, v, rate = own
-        transition = (jnp.eye(N) - rate * jnp.outer(k, k)).astype(jnp.bfloat16).astype(jnp.float32)
-        state = state @ transition + jnp.outer(v, k)
-        return state, state @ q
+@multiplied
+def something_beside_the_diagonal(k: Array, rate: Array) -> Array:
+    return jnp.where(jnp.eye(N, dtype=bool), rate, 0.01)
 
-    return lax.scan(step, zeros(P, N), (q, k, v, rate))[1]
+
+@multiplied
+def lower_triangle(k: Array, rate: Array) -> Array:
+    return jnp.tri(N) - rate * jnp.outer(k, k)
+
+
+@multiplied
+def householder_that_is_rounded(k: Array, rate: Array) -> Array:
+    return (jnp.eye(N) - rate * jnp.outer(k, k)).astype(jnp.bfloat16).astype(jnp.float32)

@@ -81,27 +81,26 @@ def _match(graph: Graph, node: Node) -> Found | None:
     constants = [graph.literals.get(number) for number in node.inputs]
     if any(np.ndim(constant) for constant in constants if constant is not None):
         return None
-    if all(constant is None for constant in constants) and node.name in _FUNCTIONS:
-        return Found((("function", node.name),), node.inputs, node.outputs)
-    if node.name == "rem" and constants[0] is None:
-        divisor, (given, _) = float(np.asarray(constants[1])), node.inputs
-        known = _is_divisor(divisor) and graph.shape(given) == result.aval.shape
-        return Found((("divisor", str(divisor)), ("function", "rem")), (given,), node.outputs) if known else None
-    if node.name == "polygamma" and constants[0] is not None and constants[1] is None:
-        known = float(np.asarray(constants[0])) == 1 and graph.shape(node.inputs[1]) == result.aval.shape
-        return Found((("function", "polygamma"), ("order", "1.0")), node.inputs[1:], node.outputs) if known else None
-    if node.name != "pow" or sum(constant is not None for constant in constants) != 1:
+    found = [(place, float(np.asarray(x))) for place, x in enumerate(constants) if x is not None]
+    if not found:
+        return Found((("function", node.name),), node.inputs, node.outputs) if node.name in _FUNCTIONS else None
+    given = [number for number, constant in zip(node.inputs, constants, strict=True) if constant is None]
+    if len(found) > 1 or graph.shape(given[0]) != result.aval.shape:
         return None
-    base, exponent = (None if constant is None else float(np.asarray(constant)) for constant in constants)
-    given = node.inputs[0] if base is None else node.inputs[1]
-    if graph.shape(given) != result.aval.shape:
+    ((place, value),) = found
+    name, is_computed = _CONSTANTS.get((node.name, place), ("", _never))
+    if not is_computed(value):
         return None
-    if base is not None:
-        known = 0 < base < math.inf and base != 1
-        return Found((("base", str(base)), ("function", "pow")), (given,), node.outputs) if known else None
-    if exponent is None or not math.isfinite(exponent) or exponent in _COMPILED_ANYWAY:
-        return None
-    return Found((("exponent", str(exponent)), ("function", "pow")), (given,), node.outputs)
+    parameters = {"function": node.name, name: str(value)}
+    return Found(tuple(sorted(parameters.items())), tuple(given), node.outputs)
+
+
+def _is_base(number: float) -> bool:
+    return 0 < number < math.inf and number != 1
+
+
+def _is_exponent(number: float) -> bool:
+    return math.isfinite(number) and number not in _COMPILED_ANYWAY
 
 
 def _is_divisor(number: float) -> bool:
@@ -111,6 +110,19 @@ def _is_divisor(number: float) -> bool:
     """
     mantissa, exponent = math.frexp(abs(number))
     return _DIVISORS[0] <= abs(number) <= _DIVISORS[1] and not (mantissa == 0.5 and exponent > 0)
+
+
+def _never(number: float) -> bool:
+    return False
+
+
+_CONSTANTS: Mapping[tuple[str, int], tuple[str, Callable[[float], bool]]] = {
+    ("pow", 0): ("base", _is_base),
+    ("pow", 1): ("exponent", _is_exponent),
+    ("rem", 1): ("divisor", _is_divisor),
+    ("polygamma", 0): ("order", lambda number: number == 1),
+}
+"""Of a function and a position the name of an operand that the program knows, and which of its values are computed."""
 
 
 def _is_taken(graph: Graph, node: Node) -> bool:
