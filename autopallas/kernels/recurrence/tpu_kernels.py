@@ -132,8 +132,9 @@ class Layout(NamedTuple):
         found += 3 * block_bytes((heads, self.chunk), jnp.float32, 2)
         # What is spilled, of a head and of others beside it.
         tiles = 2 if direction == "states" and not self.delta else 8 + 2 * heads
-        if self.by_channel and direction == "backward":  # of each size of blocks: weights, queries, keys, and scores
-            tiles += 4 * (self.chunk - 1).bit_length()
+        # Decays of rows and the delta rule have products for each size of blocks of steps.
+        each = {"forward": 2, "states": 0, "backward": 12}[direction]
+        tiles += each * (self.by_channel + self.delta) * (self.chunk - 1).bit_length()
         return found + tiles * block_bytes((self.chunk, max(self.chunk, self.rows)), jnp.float32)
 
 
