@@ -2,7 +2,7 @@
 
 Each row stands on one line, so that differences and merges are of rows, and each column is named once.  On CPUs the
 processor's vector extensions and the minor version of JAX, which has the compiler, are a second key: of rows that
-otherwise have the same key, the one for this processor and this version counts.
+otherwise have the same key, the one for this processor and this version counts, else what those nearest to it agree on.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import io
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -194,18 +195,29 @@ def _for_processor(
     rows: Sequence[tuple[Key, Row[BlockSizes]]], here: str | None, line: str
 ) -> dict[Key, Row[BlockSizes]]:
     """Chooses among rows that differ only in their vector extensions and version of JAX: those of this processor, else
-    of processors that multiply alike, else those of AVX2; of these, those of this minor version, else of the latest.
-    The rows of both objectives were measured together."""
+    of processors that multiply alike, else those of AVX2; of these, those of this minor version.  The rows of both
+    objectives were measured together.
 
-    def rank(measured: tuple[str, str]) -> tuple[object, ...]:
-        extensions, version = measured
-        same = extensions == here, processor.alike(extensions, here), extensions == "avx2"
-        return *same, version == line, _age(version)
-
-    best: dict[Key, tuple[str, str]] = {}
+    A minor version without rows that lies between two with rows has those of the lesser gain: where they disagree,
+    either may be right.  One before or after all of them has those of the nearest.
+    """
+    measured: dict[Key, dict[tuple[str, str], float]] = defaultdict(dict)
     for key, row in rows:
         place, own = key_of_least_time(key), (row.measured_with, row.jax_line)
-        best[place] = max(best.get(place, own), own, key=rank)
+        gains = measured[place]
+        gains[own] = row.assured_gain if key == place else gains.get(own, row.assured_gain)
+
+    def rank(extensions: str) -> tuple[object, ...]:
+        return extensions == here, processor.alike(extensions, here), extensions == "avx2", extensions
+
+    best: dict[Key, tuple[str, str]] = {}
+    for place, gains in measured.items():
+        extensions = max((found for found, _ in gains), key=rank)
+        versions = sorted((version for found, version in gains if found == extensions), key=_age)
+        before = [version for version in versions if _age(version) <= _age(line)][-1:]
+        after = [version for version in versions if _age(version) > _age(line)][:1]
+        near = before if before == [line] else [*before, *after]
+        best[place] = min(((extensions, version) for version in near), key=lambda own: gains[own])
     return {key: row for key, row in rows if (row.measured_with, row.jax_line) == best[key_of_least_time(key)]}
 
 

@@ -239,6 +239,23 @@ def test_the_minor_version_of_jax_is_a_part_of_that_key_on_cpus(files, monkeypat
     assert here("0.12.1") == [128, 64], "a row takes the place of one of the same version"
 
 
+@pytest.mark.parametrize(("older", "newer"), [(5.0, 0.2), (0.2, 5.0)])
+def test_a_minor_version_between_two_that_disagree_has_the_row_of_the_lesser_gain(files, monkeypatch, older, newer):
+    gains = {"0.9.2": 9.0, "0.10.2": older, "0.12.0.1": newer, "0.14.0": 9.0}
+    for number, (version, gain) in enumerate(gains.items(), start=1):
+        rows = {
+            key("a"): dataclasses.replace(row(number, 1), versions=f"jax {version}", original_us=gain, kernel_us=1.0)
+        }
+        files.write("cpu", rows)
+
+    def here(version):
+        monkeypatch.setattr(compat, "versions", lambda: {"jax": version})
+        return files["cpu"][key("a")].block_sizes.query_block
+
+    assert here("0.11.0") == here("0.11.3") == (2 if older < newer else 3)
+    assert [here(version) for version in ("0.8.0", "0.10.0", "0.12.5", "0.15.1")] == [1, 2, 3, 4]
+
+
 @given(st.text(st.characters(codec="utf-8"), min_size=1, max_size=20))
 @example("..")
 @example("a/b")
