@@ -1,4 +1,4 @@
-"""The optimized function in every use that jit allows, and some that it does not; options and environment at work."""
+"""The optimized function in every use that jit allows, and some that it does not."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import copy
 import dataclasses
 import enum
 import functools
-import gc
 import importlib
 import pickle
 import random
 import threading
 import warnings
-import weakref
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +21,6 @@ from support.catalogue import array
 
 import autopallas
 from autopallas import AutopallasWarning, jaxprs
-from autopallas.errors import RequirementError, UnsupportedError
-from autopallas.gc_pause import paused, rare
 from transforms.test_transforms import attend, optimized, primitives, same
 
 T, S, D = 5, 7, 3
@@ -711,229 +707,3 @@ def test_what_is_not_replaced_keeps_its_lines_and_scopes(qkv):
         (equation,) = [e for e in jaxprs.open_jaxpr(program)[0].eqns if e.primitive.name == name]
         assert "test_calls.py" in jaxprs.location(equation)
         assert "ours" in jaxprs.name_stack(equation)
-
-
-@pytest.mark.parametrize("collects", [True, False])
-def test_the_garbage_collector_is_left_as_it_was(qkv, collects):
-    was = gc.isenabled()
-    (gc.enable if collects else gc.disable)()
-    try:
-        optimized(require={"attention": 1}).trace(*qkv)
-        assert gc.isenabled() == collects
-    finally:
-        (gc.enable if was else gc.disable)()
-
-
-def test_collections_are_rare_while_a_function_is_traced_and_as_before_afterwards(qkv):
-    was, thresholds = gc.isenabled(), gc.get_threshold()
-    gc.enable()
-    gc.set_threshold(700, 10, 10)
-    counts = []
-
-    def function(*qkv):
-        before = gc.get_stats()[0]["collections"]
-        assert [[] for _ in range(7000)]
-        counts.append(gc.get_stats()[0]["collections"] - before)
-        return attend(*qkv)
-
-    try:
-        jax.jit(lambda *qkv: function(*qkv)).trace(*qkv)
-        optimized(function).trace(*qkv)
-        assert gc.get_threshold() == (700, 10, 10)
-        with pytest.raises(ZeroDivisionError):
-            optimized(lambda *qkv: 1 // 0).trace(*qkv)
-        assert gc.get_threshold() == (700, 10, 10)
-    finally:
-        gc.set_threshold(*thresholds)
-        (gc.enable if was else gc.disable)()
-    as_written, traced = counts
-    assert traced <= 1 < as_written
-
-
-def test_rare_collections_leave_thresholds_that_are_higher_or_that_are_set_meanwhile():
-    thresholds = gc.get_threshold()
-    try:
-        for given in ((0, 10, 10), (50_000, 5, 5)):
-            gc.set_threshold(*given)
-            with rare():
-                assert gc.get_threshold()[0] == given[0]
-        gc.set_threshold(700, 10, 10)
-        with rare():
-            gc.set_threshold(900, 10, 10)
-        assert gc.get_threshold()[0] == 900
-    finally:
-        gc.set_threshold(*thresholds)
-
-
-def test_what_is_made_in_a_pause_of_the_collector_is_not_gone_through_right_after_it():
-    was, (threshold, *_) = gc.isenabled(), gc.get_threshold()
-    gc.enable()
-    try:
-        gc.collect()  # so that none is due already
-        before = gc.get_stats()[0]["collections"]
-        with paused():
-            kept = [[] for _ in range(100 * threshold)]
-        after = [[] for _ in range(threshold // 2)]
-        assert gc.get_stats()[0]["collections"] == before
-        assert kept  # alive until here
-        assert after
-    finally:
-        (gc.enable if was else gc.disable)()
-
-
-def test_a_pause_of_the_collector_leaves_cycles_to_the_next_full_collection_and_what_is_frozen_frozen():
-    class Node:
-        pass
-
-    with paused():
-        node = Node()
-        node.itself = node
-        gone = weakref.ref(node)
-        del node
-    gc.collect()
-    assert gone() is None
-    gc.freeze()
-    try:
-        frozen = gc.get_freeze_count()
-        with paused():
-            pass
-        assert gc.get_freeze_count() == frozen > 0
-    finally:
-        gc.unfreeze()
-
-
-# --- Options ---------------------------------------------------------------------------------------------------------
-
-
-def test_without_evidence_the_original_stays(qkv):
-    wrapped = autopallas.optimize(attend, strict=True)
-    wrapped(*qkv)
-    (site,) = wrapped.report().sites
-    assert site.verdict == "kept"
-    assert "measured" in site.reason
-    np.testing.assert_array_equal(wrapped(*qkv), jax.jit(attend)(*qkv))
-
-
-def test_a_block_of_options_is_part_of_the_trace_key(qkv):
-    wrapped = autopallas.optimize(attend, strict=True)
-    jitted = jax.jit(wrapped)
-    verdicts = []
-    for objective in ("time", "always", "time"):
-        with autopallas.options(objective=objective):
-            jitted(*qkv)
-            verdicts.append("autopallas_site" in primitives(jax.make_jaxpr(wrapped)(*qkv)))
-    assert verdicts == [False, True, False]
-
-
-def test_requirement_that_is_not_met_names_what_was_nearly_found(qkv):
-    def function(q, k, v):
-        p = jax.nn.softmax(q @ k.mT)
-        return p @ v, p
-
-    with pytest.raises(RequirementError, match=r"attention: 0 of 1[\s\S]*also returned"):
-        optimized(function, require={"attention": 1})(*qkv)
-    with pytest.raises(RequirementError, match="attention: 1 of 2"):
-        optimized(require={"attention": 2})(*qkv)
-
-
-def test_fuel_limits_the_number_of_applied_sites(qkv):
-    def function(q, k, v):
-        return attend(attend(attend(q, k, v), k, v), k, v)
-
-    for fuel in range(4):
-        wrapped = optimized(function, fuel=fuel)
-        same(wrapped(*qkv), function(*qkv))
-        report = wrapped.report()
-        assert report.counts()["attention"] == fuel
-        assert [site.verdict for site in report.sites] == ["applied"] * fuel + ["kept"] * (3 - fuel)
-
-
-def test_only_the_operations_asked_for(qkv):
-    wrapped = optimized(ops="cross_entropy")
-    wrapped(*qkv)
-    assert wrapped.report().sites == ()
-
-
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_implementation_by_name(implementation, qkv):
-    wrapped = optimized(implementation=implementation)
-    same(wrapped(*qkv), attend(*qkv))
-    assert wrapped.report().sites[0].implementation == implementation
-
-
-def test_an_implementation_that_cannot_is_an_error_and_in_a_list_a_warning(qkv):
-    with pytest.raises(UnsupportedError, match="cudnn"):
-        optimized(implementation="cudnn")(*qkv)
-    wrapped = optimized(implementation=["cudnn", "xla"])
-    same(wrapped(*qkv), attend(*qkv))
-    (site,) = wrapped.report().sites
-    assert site.implementation == "xla"
-    assert [attempt[0] for attempt in site.attempts] == ["cudnn"]
-
-
-def test_explain_runs_nothing_and_uses_the_functions_own_options():
-    ran = []
-
-    def function(q, k, v):
-        jax.debug.callback(lambda: ran.append(1))
-        return attend(q, k, v)
-
-    shapes = [jax.ShapeDtypeStruct((1, 2, n, D), jnp.float32) for n in (T, S, S)]
-    wrapped = optimized(function)
-    assert autopallas.explain(wrapped, *shapes).counts()["attention"] == 1
-    assert autopallas.explain(function, *shapes).sites[0].verdict == "kept"
-    assert wrapped.report().sites == ()
-    jax.effects_barrier()
-    assert ran == []
-
-
-def test_the_report_is_of_the_last_traced_signature(qkv):
-    wrapped = optimized()
-    assert wrapped.report() == autopallas.Report()
-    wrapped(*qkv)
-    assert "B=1 N=2" in wrapped.report().sites[0].spec_line
-    wrapped(*(x.repeat(2, 0) for x in qkv))
-    assert "B=2 N=2" in wrapped.report().sites[0].spec_line
-
-
-def test_effects_of_the_function_stay_and_keep_their_order(qkv, capfd):
-    def function(q, k, v):
-        jax.debug.print("before {}", 1, ordered=True)
-        out = attend(q, k, v)
-        jax.debug.print("after {}", 2, ordered=True)
-        return out
-
-    wrapped = optimized(function, require={"attention": 1})
-    wrapped(*qkv)
-    jax.effects_barrier()
-    assert capfd.readouterr().out.split("\n")[:2] == ["before 1", "after 2"]
-
-
-# --- Environment -----------------------------------------------------------------------------------------------------
-
-
-def test_disable_runs_the_program_as_it_was_written(qkv, monkeypatch):
-    monkeypatch.setenv("AUTOPALLAS_DISABLE", "1")
-    wrapped = optimized(require={"attention": 1})
-    assert "autopallas_site" not in primitives(jax.make_jaxpr(wrapped)(*qkv))
-    np.testing.assert_array_equal(wrapped(*qkv), jax.jit(attend)(*qkv))
-    assert wrapped.report().sites == ()
-
-
-def test_backend_wins_over_the_code(qkv, monkeypatch):
-    monkeypatch.setenv("AUTOPALLAS_BACKEND", "reference")
-    wrapped = optimized(implementation="xla")
-    wrapped(*qkv)
-    assert wrapped.report().sites[0].implementation == "reference"
-    monkeypatch.setenv("AUTOPALLAS_BACKEND_ATTENTION", "xla")
-    wrapped = optimized()
-    wrapped(*qkv)
-    assert wrapped.report().sites[0].implementation == "xla"
-
-
-def test_fuel_from_the_environment(qkv, monkeypatch):
-    monkeypatch.setenv("AUTOPALLAS_FUEL", "0")
-    wrapped = optimized()
-    wrapped(*qkv)
-    assert [site.verdict for site in wrapped.report().sites] == ["kept"]
-    assert "fuel" in wrapped.report().sites[0].reason
