@@ -131,7 +131,7 @@ class Tuner:
         key = self._key(match, implementation) if search or source.usable() else None
         entry = None if key is None else source.get(key)
         if entry is not None:
-            choice = self._of(entry, match, implementation, "cache")
+            choice = self._of(entry, match, "cache")
             if choice is not None and not self._of_another(choice, match):
                 self.cache_hits += 1
                 quick = choice.row is not None and choice.row.evidence == "quickly measured"
@@ -166,9 +166,7 @@ class Tuner:
             WARNED.once("key", f"autopallas cannot keep tuning results of {match.op}: {type(error).__name__}: {error}")
             return None
 
-    def _of(
-        self, entry: Entry, match: Workload, implementation: str, source: Literal["cache", "autotune"]
-    ) -> Choice | None:
+    def _of(self, entry: Entry, match: Workload, source: Literal["cache", "autotune"]) -> Choice | None:
         """Returns the choice that an entry gives; None if it gives nothing that can be used."""
         if entry.outcome == "failed":
             return Choice(None, source, failure=entry.reason or "an earlier search found no block sizes that work")
@@ -204,7 +202,7 @@ class Tuner:
                     )
                     WARNED.once("search", f"autopallas could not search for block sizes of {match.op}: {entry.reason}")
                 self._cache.put(entry)
-        choice = self._of(entry, match, implementation, "autotune")
+        choice = self._of(entry, match, "autotune")
         if choice is None or not (choice.failure or choice.row):
             return replace(otherwise, note=entry.reason)
         return choice

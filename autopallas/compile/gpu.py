@@ -19,14 +19,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-import jax
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
-
 from autopallas import compat
 from autopallas.compat import ArrayFunction, PyTree
+from autopallas.compile.lowering import lowered
 from autopallas.compile.tpu import Child
 from autopallas.sites.device import Device
-from autopallas.sites.interpret import settled
 
 __all__ = ["H100", "Compilation", "Compiler", "Kernel", "compile_for", "lowered_for", "missing"]
 
@@ -138,15 +135,7 @@ def lowered_for(function: ArrayFunction, arguments: Sequence[PyTree]) -> bytes:
     Raises:
       Exception: what tracing and lowering raise, such as too much shared memory.
     """
-    leaves, tree = jax.tree.flatten(tuple(arguments))
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-
-    def flat(*values: jax.Array) -> list[jax.Array]:
-        return jax.tree.leaves(function(*jax.tree.unflatten(tree, values)))
-
-    device = AbstractDevice(device_kind=H100.kind, num_cores=None, platform="gpu")
-    with H100.targeted(), settled(), use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        return compat.exported(flat, types, "gpu")
+    return lowered(function, arguments, H100)
 
 
 def compile_for(function: ArrayFunction, arguments: Sequence[PyTree], *, seconds: float = 300.0) -> Compilation:

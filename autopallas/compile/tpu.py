@@ -24,16 +24,12 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import IO, Any, Literal
 
-import jax
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
-
-from autopallas import compat
 from autopallas.compat import ArrayFunction, PyTree
+from autopallas.compile.lowering import lowered
 from autopallas.compile.subprocess import end
 from autopallas.kernels import tpu
 from autopallas.kernels.tpu_schedule_tracing import simulated
 from autopallas.sites.device import Device
-from autopallas.sites.interpret import settled
 
 __all__ = [
     "GENERATIONS",
@@ -198,15 +194,7 @@ def lowered_for(function: ArrayFunction, arguments: Sequence[PyTree], generation
       Exception: what tracing and lowering raise, such as a block shape that Pallas does not take.
     """
     target = _generation(generation)
-    leaves, tree = jax.tree.flatten(tuple(arguments))
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-
-    def flat(*values: jax.Array) -> list[jax.Array]:
-        return jax.tree.leaves(function(*jax.tree.unflatten(tree, values)))
-
-    device = AbstractDevice(device_kind=target.kind, num_cores=target.cores, platform="tpu")
-    with target.device.targeted(), settled(), use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        return compat.exported(flat, types, "tpu")
+    return lowered(function, arguments, target.device, target.cores)
 
 
 def compile_for(

@@ -8,7 +8,6 @@ import inspect
 import textwrap
 from collections.abc import Callable
 from itertools import pairwise
-from types import ModuleType
 from typing import TypeAlias
 
 import jax
@@ -29,6 +28,7 @@ from autopallas.sites.declared_call import (
     site_of,
 )
 from autopallas.sites.device import Device
+from autopallas.sites.operation import Operation
 from autopallas.sites.spec import BlockSizes, NoBlockSizes
 from autopallas.tuning.direct import block_sizes_for
 
@@ -67,8 +67,7 @@ def public_function(operation: DeclaredOperation) -> Callable[..., jax.Array]:
         block_sizes = _checked_block_sizes(operation, arguments["block_sizes"])
         device = Device.current()
 
-        def call(module: ModuleType) -> jax.Array:
-            name = module.__name__.rpartition(".")[2]
+        def call(name: str) -> jax.Array:
             chosen = block_sizes_for(operation.name, site.spec, device, name, block_sizes)
             result: jax.Array = _computed(site, name, chosen, tuple(arrays.values()))
             return result
@@ -128,8 +127,10 @@ def _checked_block_sizes(operation: DeclaredOperation, given: BlockSizes | None)
     kind: object = operation.part("block_sizes").BlockSizes
     if given is None or type(given) is kind:
         return given
-    own = f"pass {operation.package}.block_sizes.BlockSizes"
-    remedy = f"{operation.name} has none: leave them out" if kind is NoBlockSizes else own
+    in_module = Operation.module(operation, "block_sizes") is not None
+    own = "block_sizes.BlockSizes" if in_module else "operation.OPERATION.block_sizes"
+    none = kind is NoBlockSizes
+    remedy = f"{operation.name} has none: leave them out" if none else f"pass one of {operation.package}.{own}"
     raise TypeError(f"block_sizes is a {type(given).__name__}; {remedy}")
 
 

@@ -133,6 +133,8 @@ def reason_against(
         return answer
     if (missing := compat.missing_mosaic_gpu()) is not None:
         return Unsupported(missing)
+    if device.platform != "gpu" and (waits := too_few_threads()) is not None:
+        return Unsupported(waits)
     if device.platform == "gpu" and not is_hopper(device):
         return Unsupported(f"it is written for Hopper (sm_90a: TMA and wgmma), and this GPU is {device.kind}")
     if device.platform == "gpu" and device.here and (version := compat.cuda_runtime()) in _MISCOMPILES:

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from autopallas.compat import Dtype
 from autopallas.kernels.refs import Number, Ref
 from autopallas.kernels.row_moments import OF_ROWS, Arrays, MomentsKernels, MomentsSpec, Rows
-from autopallas.kernels.tpu import block_bytes, call, generation, reason_against, rounded
+from autopallas.kernels.tpu import accumulate, block_bytes, call, generation, reason_against, rounded
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
 
@@ -173,14 +173,4 @@ def _backward(
         if name not in results:
             continue
         part = jnp.sum(value if inside is None else jnp.where(inside, value, 0), axis=0, keepdims=True)
-        _add(results[name], part, step)
-
-
-def _add(total: Ref, part: Array, step: Number) -> None:
-    @pl.when(step == 0)
-    def _() -> None:
-        total[...] = part
-
-    @pl.when(step != 0)
-    def _() -> None:
-        total[...] += part
+        accumulate(results[name], part, step)

@@ -33,6 +33,7 @@ __all__ = [
     "MIB",
     "PROGRAM_PRIMITIVES",
     "Generation",
+    "accumulate",
     "block_bytes",
     "call",
     "check_block",
@@ -277,6 +278,19 @@ def _without_scalars(spec: pl.BlockSpec, tables: Sequence[Table]) -> pl.BlockSpe
     index_map = spec.index_map
     assert index_map is not None
     return replace(spec, index_map=lambda *ids: index_map(*ids, *tables))
+
+
+def accumulate(total: Ref, part: jax.Array, step: Number) -> None:
+    """Adds a part to a sum in the kernel's memory, which the first step begins."""
+    from jax.experimental import pallas as pl
+
+    @pl.when(step == 0)
+    def _() -> None:
+        total[...] = part
+
+    @pl.when(step != 0)
+    def _() -> None:
+        total[...] += part
 
 
 def cost_of(body: ArrayFunction, *types: jax.ShapeDtypeStruct, times: int, arrays: Iterable[Shaped]) -> pl.CostEstimate:

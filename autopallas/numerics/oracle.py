@@ -105,7 +105,7 @@ class Oracle:
           seed: that of the roundings.
         """
         with quiet(), jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-            with _device(arguments):
+            with _device():
                 if self._compiled is None:
                     # Values that no decision reads are not computed twice.
                     twice = jaxprs.without_dead_code(compat.make_jaxpr(self._seeded, np.uint32(seed), *arguments))
@@ -246,7 +246,7 @@ def _strong(x: jax.Array) -> jax.Array:
     return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else lax.convert_element_type(x, x.dtype)
 
 
-def _device(arguments: Sequence[ArrayLike]) -> AbstractContextManager[object]:
+def _device() -> AbstractContextManager[object]:
     """Returns a context that evaluates on the host if the default backend is a TPU, which has no float64."""
     host = None if jax.default_backend() != "tpu" else jax.local_devices(backend="cpu")[0]
     context: AbstractContextManager[object] = jax.default_device(host)

@@ -136,7 +136,7 @@ def _promoted(equation: JaxprEqn, values: Sequence[Value], own: Sequence[jax.Arr
     if name == "rem":
         quotients = lax.round((values[0].own - own[0]) / values[1].own, lax.RoundingMethod.TO_NEAREST_EVEN)
         return [operands[0] - lax.convert_element_type(quotients, operands[0].dtype) * operands[1]]
-    params = {k: _promoted_param(k, v) for k, v in params.items()}
+    params = {k: _promoted_param(v) for k, v in params.items()}
     if name in _CONTRACTIONS:
         # A requested algorithm or precision names the dtypes of the hardware's multipliers.
         params = params | {"precision": None} if "precision" in params else params
@@ -154,7 +154,7 @@ def _promoted(equation: JaxprEqn, values: Sequence[Value], own: Sequence[jax.Arr
     return _bind(equation, operands, params)
 
 
-def _promoted_param(name: str, value: object) -> object:
+def _promoted_param(value: object) -> object:
     """Promotes parameters that name a dtype, such as that of the result or of the accumulator."""
     if isinstance(value, (np.dtype, type)):
         try:

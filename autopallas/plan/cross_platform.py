@@ -16,7 +16,6 @@ from autopallas.plan.decision import Decision
 from autopallas.sites.calls import SiteDescription, kernel_backward, kernel_forward
 from autopallas.sites.device import Device
 from autopallas.sites.interpret import settled
-from autopallas.sites.operation import Operation
 from autopallas.sites.sharded_site import ShardedSite
 from autopallas.sites.spec import SiteSpec
 from autopallas.tuning.coverage import products
@@ -117,11 +116,8 @@ def _decided(
     why = "; ".join(f"{name}: {reason}" for name, _, reason in attempts)
     if isinstance(wanted, str):
         raise UnsupportedError(f"{operation.name} was to run on {wanted} only: {why}. The site: {site.spec}")
-    return _unable(operation, device, why, attempts)
-
-
-def _unable(operation: Operation, device: Device, why: str, attempts: list[tuple[str, str, str]]) -> Decision:
-    return Decision("kept", f"no implementation can compute it ({why})", device.platform, attempts=tuple(attempts))
+    reason = f"no implementation can compute it ({why})"
+    return Decision("kept", reason, device.platform, attempts=tuple(attempts))
 
 
 @lru_cache(maxsize=1024)

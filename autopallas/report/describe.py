@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from autopallas.faults import contained
 from autopallas.numerics.classes import Numerics
 from autopallas.report.records import Site, in_order
+from autopallas.sites.device import Device
 from autopallas.sites.encoding import encoded
-from autopallas.sites.spec import BlockSizes, SiteSpec, kind_of
+from autopallas.sites.spec import BlockSizes, SiteSpec, Sizes, kind_of
 
 if TYPE_CHECKING:
     from autopallas.patterns.match import Match
@@ -84,14 +85,16 @@ def _numerics(match: Match, decision: Decision) -> Numerics | None:
 
 def _describe(match: Match, decision: Decision) -> Site:
     spec = match.spec
-    sizes = decision.block_sizes if _has_tiles(match, decision) else None
+    sizes = _block_sizes(match, decision)
+    running = None if sizes is None else _running_sizes(match, decision, sizes)
     return replace(
         _outcome(match, decision),
         block_sizes=None if sizes is None else sizes.to_dict(),
+        running_sizes=running,
         measured=None if decision.evidence is None else _row(decision.evidence),
         assumptions=(*match.assumptions, *spec.assumptions()),
         checks=_checks(spec, decision),
-        spec=_spec(spec, sizes, decision.implementation),
+        spec=_spec(spec, running or {}, decision.implementation),
         spec_line=str(spec),
         encoded=encoded(match),
         original=str(match.original),
@@ -99,17 +102,28 @@ def _describe(match: Match, decision: Decision) -> Site:
     )
 
 
-def _has_tiles(match: Match, decision: Decision) -> bool:
-    """Returns whether the implementation reads block sizes; its module says ``TILES = False`` if it does not."""
+def _block_sizes(match: Match, decision: Decision) -> BlockSizes | None:
+    """Returns the block sizes that were chosen, or None if the implementation reads none."""
     name = decision.implementation
-    return name is None or bool(getattr(match.site.operation.implementation(name), "TILES", True))
+    return decision.block_sizes if name is None or match.site.operation.reads_block_sizes(name) else None
 
 
-def _spec(spec: SiteSpec, sizes: BlockSizes | None, implementation: str | None) -> dict[str, object]:
+def _running_sizes(match: Match, decision: Decision, sizes: BlockSizes) -> Sizes:
+    """Returns the sizes with which a replaced site computes; those that were chosen where its original is kept."""
+    name = decision.implementation
+    if name is None or decision.verdict != "applied":
+        return sizes.to_dict()
+    device = Device.current()
+    if decision.kind or device.platform != decision.platform:
+        device = Device(decision.platform, decision.kind)
+    return match.site.operation.running_sizes(name, match.spec, sizes, device)
+
+
+def _spec(spec: SiteSpec, running: Sizes, implementation: str | None) -> dict[str, object]:
     """Returns the fields of a spec, and the picture of its tiles if the operation has one."""
     fields: dict[str, object] = spec.to_dict()
-    if sizes is not None and hasattr(sizes, "query_block") and hasattr(spec, "tiles"):
-        fields["tiles"] = spec.tiles(sizes, implementation)
+    if "query_block" in running and hasattr(spec, "tiles"):
+        fields["tiles"] = spec.tiles(running["query_block"], running["key_block"], implementation)
     return fields
 
 
@@ -136,6 +150,7 @@ def _replacement(match: Match, decision: Decision) -> str:
     operands = ", ".join(a.str_short() for a in match.original.in_avals)
     results = ", ".join(a.str_short() for a in match.original.out_avals)
     assert decision.block_sizes is not None
-    sizes = ", ".join(f"{name}={value}" for name, value in decision.block_sizes.to_dict().items())
+    running = _running_sizes(match, decision, decision.block_sizes)
+    sizes = ", ".join(f"{name}={value}" for name, value in running.items())
     call = f"{match.op}.{decision.implementation}[{sizes}] ({operands}) -> ({results})"
     return f"{call}\n{match.spec.programs()}".rstrip()

@@ -75,6 +75,7 @@ def without_kernel(site: Site, reason: str, attempts: Sequence[tuple[str, str, s
         implementation=None,
         numerics=None,
         block_sizes=None,
+        running_sizes=None,
         block_sizes_from=None,
         attempts=in_order((*site.attempts, *attempts)),
         replacement="",

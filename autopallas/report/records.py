@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_typ
 
 __all__ = ["SCHEMA_VERSION", "Attempt", "Canary", "Failure", "NearMiss", "Pass", "Report", "Site", "in_order", "plain"]
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 """Version number, which rises whenever the fields of the records, or their meaning, change."""
 
 Attempt: TypeAlias = tuple[str, str, str]
@@ -56,6 +56,10 @@ class Site:
     numerics: Literal["identical", "reordered", "tolerance"] | None = None
     """How the results of that implementation relate to the original's; None where none was chosen."""
     block_sizes: Mapping[str, int | bool | str] | None = None
+    """Block sizes that were chosen, as a table, a cache or a lockfile has them; None where the implementation reads
+    none."""
+    running_sizes: Mapping[str, int | bool | str] | None = None
+    """Sizes with which the implementation computes for these, such as those nearby that divide the axes."""
     block_sizes_from: Literal["explicit", "cache", "table", "autotune", "nearest", "default"] | None = None
     measured: Mapping[str, object] | None = None
     """Row of the tuned table or of the cache that the verdict rests on."""

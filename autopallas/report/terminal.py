@@ -183,7 +183,7 @@ def _table(groups: Sequence[_Group]) -> list[tuple[str, str]]:
 def _cells(site: Site) -> tuple[str, ...]:
     """Returns operation, place, verdict, what runs there, and its cost relative to the original."""
     replaced = site.verdict == "applied"
-    sizes = "x".join(str(size) for size in (site.block_sizes or {}).values())
+    sizes = "x".join(str(size) for size in (site.running_sizes or site.block_sizes or {}).values())
     runs = f"{site.implementation} {sizes}".strip() if replaced else "original"
     time, memory = text.gains(site) if replaced else ("", "")
     place = _printable(relative(site.location))

@@ -133,9 +133,10 @@ def _verdict(site: Site) -> str:
 
 
 def _block_sizes(site: Site) -> str:
-    """Returns the block sizes and where they come from, or an empty string if there are none."""
+    """Returns the sizes that run, where they come from, and what is there if it differs; "" if there are none."""
     if not site.block_sizes:
         return ""
+    chosen, running = site.block_sizes, site.running_sizes or site.block_sizes
     origin = {
         "explicit": "given explicitly",
         "cache": "from the cache on disk",
@@ -145,8 +146,14 @@ def _block_sizes(site: Site) -> str:
         "default": "the default",
         None: "",
     }[site.block_sizes_from]
-    sizes = " ".join(f"{name}={size}" for name, size in site.block_sizes.items())
-    return f"{sizes} ({origin})" if origin else sizes
+    differing = {name: size for name, size in chosen.items() if size and running.get(name, size) != size}
+    asked = f"for {_sizes(differing)}" if differing else ""
+    said = ", ".join(filter(None, (asked, origin)))
+    return f"{_sizes(running)} ({said})" if said else _sizes(running)
+
+
+def _sizes(sizes: Mapping[str, int | bool | str]) -> str:
+    return " ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def _attempt(attempt: Attempt) -> tuple[str, str]:

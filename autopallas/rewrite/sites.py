@@ -129,7 +129,7 @@ class _Splicer:
         body, edit = backward.body, self._edit(backward.body)
         known = self.graph.positions[body]
         like = body.equations[known[backward.gradients[0][1]][0]]
-        variables = self._outputs_in(body, match, outputs)
+        variables = self._outputs_in(body, outputs)
         if variables is None:  # recomputed here, as by the program's checkpoint
             results = [Var(self.graph.avals[number]) for number in match.results]
             forward, variables = self._forward(match, params, body, results, True, like)
@@ -213,7 +213,7 @@ class _Splicer:
                         self._scans[own].append((body, position))
         return [*self.graph.occurrences(number), *self._scans.get(number, ())]
 
-    def _outputs_in(self, body: Body, match: Match, outputs: dict[Body, list[Var]]) -> list[Var] | None:
+    def _outputs_in(self, body: Body, outputs: dict[Body, list[Var]]) -> list[Var] | None:
         """Returns the forward's results and residuals in the backward's body, or None if they cannot go there."""
         if body in outputs:
             return outputs[body]

@@ -8,13 +8,23 @@ from typing import ClassVar, cast
 
 from autopallas.sites.spec import BlockSizesClass, SiteSpec, Sizes
 
-__all__ = ["Candidates", "DeclaredBlockSizes", "block_sizes_class", "dividing"]
+__all__ = ["Candidates", "DeclaredBlockSizes", "aligned", "block_sizes_class", "dividing"]
 
 Candidates = Callable[..., Sequence[Sizes]]
 """``candidates(spec)`` returns all block sizes that are valid for a spec, the best guess first."""
 
 _LEAST = 64
 """Smaller blocks stay as they are: a vector more or less is a good part of their time."""
+
+
+def aligned(block: int, length: int, multiple: int = 8) -> int:
+    """Returns the size rounded up to a multiple, and at most the length of an axis.
+
+    Example:
+      >>> aligned(250, 1000), aligned(250, 100)
+      (256, 100)
+    """
+    return min(length, -(-block // multiple) * multiple)
 
 
 def dividing(block: int, length: int, multiple: int = 1) -> int:

@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, cast, overload
 
 import jax
@@ -28,7 +27,7 @@ from autopallas.errors import AutopallasWarning, UnsupportedError
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.providers import PROVIDERS, ProvidedImplementation
-from autopallas.sites.spec import BlockSizes, BlockSizesClass, SiteSpec
+from autopallas.sites.spec import BlockSizes, BlockSizesClass, SiteSpec, Sizes
 
 if TYPE_CHECKING:
     from autopallas.sites.calls import SiteDescription
@@ -233,6 +232,9 @@ class Operation:
     def hook(self, module: str, function: Literal["default_block_sizes"]) -> Callable[..., BlockSizes] | None: ...
 
     @overload
+    def hook(self, module: str, function: Literal["running_sizes"]) -> Callable[..., Sizes] | None: ...
+
+    @overload
     def hook(
         self, module: str, function: Literal["divide"]
     ) -> Callable[[SiteDescription, Division], tuple[SiteDescription, tuple[PositionOperand, ...]]] | None: ...
@@ -286,6 +288,26 @@ class Operation:
         stated: Numerics = getattr(module, "NUMERICS", "tolerance")
         return stated if own is None else own(spec)
 
+    def running_sizes(self, name: str, spec: SiteSpec, block_sizes: BlockSizes, device: Device) -> Sizes:
+        """Returns the sizes with which the named implementation computes where it is given block sizes.
+
+        Kernels cut an axis into blocks that divide it, and make blocks smaller until they fit into the memory of a
+        device.  A module whose kernels do has ``running_sizes(spec, block_sizes, device)``, by which its kernels choose
+        too.  Where the backward has blocks of its own, they are the forward's.
+
+        Returns:
+          Sizes by name; none where the implementation reads no block sizes.
+        """
+        if not self.reads_block_sizes(name):
+            return {}
+        own = self.hook(name, "running_sizes")
+        return block_sizes.to_dict() if own is None else own(spec, block_sizes, device)
+
+    def reads_block_sizes(self, name: str) -> bool:
+        """Returns whether the named implementation reads block sizes: all do but the reference, and those whose modules
+        state ``TILES = False``."""
+        return not self.only_restates(name) and bool(getattr(self.implementation(name), "TILES", True))
+
     def usual(self, device: Device) -> str:
         """Returns the first implementation in the platform's order that this operation has."""
         order = self.requested(None, device)
@@ -325,9 +347,9 @@ class Operation:
         spec: SiteSpec,
         device: Device,
         implementation: str | Sequence[str] | None,
-        call: Callable[[ModuleType], T],
+        call: Callable[[str], T],
     ) -> T:
-        """Runs ``call(module)`` with the first requested implementation that supports ``spec`` and does not fail.
+        """Runs ``call(name)`` with the first requested implementation that supports ``spec`` and does not fail.
 
         Raises:
           UnsupportedError: a single named implementation does not support the spec, or every one in the list failed.
@@ -339,7 +361,7 @@ class Operation:
                 failures.append(f"{name}: {answer.reason}")
                 continue
             try:
-                result = call(cast(ModuleType, self.implementation(name)))
+                result = call(name)
             except Exception as error:
                 if isinstance(implementation, str):
                     raise

@@ -19,12 +19,14 @@ __all__ = [
     "EntryError",
     "Rejected",
     "Sizes",
+    "checked_object",
     "checked_sizes",
     "checked_text",
     "from_data",
     "parse",
     "printable",
     "read_json",
+    "shortened",
 ]
 
 FORMAT = 3
@@ -194,22 +196,22 @@ def read_json(text: str | bytes) -> object:
 def from_data(data: object, key: TuningKey | str | None = None) -> Entry:
     """Like :func:`parse`, from parsed JSON."""
     if isinstance(data, dict) and data.get("format") != FORMAT:
-        raise EntryError(f"its format is {_short(data.get('format'))}, not {FORMAT}")
+        raise EntryError(f"its format is {shortened(data.get('format'))}, not {FORMAT}")
     names = {"format", "key", "outcome", "block_sizes", "row", "lean", "reason", "rejected", "seconds"}
-    data = _object(data, names, "the entry")
+    data = checked_object(data, names, "the entry")
     description = _key(data["key"])
     digest = _digest(description)
     if key is not None and digest != (key if isinstance(key, str) else key.digest):
         raise EntryError("it is another key's")
     outcome = data["outcome"]
     if not isinstance(outcome, str) or outcome not in _OUTCOMES:
-        raise EntryError(f"outcome is {_short(outcome)}, not one of {', '.join(_OUTCOMES)}")
+        raise EntryError(f"outcome is {shortened(outcome)}, not one of {', '.join(_OUTCOMES)}")
     sizes = row = lean = None
     if outcome == "tuned":
         sizes = checked_sizes(data["block_sizes"])
         row = _row(data["row"], sizes)
         if data["lean"] is not None:
-            given = _object(data["lean"], {"block_sizes", "row"}, "lean")
+            given = checked_object(data["lean"], {"block_sizes", "row"}, "lean")
             lean = _row(given["row"], checked_sizes(given["block_sizes"]))
     elif any(data[name] is not None for name in ("block_sizes", "row", "lean")):
         raise EntryError(f"it has block sizes, although its outcome is {outcome}")
@@ -229,7 +231,7 @@ def from_data(data: object, key: TuningKey | str | None = None) -> Entry:
 
 
 def _key(data: object) -> Description:
-    data = _object(data, _KEY_FIELDS, "key")
+    data = checked_object(data, _KEY_FIELDS, "key")
     for name in _KEY_TEXTS:
         checked_text(data[name], f"key.{name}")
     for name in _KEY_OBJECTS:
@@ -251,7 +253,7 @@ def _digest(description: Description) -> str:
 def checked_sizes(data: object) -> Sizes:
     """Returns block sizes by name, few and within bounds; raises EntryError for anything else."""
     if not isinstance(data, dict) or len(data) > _MOST_SIZES:
-        raise EntryError(f"block_sizes is {_short(data)}, not an object of up to {_MOST_SIZES}")
+        raise EntryError(f"block_sizes is {shortened(data)}, not an object of up to {_MOST_SIZES}")
     for name, value in data.items():
         checked_text(name, "the name of a block size")
         if isinstance(value, bool):
@@ -260,15 +262,15 @@ def checked_sizes(data: object) -> Sizes:
             continue
         if isinstance(value, str) and len(value) <= 64 and value.isprintable():
             continue
-        raise EntryError(f"the block size {name} is {_short(value)}")
+        raise EntryError(f"the block size {name} is {shortened(value)}")
     return cast(Sizes, data)
 
 
 def _row(data: object, sizes: Sizes) -> Row[Sizes]:
-    data = _object(data, set(_ROW_FIELDS), "row")
+    data = checked_object(data, set(_ROW_FIELDS), "row")
     evidence: Evidence | None = data["evidence"]  # type: ignore[assignment]
     if evidence not in ("measured", "quickly measured"):
-        raise EntryError(f"row.evidence is {_short(data['evidence'])}, and only what was measured is kept")
+        raise EntryError(f"row.evidence is {shortened(data['evidence'])}, and only what was measured is kept")
     return Row(
         block_sizes=sizes,
         kernel_us=_number(data["kernel_us"], "row.kernel_us", 1e-6, _LONGEST_MICROSECONDS),
@@ -285,43 +287,45 @@ def _row(data: object, sizes: Sizes) -> Row[Sizes]:
 
 
 def _rejected(data: object) -> Rejected:
-    data = _object(data, {"block_sizes", "stage", "error"}, "rejected")
+    data = checked_object(data, {"block_sizes", "stage", "error"}, "rejected")
     return Rejected(
         checked_sizes(data["block_sizes"]), checked_text(data["stage"], "stage"), checked_text(data["error"], "error")
     )
 
 
-def _object(data: object, names: set[str], where: str) -> dict[str, object]:
+def checked_object(data: object, names: set[str], where: str, error: type[Exception] = EntryError) -> dict[str, object]:
+    """Returns an object with exactly these fields; raises the error for anything else."""
     if not isinstance(data, dict):
-        raise EntryError(f"{where} is {_short(data)}, not an object")
+        raise error(f"{where} is {shortened(data)}, not an object")
     if missing := names - data.keys():
-        raise EntryError(f"{where} lacks {', '.join(sorted(missing))}")
+        raise error(f"{where} lacks {', '.join(sorted(missing))}")
     if unknown := data.keys() - names:
-        raise EntryError(f"{where} has the unknown {_short(sorted(unknown)[0])}")
+        raise error(f"{where} has the unknown {shortened(sorted(unknown)[0])}")
     return data
 
 
 def checked_text(data: object, where: str) -> str:
     """Returns a short text of printable characters; raises EntryError for anything else."""
     if not isinstance(data, str) or len(data) > _LONGEST_TEXT or not data.isprintable():
-        raise EntryError(f"{where} is {_short(data)}, not a short printable text")
+        raise EntryError(f"{where} is {shortened(data)}, not a short printable text")
     return data
 
 
 def _number(data: object, where: str, low: float, high: float) -> float:
     if isinstance(data, bool) or not isinstance(data, (int, float)) or not math.isfinite(data):
-        raise EntryError(f"{where} is {_short(data)}, not a number")
+        raise EntryError(f"{where} is {shortened(data)}, not a number")
     if not low <= data <= high:
-        raise EntryError(f"{where} is {_short(data)}, which is out of bounds")
+        raise EntryError(f"{where} is {shortened(data)}, which is out of bounds")
     return float(data)
 
 
 def _whole(data: object, where: str) -> int:
     if isinstance(data, bool) or not isinstance(data, int) or not 0 <= data <= _GREATEST_BYTES:
-        raise EntryError(f"{where} is {_short(data)}, not a count")
+        raise EntryError(f"{where} is {shortened(data)}, not a count")
     return data
 
 
-def _short(data: object) -> str:
+def shortened(data: object) -> str:
+    """Returns data as text of at most 60 characters, for an error."""
     shown = ascii(data)
     return shown if len(shown) <= 60 else shown[:57] + "..."

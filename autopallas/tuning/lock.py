@@ -21,7 +21,7 @@ from autopallas.sites.device import Device
 from autopallas.sites.operation import operation_named
 from autopallas.sites.spec import BlockSizes
 from autopallas.sites.workload import Workload
-from autopallas.tuning.entry import Entry, EntryError, Sizes, read_json
+from autopallas.tuning.entry import Entry, EntryError, Sizes, checked_object, read_json, shortened
 from autopallas.tuning.key import digest_of
 from autopallas.tuning.table import Evidence, Row
 from autopallas.version import __version__
@@ -176,7 +176,7 @@ class Lock:
             remedy = "; write it anew with `autopallas lock`" if older else ""
             raise LockError(f"its format is {ascii(version)[:40]}; this autopallas reads {FORMAT}{remedy}")
         names = {f.name for f in fields(cls)}
-        data = _object(data, {*names, "autopallas_lock"}, "the file")
+        data = checked_object(data, {*names, "autopallas_lock"}, "the file", LockError)
         sites = data["sites"]
         if not isinstance(sites, list) or len(sites) > _MOST_SITES:
             raise LockError(f"sites is not a list of up to {_MOST_SITES}")
@@ -316,10 +316,10 @@ def place(location: str, folder: str) -> str:
 
 
 def _site(data: object, where: str) -> LockedSite:
-    data = _object(data, {f.name for f in fields(LockedSite)}, where)
+    data = checked_object(data, {f.name for f in fields(LockedSite)}, where, LockError)
     verdict = data["verdict"]
     if verdict not in ("applied", "kept"):
-        raise LockError(f"{where}.verdict is {_short(verdict)}, not applied or kept")
+        raise LockError(f"{where}.verdict is {shortened(verdict)}, not applied or kept")
     texts = ("op", "location", "path", "direction", "spec", "identity", "reason")
     applied = verdict == "applied"
     if not applied and data["block_sizes"] is not None:
@@ -342,13 +342,13 @@ def _texts(data: object, where: str) -> dict[str, str]:
 
 def _class(data: object, where: str) -> Numerics:
     if data not in CLASSES:
-        raise LockError(f"{where} is {_short(data)}, not one of {', '.join(CLASSES)}")
+        raise LockError(f"{where} is {shortened(data)}, not one of {', '.join(CLASSES)}")
     return data
 
 
 def _places(data: object, where: str) -> tuple[str, ...]:
     if not isinstance(data, list) or len(data) > _MOST_SITES:
-        raise LockError(f"{where} is {_short(data)}, not a list of up to {_MOST_SITES}")
+        raise LockError(f"{where} is {shortened(data)}, not a list of up to {_MOST_SITES}")
     try:
         return places(where, [_text(one, where) for one in data])
     except OptionError as error:
@@ -357,43 +357,28 @@ def _places(data: object, where: str) -> tuple[str, ...]:
 
 def _sizes(data: object, where: str) -> Sizes:
     if not isinstance(data, dict) or len(data) > 16:
-        raise LockError(f"{where} is {_short(data)}, not an object of up to 16")
+        raise LockError(f"{where} is {shortened(data)}, not an object of up to 16")
     for name, value in data.items():
         _text(name, where)
         if not isinstance(value, (bool, str)) and not (isinstance(value, int) and 0 <= value < 2**31):
-            raise LockError(f"{where}.{name} is {_short(value)}")
+            raise LockError(f"{where}.{name} is {shortened(value)}")
     return cast(Sizes, data)
 
 
 def _evidence(data: object, where: str) -> RowEvidence:
-    data = _object(data, {*_FIGURES, "evidence", "date", "versions"}, where)
+    data = checked_object(data, {*_FIGURES, "evidence", "date", "versions"}, where, LockError)
     for name in _FIGURES:
         value = data[name]
         kinds = (int, float) if name.endswith("_us") else (int,)
         if not isinstance(value, kinds) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
-            raise LockError(f"{where}.{name} is {_short(value)}, not a number of 0 or more")
+            raise LockError(f"{where}.{name} is {shortened(value)}, not a number of 0 or more")
     if data["evidence"] not in _EVIDENCE:
-        raise LockError(f"{where}.evidence is {_short(data['evidence'])}, not one of {', '.join(_EVIDENCE)}")
+        raise LockError(f"{where}.evidence is {shortened(data['evidence'])}, not one of {', '.join(_EVIDENCE)}")
     texts = {name: _text(data[name], f"{where}.{name}") for name in ("date", "versions")}
     return cast(RowEvidence, {name: data[name] for name in _FIGURES} | {"evidence": data["evidence"]} | texts)
 
 
-def _object(data: object, names: set[str], where: str) -> dict[str, object]:
-    if not isinstance(data, dict):
-        raise LockError(f"{where} is {_short(data)}, not an object")
-    if missing := names - data.keys():
-        raise LockError(f"{where} lacks {', '.join(sorted(missing))}")
-    if unknown := data.keys() - names:
-        raise LockError(f"{where} has the unknown {_short(sorted(unknown)[0])}")
-    return data
-
-
 def _text(data: object, where: str) -> str:
     if not isinstance(data, str) or len(data) > _LONGEST_TEXT or not data.isprintable():
-        raise LockError(f"{where} is {_short(data)}, not a printable text of up to {_LONGEST_TEXT} characters")
+        raise LockError(f"{where} is {shortened(data)}, not a printable text of up to {_LONGEST_TEXT} characters")
     return data
-
-
-def _short(data: object) -> str:
-    shown = ascii(data)
-    return shown if len(shown) <= 60 else shown[:57] + "..."

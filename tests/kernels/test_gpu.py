@@ -93,6 +93,17 @@ def test_programs_and_dtypes_that_a_gpu_lacks_are_named():
 
 
 @needs_mosaic
+def test_kernels_are_not_interpreted_where_too_few_threads_would_wait_for_each_other(monkeypatch):
+    monkeypatch.setenv("NPROC", "2")
+    with mode(True):
+        assert "NPROC=32" in gpu.reason_against(CPU, [BF16]).reason
+    assert gpu.reason_against(H100, [BF16]) is None, "compiled kernels have threads of their own"
+    monkeypatch.setenv("NPROC", "32")
+    with mode(True):
+        assert gpu.reason_against(CPU, [BF16]) is None
+
+
+@needs_mosaic
 def test_every_primitive_that_is_promised_is_lowered():
     from jax._src.pallas.mosaic_gpu import lowering
 

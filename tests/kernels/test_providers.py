@@ -17,6 +17,7 @@ import pytest
 import autopallas
 from autopallas.court.trial import judge
 from autopallas.errors import AutopallasWarning, OptionError
+from autopallas.kernels.attention import attention
 from autopallas.sites import operation as operations
 from autopallas.sites.calls import kernel_backward, kernel_forward
 from autopallas.sites.device import Device
@@ -88,6 +89,17 @@ def test_an_implementation_takes_part_in_the_race_and_can_be_named(providers):
         autopallas.optimize(attend, implementation="borrowed"), attend, [X, X, X], dtypes=(), questions=["runs", "vmap"]
     )
     assert verdict.ok, str(verdict)
+
+
+def test_a_public_function_calls_it_by_its_name_whatever_its_module_is_called(providers):
+    providers(package="brought:PROVIDER")
+    q = jnp.asarray(X)[None, :, None]
+    found, gradient = jax.value_and_grad(lambda q: jnp.sum(attention(q, q, q, scale=1 / 8, implementation="borrowed")))(
+        q
+    )
+    true, wanted = jax.value_and_grad(lambda x: jnp.sum(attend(x, x, x)))(X)
+    np.testing.assert_allclose(found, true, rtol=1e-4)
+    np.testing.assert_allclose(gradient[0, :, 0], wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_a_search_measures_it_as_any_other(providers):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from types import ModuleType
 from typing import TypeAlias
 
 import jax
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas.compat import Dtype, PyTree
+from autopallas.kernels.arguments import check_block_sizes, check_floating, kind, require
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.operands import Cotangents, Operands, Residuals, Results
 from autopallas.kernels.attention.operation import OPERATION
@@ -82,17 +82,15 @@ def attention(
       (2, 100, 8, 64)
     """
     _check_operands(query, key, value)
-    _require(scale is None or math.isfinite(scale), f"scale is {scale}; it must be a finite number")
-    _require(logits_soft_cap is None or logits_soft_cap > 0, f"logits_soft_cap is {logits_soft_cap}; it must be > 0")
-    if block_sizes is not None and not isinstance(block_sizes, BlockSizes):
-        raise TypeError(f"block_sizes is a {type(block_sizes).__name__}; pass autopallas.kernels.attention.BlockSizes")
+    require(scale is None or math.isfinite(scale), f"scale is {scale}; it must be a finite number")
+    require(logits_soft_cap is None or logits_soft_cap > 0, f"logits_soft_cap is {logits_soft_cap}; it must be > 0")
+    check_block_sizes(block_sizes, BlockSizes)
     factor = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
     operands = _canonical(query, key, value, bias, mask, sink)
     spec = _spec(operands, bias is not None, mask is not None, is_causal, factor, logits_soft_cap)
     device = Device.current()
 
-    def call(module: ModuleType) -> Array:
-        name = module.__name__.rpartition(".")[2]
+    def call(name: str) -> Array:
         sizes = block_sizes_for(OPERATION.name, spec, device, name, block_sizes)
         result: Array = _attention(name, spec, sizes, operands)
         return result
@@ -106,13 +104,13 @@ def _check_operands(query: Array, key: Array, value: Array) -> None:
     batch, length, heads, size = _shape("query", query)
     key_batch, key_length, key_heads, key_size = _shape("key", key)
     value_batch, value_length, value_heads, value_size = _shape("value", value)
-    _require(key_batch == batch, f"key has batch {key_batch} and query {batch}; broadcast one of them")
-    _require(key_size == size, f"key has head size {key_size} and query {size}; they are multiplied and must agree")
-    _require(value_batch == batch, f"value has batch {value_batch} and query {batch}; broadcast one of them")
-    _require(value_length == key_length, f"value has {value_length} positions and key {key_length}; they must agree")
-    _require(value_heads == key_heads, f"value has {value_heads} heads and key {key_heads}; they must agree")
-    _require(heads % key_heads == 0, f"query has {heads} heads, not a multiple of key's {key_heads}")
-    _require(min(batch, length, heads, size, key_length, value_size) > 0, "query, key and value must not be empty")
+    require(key_batch == batch, f"key has batch {key_batch} and query {batch}; broadcast one of them")
+    require(key_size == size, f"key has head size {key_size} and query {size}; they are multiplied and must agree")
+    require(value_batch == batch, f"value has batch {value_batch} and query {batch}; broadcast one of them")
+    require(value_length == key_length, f"value has {value_length} positions and key {key_length}; they must agree")
+    require(value_heads == key_heads, f"value has {value_heads} heads and key {key_heads}; they must agree")
+    require(heads % key_heads == 0, f"query has {heads} heads, not a multiple of key's {key_heads}")
+    require(min(batch, length, heads, size, key_length, value_size) > 0, "query, key and value must not be empty")
 
 
 def _canonical(
@@ -128,8 +126,8 @@ def _canonical(
             _check_side(name, x, (batch, heads, length, key_length))
             sides.append(_grouped(x, key_heads, groups))
     if sink is not None:
-        _floating("sink", sink)
-        _require(sink.shape == (heads,), f"sink has shape {sink.shape}; it must be one per query head, ({heads},)")
+        check_floating("sink", sink)
+        require(sink.shape == (heads,), f"sink has shape {sink.shape}; it must be one per query head, ({heads},)")
         sink = sink.reshape(1, key_heads, groups, 1, 1)
     q = jnp.transpose(query.reshape(batch, length, key_heads, groups, size), (0, 2, 3, 1, 4))
     return Operands(q, jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2), tuple(sides), sink)
@@ -247,22 +245,8 @@ def _live_program(mask: _SideInput | None, is_causal: bool) -> ElementwiseProgra
     return traced(lambda m, i, j: m & (i >= j), Side(*mask), Index("query", _INT32), Index("key", _INT32))
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-def _kind(x: object) -> str:
-    return str(getattr(x, "dtype", type(x).__name__))
-
-
-def _floating(name: str, x: Array) -> None:
-    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{name} must be a floating-point array, not {_kind(x)}; convert it")
-
-
 def _shape(name: str, x: Array) -> tuple[int, int, int, int]:
-    _floating(name, x)
+    check_floating(name, x)
     if x.ndim != 4:
         raise ValueError(f"{name} has shape {x.shape}; it must be [batch, length, heads, head size]: add or merge axes")
     batch, length, heads, size = x.shape
@@ -271,9 +255,9 @@ def _shape(name: str, x: Array) -> tuple[int, int, int, int]:
 
 def _check_side(name: str, x: Array, full: tuple[int, int, int, int]) -> None:
     if name == "bias":
-        _floating(name, x)
+        check_floating(name, x)
     elif not hasattr(x, "dtype") or x.dtype != jnp.bool_:
-        raise TypeError(f"{name} must be a boolean array, not {_kind(x)}; compare or convert it")
+        raise TypeError(f"{name} must be a boolean array, not {kind(x)}; compare or convert it")
     if x.ndim != 4 or any(n not in (1, m) for n, m in zip(x.shape, full, strict=True)):
         raise ValueError(
             f"{name} has shape {x.shape}; it must broadcast against [batch, heads, query length, key length] = {full} "

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopallas.kernels.attention.spec import AttentionSpec
+from autopallas.sites.block_sizes import aligned
 
 __all__ = ["BlockSizes"]
 
-_ALIGNMENT = 8
 _WORKING_SET = 8 * 2**20
 
 
@@ -40,7 +40,7 @@ class BlockSizes:
 
         A block need not divide the length: the last block is then shorter.
         """
-        return BlockSizes(_fit(self.query_block, spec.query_length), _fit(self.key_block, spec.key_length))
+        return BlockSizes(aligned(self.query_block, spec.query_length), aligned(self.key_block, spec.key_length))
 
     def heads_per_step(self, spec: AttentionSpec) -> tuple[int, int]:
         """Returns (batch, key heads) that one tile covers: as many as fit into the cache, at least one."""
@@ -73,12 +73,6 @@ class BlockSizes:
 
     def to_dict(self) -> dict[str, int]:
         return {"query_block": self.query_block, "key_block": self.key_block}
-
-
-def _fit(block: int, length: int) -> int:
-    if block >= length:
-        return length
-    return min(length, -(-block // _ALIGNMENT) * _ALIGNMENT)
 
 
 def _largest_divisor(number: int, at_most: int) -> int:

@@ -17,8 +17,9 @@ from autopallas.kernels.gpu import PROGRAM_PRIMITIVES, reason_against
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
+from autopallas.sites.spec import Sizes
 
-__all__ = ["NUMERICS", "backward", "candidates", "forward", "supports"]
+__all__ = ["NUMERICS", "backward", "candidates", "default_block_sizes", "forward", "running_sizes", "supports"]
 
 NUMERICS: Numerics = "tolerance"
 """How its results relate to the original's."""
@@ -59,6 +60,11 @@ def candidates(spec: AttentionSpec, device: Device) -> tuple[BlockSizes, ...]:
 def default_block_sizes(spec: AttentionSpec, device: Device, known: BlockSizes | None) -> BlockSizes:
     """Returns ``known``, from other heads, as far as these heads allow it, else the first candidate."""
     return gpu_block_sizes.default(spec, known).fitted(spec)
+
+
+def running_sizes(spec: AttentionSpec, block_sizes: BlockSizes, device: Device) -> Sizes:
+    """Returns the sizes of the forward's tiles; those of the backward follow from the registers alone."""
+    return gpu_block_sizes.fitting(spec, block_sizes).to_dict()
 
 
 def forward(spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands) -> Results:

@@ -11,12 +11,14 @@ from autopallas.kernels.attention import tpu_backward, tpu_block_sizes, tpu_forw
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Residuals, Results
 from autopallas.kernels.attention.spec import AttentionSpec
+from autopallas.kernels.attention.tpu_grid import geometry
 from autopallas.kernels.tpu import MIB, generation, reason_against
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
+from autopallas.sites.spec import Sizes
 
-__all__ = ["NUMERICS", "backward", "candidates", "forward", "supports"]
+__all__ = ["NUMERICS", "backward", "candidates", "default_block_sizes", "forward", "running_sizes", "supports"]
 
 NUMERICS: Numerics = "tolerance"
 """How its results relate to the original's."""
@@ -47,18 +49,24 @@ def default_block_sizes(spec: AttentionSpec, device: Device, known: BlockSizes |
     return tpu_block_sizes.default(spec, generation(device), known)
 
 
-def _fitted(spec: AttentionSpec, block_sizes: BlockSizes) -> BlockSizes:
-    """Fits block sizes into the vector memory of the device that is compiled for."""
-    return tpu_block_sizes.fitting(spec, block_sizes, generation(Device.current())) or block_sizes
+def running_sizes(spec: AttentionSpec, block_sizes: BlockSizes, device: Device) -> Sizes:
+    """Returns the sizes of the tiles that are computed, forward and backward; heads that are rows count as such."""
+    shape = geometry(spec, _fitted(spec, block_sizes, device))
+    return {"query_block": shape.query_block, "key_block": shape.key_block}
+
+
+def _fitted(spec: AttentionSpec, block_sizes: BlockSizes, device: Device) -> BlockSizes:
+    """Fits block sizes into the vector memory of a device."""
+    return tpu_block_sizes.fitting(spec, block_sizes, generation(device)) or block_sizes
 
 
 def forward(spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands) -> Results:
     """Runs one kernel, and a second one on blocks of rows whose hidden tiles count."""
-    return tpu_forward.forward(spec, _fitted(spec, block_sizes), operands)
+    return tpu_forward.forward(spec, _fitted(spec, block_sizes, Device.current()), operands)
 
 
 def backward(
     spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands, residuals: Residuals, cotangents: Cotangents
 ) -> Gradients:
     """Runs a kernel for each set of gradients that sum over the same tiles."""
-    return tpu_backward.backward(spec, _fitted(spec, block_sizes), operands, residuals, cotangents)
+    return tpu_backward.backward(spec, _fitted(spec, block_sizes, Device.current()), operands, residuals, cotangents)

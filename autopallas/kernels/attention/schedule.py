@@ -29,6 +29,7 @@ __all__ = [
     "divided",
     "edges",
     "loop",
+    "running_blocks",
     "schedule",
     "store",
     "tile_programs",
@@ -274,11 +275,16 @@ def tile_programs(
     return general, full
 
 
+def running_blocks(spec: AttentionSpec, block_sizes: BlockSizes) -> BlockSizes:
+    """Returns the sizes of the blocks of a schedule: near those that are asked for, and dividing the axes if any do."""
+    fitted = block_sizes.fitted(spec)
+    return BlockSizes(dividing(fitted.query_block, spec.query_length), dividing(fitted.key_block, spec.key_length))
+
+
 @lru_cache(maxsize=256)
 def schedule(spec: AttentionSpec, block_sizes: BlockSizes) -> Schedule:
     """Returns the schedule of an attention, computed once, from positions alone."""
-    fitted = block_sizes.fitted(spec)
-    blocks = BlockSizes(dividing(fitted.query_block, spec.query_length), dividing(fitted.key_block, spec.key_length))
+    blocks = running_blocks(spec, block_sizes)
     rows, columns = edges(spec.query_length, blocks.query_block), edges(spec.key_length, blocks.key_block)
     states, least = tile_states(spec, rows, columns)
     general, full = tile_programs(spec, rows, columns, states)

@@ -16,7 +16,6 @@ from autopallas.compat import Dtype
 from autopallas.sites.elementwise import ElementwiseProgram
 
 if TYPE_CHECKING:
-    from autopallas.kernels.attention.block_sizes import BlockSizes
     from autopallas.kernels.attention.fills import Fill
 
 __all__ = ["AttentionSpec", "AttentionSumSpec", "Layouts", "SideSpec", "Weight"]
@@ -223,11 +222,11 @@ class AttentionSpec:
         )  # fmt: skip
         return (f"{mask}, {self.fill}: its tiles are skipped where {proof} them zero (checked at run time)",)
 
-    def tiles(self, block_sizes: BlockSizes, implementation: str | None = None) -> dict[str, object]:
+    def tiles(self, query_block: int, key_block: int, implementation: str | None = None) -> dict[str, object]:
         """Returns which tiles of the scores are computed, for a picture; see :func:`fills.picture`."""
         from autopallas.kernels.attention.fills import picture
 
-        return picture(self, block_sizes.query_block, block_sizes.key_block, implementation=implementation)
+        return picture(self, query_block, key_block, implementation=implementation)
 
     def programs(self) -> str:
         """Returns the program that kernels evaluate on a tile of scores, as text."""

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.fills import usual
 from autopallas.kernels.attention.operands import Operands, Results
-from autopallas.kernels.attention.schedule import Start, TilePrograms, schedule, store
+from autopallas.kernels.attention.schedule import Start, TilePrograms, running_blocks, schedule, store
 from autopallas.kernels.attention.spec import AttentionSpec, Weight
 from autopallas.kernels.attention.tile_values import (
     any_kept,
@@ -46,8 +46,9 @@ from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.operation import Supported, Unsupported
+from autopallas.sites.spec import Sizes
 
-__all__ = ["NUMERICS", "backward", "forward", "supports"]
+__all__ = ["NUMERICS", "backward", "forward", "running_sizes", "supports"]
 
 NUMERICS: Numerics = "tolerance"
 """How its results relate to the original's."""
@@ -58,6 +59,11 @@ Array: TypeAlias = jax.Array
 def supports(spec: AttentionSpec, device: Device) -> Supported | Unsupported:
     """Supports every specification on every platform."""
     return Supported()
+
+
+def running_sizes(spec: AttentionSpec, block_sizes: BlockSizes, device: Device) -> Sizes:
+    """Returns the sizes of the blocks that are computed, forward and backward."""
+    return running_blocks(spec, block_sizes).to_dict()
 
 
 class _ForwardRows(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from types import ModuleType
 from typing import TypeAlias
 
 import jax
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas.compat import Dtype, PyTree
+from autopallas.kernels.arguments import check_block_sizes, check_floating, kind, require
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.operands import Operands, Residuals, Results
 from autopallas.kernels.cross_entropy.operation import OPERATION
@@ -78,17 +78,14 @@ def cross_entropy(
     """
     rows, hidden, vocabulary = _sizes(x, w, vocabulary_major)
     if not hasattr(labels, "dtype") or not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"labels must be an integer array, not {_kind(labels)}; convert it")
-    _require(labels.shape == (rows,), f"labels has shape {labels.shape}; there must be one for each row, ({rows},)")
+        raise TypeError(f"labels must be an integer array, not {kind(labels)}; convert it")
+    require(labels.shape == (rows,), f"labels has shape {labels.shape}; there must be one for each row, ({rows},)")
     if bias is not None:
-        _floating("bias", bias)
-        _require(bias.shape == (vocabulary,), f"bias has shape {bias.shape}; it must be ({vocabulary},)")
-    _require(scale is None or math.isfinite(scale), f"scale is {scale}; it must be a finite number")
-    _require(logits_soft_cap is None or logits_soft_cap > 0, f"logits_soft_cap is {logits_soft_cap}; it must be > 0")
-    if block_sizes is not None and not isinstance(block_sizes, BlockSizes):
-        kind = type(block_sizes).__name__
-        raise TypeError(f"block_sizes is a {kind}; pass autopallas.kernels.cross_entropy.block_sizes.BlockSizes")
-
+        check_floating("bias", bias)
+        require(bias.shape == (vocabulary,), f"bias has shape {bias.shape}; it must be ({vocabulary},)")
+    require(scale is None or math.isfinite(scale), f"scale is {scale}; it must be a finite number")
+    require(logits_soft_cap is None or logits_soft_cap > 0, f"logits_soft_cap is {logits_soft_cap}; it must be > 0")
+    check_block_sizes(block_sizes, BlockSizes)
     logit_dtype = np.dtype(np.float64 if np.float64 in (x.dtype, w.dtype) else np.float32)
     program = _logit_program(logit_dtype, scale, logits_soft_cap, None if bias is None else np.dtype(bias.dtype))
     biases = () if bias is None else (bias,)
@@ -99,8 +96,7 @@ def cross_entropy(
     operands = Operands(x, w, (labels[:, None], *(b[None, :] for b in biases)))
     device = Device.current()
 
-    def call(module: ModuleType) -> tuple[Array, Array]:
-        name = module.__name__.rpartition(".")[2]
+    def call(name: str) -> tuple[Array, Array]:
         sizes = block_sizes_for(OPERATION.name, spec, device, name, block_sizes)
         result: tuple[Array, Array] = _cross_entropy(name, spec, sizes, operands)
         return result
@@ -183,12 +179,12 @@ def _sizes(x: Array, w: Array, vocabulary_major: bool) -> tuple[int, int, int]:
     rows, hidden = _matrix("x", x, "[rows, hidden size]")
     first, second = _matrix("w", w, "[vocabulary, hidden size]" if vocabulary_major else "[hidden size, vocabulary]")
     vocabulary, weight_hidden = (first, second) if vocabulary_major else (second, first)
-    _require(
+    require(
         weight_hidden == hidden,
         f"w has hidden size {weight_hidden} (shape {w.shape}, vocabulary_major={vocabulary_major}) and x {hidden}; "
         "they are multiplied and must agree",
     )
-    _require(min(rows, hidden, vocabulary) > 0, "x and w must not be empty")
+    require(min(rows, hidden, vocabulary) > 0, "x and w must not be empty")
     return rows, hidden, vocabulary
 
 
@@ -196,22 +192,8 @@ def _side(array: Array, by_row: bool) -> SideSpec:
     return SideSpec(np.dtype(array.dtype), (by_row, not by_row))
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-def _kind(x: object) -> str:
-    return str(getattr(x, "dtype", type(x).__name__))
-
-
-def _floating(name: str, x: Array) -> None:
-    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{name} must be a floating-point array, not {_kind(x)}; convert it")
-
-
 def _matrix(name: str, x: Array, axes: str) -> tuple[int, int]:
-    _floating(name, x)
+    check_floating(name, x)
     if x.ndim != 2:
         raise ValueError(f"{name} has shape {x.shape}; it must be {axes}: merge or add axes")
     first, second = x.shape

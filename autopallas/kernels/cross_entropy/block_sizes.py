@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
+from autopallas.sites.block_sizes import aligned
 
 __all__ = ["WHOLE", "BlockSizes"]
 
-_ALIGNMENT = 8
 WHOLE = 2**20
 """A vocabulary block that no vocabulary exceeds."""
 _LARGEST_TILE = 64 * 2**20
@@ -44,7 +44,7 @@ class BlockSizes:
 
         A length that the block does not divide is not a reason for a smaller block: the last block is the shorter one.
         """
-        return BlockSizes(_fit(self.rows_block, spec.rows), _fit(self.vocabulary_block, spec.vocabulary))
+        return BlockSizes(aligned(self.rows_block, spec.rows), aligned(self.vocabulary_block, spec.vocabulary))
 
     def temporary_bytes(self, spec: CrossEntropySpec, direction: str = "forward") -> int:
         """Estimate of the temporary memory, from which candidates are pruned; within a factor of two or so."""
@@ -85,9 +85,3 @@ class BlockSizes:
 
     def to_dict(self) -> dict[str, int]:
         return {"rows_block": self.rows_block, "vocabulary_block": self.vocabulary_block}
-
-
-def _fit(block: int, length: int) -> int:
-    if block >= length:
-        return length
-    return min(length, -(-block // _ALIGNMENT) * _ALIGNMENT)

@@ -88,7 +88,7 @@ def statistics_and_products(
 
     start = (initial(spec.statistics, spec.rows, dtype), tuple(map(empty, targets)))
     statistics, products = over(spec.rows, sizes.rows_block, rows, start, multiple)
-    return Results(statistics, shaped(spec, [t.result(spec, p) for t, p in zip(targets, products, strict=True)]))
+    return Results(statistics, shaped(spec, [t.result(p) for t, p in zip(targets, products, strict=True)]))
 
 
 def shaped(spec: CrossEntropySpec, products: Sequence[Array]) -> Arrays:

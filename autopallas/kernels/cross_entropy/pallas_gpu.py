@@ -26,17 +26,18 @@ from autopallas.kernels.cross_entropy.operands import Gradients, Operands, Resid
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec, Statistic
 from autopallas.kernels.cross_entropy.statistics import finite, required
 from autopallas.kernels.cross_entropy.tile_products import Target, contracted
-from autopallas.kernels.cross_entropy.tiles import Block, Tile, TileOperands, cut, cut_rows
+from autopallas.kernels.cross_entropy.tiles import Block, Tile, TileOperands, cut, cut_rows, running_block
 from autopallas.kernels.gpu import reason_against, reason_against_programs, rounded
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram, Index
 from autopallas.sites.operation import Supported, Unsupported
+from autopallas.sites.spec import Sizes
 
 if TYPE_CHECKING:
     from autopallas.kernels.cross_entropy.gpu_logits import Vectors
 
-__all__ = ["NUMERICS", "backward", "candidates", "forward", "supports"]
+__all__ = ["NUMERICS", "backward", "candidates", "forward", "running_sizes", "supports"]
 
 NUMERICS: Numerics = "tolerance"
 """How its results relate to the original's."""
@@ -90,6 +91,22 @@ def candidates(spec: CrossEntropySpec, device: Device) -> tuple[BlockSizes, ...]
     kept = [BlockSizes(min(n, spec.rows), WHOLE) for n in (rows, 2 * rows)]
     first, second = (kept, again) if spec.hidden >= _WIDE else (again, kept)
     return tuple(dict.fromkeys((first[0], second[0], first[1], second[1], *again)))
+
+
+def running_sizes(spec: CrossEntropySpec, block_sizes: BlockSizes, device: Device) -> Sizes:
+    """Of how many rows all logits are kept; or of all rows, for which part of the vocabulary the values are stored.
+
+    The kernels' own tiles follow from the registers alone.
+    """
+    from autopallas.kernels.cross_entropy.gpu_logits import ALIGNED, ROWS
+
+    if keeps(spec, block_sizes):
+        rows = running_block(block_sizes.rows_block, spec.rows, ROWS if _exact(spec) else 1)
+        return {"rows_block": rows, "vocabulary_block": spec.vocabulary}
+    if reason_against_programs([p.program for p in spec.products]) is not None:
+        return xla.running_sizes(spec, block_sizes.fitted(spec), device)
+    columns = running_block(_part(spec, block_sizes).vocabulary_block, spec.vocabulary, ALIGNED)
+    return {"rows_block": spec.rows, "vocabulary_block": columns}
 
 
 def forward(spec: CrossEntropySpec, block_sizes: BlockSizes, operands: Operands) -> Results:
@@ -226,9 +243,15 @@ def _contracted(
         values = dict(zip(different, kernel(start, x, w, *beside), strict=True))
         return tuple(values[each][: spec.rows, : columns[1]] for each in stored)
 
-    part = BlockSizes(spec.rows, min(spec.vocabulary, rounded(sizes.vocabulary_block, ALIGNED)))
     own = operands._replace(sides=operands.sides[: len(spec.sides)])
-    return contracted(spec, part, TileOperands.of(spec, own), targets, make, ALIGNED)
+    return contracted(spec, _part(spec, sizes), TileOperands.of(spec, own), targets, make, ALIGNED)
+
+
+def _part(spec: CrossEntropySpec, sizes: BlockSizes) -> BlockSizes:
+    """All rows, and the part of the vocabulary that is computed at a time."""
+    from autopallas.kernels.cross_entropy.gpu_logits import ALIGNED
+
+    return BlockSizes(spec.rows, min(spec.vocabulary, rounded(sizes.vocabulary_block, ALIGNED)))
 
 
 def _whole(spec: CrossEntropySpec, vectors: Vectors, operands: Operands) -> tuple[Array, Array, list[Array]]:

@@ -36,8 +36,9 @@ from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.interpret import interpretation
 from autopallas.sites.operation import Supported, Unsupported
+from autopallas.sites.spec import Sizes
 
-__all__ = ["NUMERICS", "backward", "candidates", "forward", "supports"]
+__all__ = ["NUMERICS", "backward", "candidates", "forward", "running_sizes", "supports"]
 
 NUMERICS: Numerics = "tolerance"
 """How its results relate to the original's."""
@@ -90,6 +91,13 @@ def candidates(spec: CrossEntropySpec, device: Device) -> tuple[BlockSizes, ...]
         sizes = BlockSizes(*pair).fitted(spec)
         different.setdefault(tuple(fitting(spec, sizes, task, budget) for task in _tasks(spec)), sizes)
     return tuple(different.values())
+
+
+def running_sizes(spec: CrossEntropySpec, block_sizes: BlockSizes, device: Device) -> Sizes:
+    """The sizes of the tiles of the forward's first kernel; the others have as much of them as fits into the VMEM."""
+    lying = replace(spec, vocabulary_major=True) if _lies_transposed(spec) else spec
+    rows, columns = _shape(lying, block_sizes, _tasks(spec)[0], device)
+    return {"rows_block": rows, "vocabulary_block": columns}
 
 
 def forward(spec: CrossEntropySpec, block_sizes: BlockSizes, operands: Operands) -> Results:
@@ -161,13 +169,18 @@ def _lies_transposed(spec: CrossEntropySpec) -> bool:
 # ---------------------------------------------------------------------- the calls
 
 
-def _reader(spec: CrossEntropySpec, sizes: BlockSizes, task: Task, sides: Sequence[Array]) -> Reader:
-    budget = generation(Device.current()).budget
+def _shape(spec: CrossEntropySpec, sizes: BlockSizes, task: Task, device: Device) -> Shape:
+    """The tile of a task's kernel."""
+    budget = generation(device).budget
     units = INTERPRETED_UNITS if interpretation() else (LANES, SUBLANES)
     shape = fitting(spec, sizes, task, budget, *units)
     if shape is None:
         raise ValueError(f"no tile of hidden size {spec.hidden} fits into {budget} bytes of VMEM")
-    return Reader(spec, shape, Packed.of(sides, spec.rows))
+    return shape
+
+
+def _reader(spec: CrossEntropySpec, sizes: BlockSizes, task: Task, sides: Sequence[Array]) -> Reader:
+    return Reader(spec, _shape(spec, sizes, task, Device.current()), Packed.of(sides, spec.rows))
 
 
 def _in_specs(reader: Reader, rows_outside: bool) -> list[pl.BlockSpec]:

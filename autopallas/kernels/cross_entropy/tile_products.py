@@ -95,7 +95,7 @@ class Target:
         axes = tuple(axis for axis, varies in enumerate(self.varies) if not varies)
         return jnp.sum(value.astype(spec.accumulation_dtype), axis=axes, keepdims=True)
 
-    def result(self, spec: CrossEntropySpec, found: Array) -> Array:
+    def result(self, found: Array) -> Array:
         return found.astype(self.dtype)
 
 
@@ -134,7 +134,7 @@ def contracted(
 
     start = tuple(map(empty, targets))
     found = over(spec.vocabulary, sizes.vocabulary_block, columns, start, multiple)
-    return tuple(target.result(spec, array) for target, array in zip(targets, found, strict=True))
+    return tuple(target.result(array) for target, array in zip(targets, found, strict=True))
 
 
 def _past_rows(

@@ -20,7 +20,20 @@ from autopallas.sites.block_sizes import dividing
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram, reproducible
 
-__all__ = ["Block", "Rows", "Tile", "TileOperands", "cut", "cut_row", "cut_rows", "dot", "on_gpu", "over", "stored"]
+__all__ = [
+    "Block",
+    "Rows",
+    "Tile",
+    "TileOperands",
+    "cut",
+    "cut_row",
+    "cut_rows",
+    "dot",
+    "on_gpu",
+    "over",
+    "running_block",
+    "stored",
+]
 
 Array: TypeAlias = jax.Array
 Start: TypeAlias = int | Array
@@ -174,12 +187,17 @@ def stored(array: Array, update: Array, block: Block, axis: int) -> Array:
     return lax.dynamic_update_slice_in_dim(array, update, block[0], axis)
 
 
+def running_block(block: int, length: int, multiple: int = 1) -> int:
+    """The size of the blocks of an axis: near the one that is asked for, and dividing the axis where one does."""
+    return dividing(max(1, min(block, length)), length, multiple)
+
+
 def over(length: int, block: int, body: Callable[[Block, Carry], Carry], carry: Carry, multiple: int = 1) -> Carry:
     """``carry`` after ``body`` for each block of an axis, the shorter last one included.
 
-    Blocks have a size near by that divides the axis, where there is one; and begin at a multiple of this.
+    Blocks have the size :func:`running_block`, and begin at a multiple of ``multiple``.
     """
-    block = dividing(block, length, multiple)
+    block = running_block(block, length, multiple)
     count, rest = divmod(length, block)
     if count == 1:
         carry = body((0, block), carry)

@@ -21,6 +21,7 @@ from autopallas.kernels.cross_entropy.tile_products import Target
 from autopallas.kernels.cross_entropy.tiles import Tile
 from autopallas.kernels.cross_entropy.tpu_memory import Packed, Shape, Task
 from autopallas.kernels.refs import Number, Ref
+from autopallas.kernels.tpu import accumulate
 from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.interpret import interpretation
 
@@ -214,7 +215,7 @@ def contract(reader: Reader, task: Task, targets: Sequence[Target], make: Make, 
         if inside is not None:
             value = jnp.where(inside, value, jnp.zeros_like(value))
         total = next(sums) if summed_apart(target) else result
-        _accumulate(total, _contribution(spec, target, task, value, x, w), step)
+        accumulate(total, _contribution(spec, target, task, value, x, w), step)
         if total is not result:
 
             @pl.when(step == last)
@@ -225,16 +226,6 @@ def contract(reader: Reader, task: Task, targets: Sequence[Target], make: Make, 
 def summed_apart(target: Target) -> bool:
     """Whether the sum needs a place of its own, because the result is narrower."""
     return target.kind != "side" and target.dtype != jnp.float32
-
-
-def _accumulate(total: Ref, value: Array, step: Number) -> None:
-    @pl.when(step == 0)
-    def _() -> None:
-        total[...] = value
-
-    @pl.when(step != 0)
-    def _() -> None:
-        total[...] += value
 
 
 def _contribution(spec: CrossEntropySpec, target: Target, task: Task, value: Array, x: Ref, w: Ref) -> Array:

@@ -22,12 +22,13 @@ from autopallas.kernels.cross_entropy.operands import Gradients, Operands, Resid
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
 from autopallas.kernels.cross_entropy.statistics import stream
 from autopallas.kernels.cross_entropy.tile_products import Target, contracted
-from autopallas.kernels.cross_entropy.tiles import Block, Tile, TileOperands, cut_rows
+from autopallas.kernels.cross_entropy.tiles import Block, Tile, TileOperands, cut_rows, running_block
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
+from autopallas.sites.spec import Sizes
 
-__all__ = ["NUMERICS", "backward", "forward", "supports"]
+__all__ = ["NUMERICS", "backward", "forward", "running_sizes", "supports"]
 
 NUMERICS: Numerics = "tolerance"
 """How its results relate to the original's."""
@@ -38,6 +39,14 @@ Array: TypeAlias = jax.Array
 def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
     """Everything a specification can say, on every platform."""
     return Supported()
+
+
+def running_sizes(spec: CrossEntropySpec, block_sizes: BlockSizes, device: Device) -> Sizes:
+    """The sizes of the tiles that are computed, forward and backward."""
+    return {
+        "rows_block": running_block(block_sizes.rows_block, spec.rows),
+        "vocabulary_block": running_block(block_sizes.vocabulary_block, spec.vocabulary),
+    }
 
 
 def forward(spec: CrossEntropySpec, block_sizes: BlockSizes, operands: Operands) -> Results:

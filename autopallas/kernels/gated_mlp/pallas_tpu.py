@@ -9,14 +9,14 @@ import jax
 
 from autopallas.kernels.gated_mlp import xla_products
 from autopallas.kernels.gated_mlp.operation import OPERATION, GatedMlpSpec
-from autopallas.kernels.gated_mlp.tpu_units import Units
-from autopallas.kernels.tpu import reason_against
+from autopallas.kernels.gated_mlp.tpu_units import Tile, Units
+from autopallas.kernels.tpu import generation, reason_against
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
-from autopallas.sites.spec import BlockSizes
+from autopallas.sites.spec import BlockSizes, Sizes
 
-__all__ = ["GAINS", "NUMERICS", "backward", "candidates", "forward", "supports"]
+__all__ = ["GAINS", "NUMERICS", "backward", "candidates", "forward", "running_sizes", "supports"]
 
 NUMERICS: Numerics = "tolerance"
 """How its results relate to the original's."""
@@ -42,6 +42,13 @@ def candidates(spec: GatedMlpSpec, device: Device) -> tuple[BlockSizes, ...]:
     kind = OPERATION.part("block_sizes").BlockSizes
     sizes = [size for size in (1024, 512, 2048, 256) if size < spec.rows * spec.batch]
     return tuple(kind(rows=size) for size in sizes or [512])
+
+
+def running_sizes(spec: GatedMlpSpec, block_sizes: BlockSizes, device: Device) -> Sizes:
+    """Returns the rows of the forward's tiles; those of a model with weights of its own end with the model's rows."""
+    wanted, budget = int(block_sizes.to_dict()["rows"]), generation(device).budget
+    tile = Tile.of(spec, wanted, spec.batch * spec.rows, [xla_products.unit_dtype(spec)], 0, budget)
+    return {"rows": tile.rows}
 
 
 def forward(spec: GatedMlpSpec, block_sizes: BlockSizes, operands: Arrays) -> jax.Array:

@@ -19,7 +19,7 @@ from autopallas.sites.device import Device
 from autopallas.sites.elementwise import Score, Side
 from autopallas.sites.index_notation import summed_to
 from autopallas.sites.operation import Supported, Unsupported
-from autopallas.sites.spec import BlockSizes
+from autopallas.sites.spec import BlockSizes, Sizes
 
 __all__ = [
     "GAINS",
@@ -28,6 +28,7 @@ __all__ = [
     "backward",
     "forward",
     "program_dtypes",
+    "running_sizes",
     "supports",
     "turned",
 ]
@@ -45,6 +46,15 @@ VECTORS = ("gate_bias", "up_bias", "parameter")
 def supports(spec: GatedMlpSpec, device: Device) -> Supported | Unsupported:
     """Returns that every spec is supported."""
     return Supported()
+
+
+def running_sizes(spec: GatedMlpSpec, block_sizes: BlockSizes, device: Device) -> Sizes:
+    """Returns the rows of a block; those of a model with weights of its own end with the model's rows."""
+    return {"rows": _rows_of_block(block_sizes, spec.batch * spec.rows)}
+
+
+def _rows_of_block(block_sizes: BlockSizes | None, rows: int) -> int:
+    return rows if block_sizes is None else min(int(block_sizes.to_dict()["rows"]), rows)
 
 
 def forward(spec: GatedMlpSpec, block_sizes: BlockSizes | None, operands: Arrays) -> jax.Array:
@@ -150,8 +160,7 @@ class _Layout:
         self.is_merged = all(array.shape[0] == 1 for array in self.weights.values())
         self.batch = spec.batch
         self.rows = spec.rows * (spec.batch if self.is_merged else 1)
-        size = None if block_sizes is None else block_sizes.to_dict()["rows"]
-        self.block = self.rows if size is None else min(int(size), self.rows)
+        self.block = _rows_of_block(block_sizes, self.rows)
         self.count = -(-self.rows // self.block)
         self.present: jax.Array | None = None
         """Which rows of each block there are, [count, block]; None where all of them are."""

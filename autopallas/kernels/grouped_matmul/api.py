@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from types import ModuleType
 from typing import TypeAlias
 
 import jax
@@ -13,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from autopallas.kernels.arguments import check_block_sizes, check_floating, kind, require
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.operands import Operands
 from autopallas.kernels.grouped_matmul.operation import OPERATION
@@ -74,10 +74,7 @@ def grouped_matmul(
              [0., 0., 0.]], dtype=float32)
     """
     rows, inner, columns, groups = _sizes(lhs, rhs, group_sizes)
-    if block_sizes is not None and not isinstance(block_sizes, BlockSizes):
-        raise TypeError(
-            f"block_sizes is a {type(block_sizes).__name__}; pass autopallas.kernels.grouped_matmul.BlockSizes"
-        )
+    check_block_sizes(block_sizes, BlockSizes)
     result_dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
     if preferred_element_type is not None:
         result_dtype = np.dtype(preferred_element_type)
@@ -97,8 +94,7 @@ def grouped_matmul(
     )
     device = Device.current()
 
-    def call(module: ModuleType) -> Array:
-        name = module.__name__.rpartition(".")[2]
+    def call(name: str) -> Array:
         sizes = block_sizes_for(OPERATION.name, spec, device, name, block_sizes)
         result: Array = apply(name, spec, sizes, lhs[None], rhs[None], group_sizes[None])
         return result[0]
@@ -150,13 +146,13 @@ def _sizes(lhs: Array, rhs: Array, group_sizes: Array) -> tuple[int, int, int, i
     """The operands agree in (rows, inner size, columns, groups); else this raises."""
     rows, inner = _shape("lhs", lhs, "rows, inner size")
     groups, rhs_inner, columns = _shape("rhs", rhs, "groups, inner size, columns")
-    _require(rhs_inner == inner, f"rhs has inner size {rhs_inner} and lhs {inner}; they are multiplied and must agree")
-    _require(min(rows, inner, groups, columns) > 0, "lhs and rhs must not be empty")
+    require(rhs_inner == inner, f"rhs has inner size {rhs_inner} and lhs {inner}; they are multiplied and must agree")
+    require(min(rows, inner, groups, columns) > 0, "lhs and rhs must not be empty")
     if not hasattr(group_sizes, "dtype") or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise TypeError(f"group_sizes must be an array of integers, not {_kind(group_sizes)}; convert it")
-    _require(group_sizes.shape == (groups,), f"group_sizes has shape {group_sizes.shape}; rhs has {groups} groups")
+        raise TypeError(f"group_sizes must be an array of integers, not {kind(group_sizes)}; convert it")
+    require(group_sizes.shape == (groups,), f"group_sizes has shape {group_sizes.shape}; rhs has {groups} groups")
     largest = jnp.iinfo(group_sizes.dtype).max
-    _require(largest >= rows, f"group_sizes of dtype {group_sizes.dtype} cannot count {rows} rows; use int32")
+    require(largest >= rows, f"group_sizes of dtype {group_sizes.dtype} cannot count {rows} rows; use int32")
     return rows, inner, columns, groups
 
 
@@ -167,18 +163,8 @@ def _precision(given: lax.Precision | str | None) -> str | None:
     return None if name == "DEFAULT" else name
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-def _kind(x: object) -> str:
-    return str(getattr(x, "dtype", type(x).__name__))
-
-
 def _shape(name: str, x: Array, axes: str) -> tuple[int, ...]:
-    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{name} must be a floating-point array, not {_kind(x)}; convert it")
+    check_floating(name, x)
     if x.ndim != len(axes.split(",")):
         raise ValueError(f"{name} has shape {x.shape}; it must be [{axes}]")
     return tuple(x.shape)

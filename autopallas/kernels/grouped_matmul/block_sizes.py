@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from autopallas.kernels.grouped_matmul.spec import ProductSpec
+from autopallas.sites.block_sizes import aligned
 
 __all__ = ["BlockSizes"]
 
-_ALIGNMENT = 8
 _SMALLEST = 16
 
 
@@ -44,8 +44,7 @@ class BlockSizes:
 
         A group's last tile is computed in full whatever it holds, so a tile far above the mean group is mostly waste.
         """
-        aligned = -(-self.row_block // _ALIGNMENT) * _ALIGNMENT
-        return replace(self, row_block=min(aligned, _natural(spec), spec.rows))
+        return replace(self, row_block=aligned(self.row_block, min(_natural(spec), spec.rows)))
 
     def temporary_bytes(self, spec: ProductSpec, direction: str = "forward") -> int:
         """Estimate of the temporary memory: one group's weights, a tile, and lhs transposed in the backward."""

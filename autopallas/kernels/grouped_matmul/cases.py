@@ -11,14 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from autopallas.compat import ArrayFunction, PyTree, Shaped
+from autopallas.kernels.grouped_matmul.example import ragged_dot
 from autopallas.workbench.cases import DIRECTIONS, Case, Direction
 
 __all__ = ["ORIGINALS", "case_of", "cases_of_rows", "direct", "in_direction", "ragged_dot", "table_grid", "types"]
-
-
-def ragged_dot(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """A mixture's expert layer as people write it."""
-    return jax.lax.ragged_dot(lhs, rhs, group_sizes)
 
 
 ORIGINALS: dict[str, Callable[..., jax.Array]] = {"uneven": ragged_dot, "even": ragged_dot}

@@ -27,8 +27,9 @@ from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, ProductSpe
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
+from autopallas.sites.spec import Sizes
 
-__all__ = ["NUMERICS", "backward", "candidates", "forward", "supports"]
+__all__ = ["NUMERICS", "backward", "candidates", "forward", "running_sizes", "supports"]
 
 NUMERICS: Numerics = "tolerance"
 """How its results relate to the original's."""
@@ -55,10 +56,22 @@ def candidates(spec: ProductSpec, device: Device) -> tuple[BlockSizes, ...]:
     return tuple(dict.fromkeys(BlockSizes(n, *block).fitted(spec) for n in rows for block in blocks))
 
 
+def running_sizes(spec: GroupedMatmulSpec, block_sizes: BlockSizes, device: Device) -> Sizes:
+    """The tile of the kernel."""
+    if not _is_multiplied(spec):
+        return xla.running_sizes(spec, block_sizes.fitted(spec), device)
+    tile = Tile.of(spec, block_sizes)
+    return {"row_block": tile.rows, "inner_block": tile.inner, "column_block": tile.columns}
+
+
+def _is_multiplied(spec: GroupedMatmulSpec) -> bool:
+    """Whether wgmma multiplies the operands as they are: what is not of 16 bits is not cut to them."""
+    return spec.first_dtype == spec.second_dtype and spec.first_dtype.name in MATRIX_DTYPES
+
+
 def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes, operands: Operands) -> Array:
     """One kernel computes it: that of rows by weights, or that of the weights' gradient."""
-    if spec.first_dtype != spec.second_dtype or spec.first_dtype.name not in MATRIX_DTYPES:
-        # In a mixture of experts, or a gradient: what is not of 16 bits is not cut to them.
+    if not _is_multiplied(spec):  # in a mixture of experts, or a gradient
         return xla.forward(spec, block_sizes.fitted(spec), operands)
     if spec.epilogue is not None and reason_against(Device.current(), programs=[spec.epilogue]) is not None:
         return spec.finished(forward(spec.product, block_sizes, operands))

@@ -35,15 +35,17 @@ from autopallas.kernels.grouped_matmul.visits import (
     visits_by_tile,
 )
 from autopallas.kernels.refs import Number, Ref
-from autopallas.kernels.tpu import LANES, block_bytes, call, generation, reason_against, rounded
+from autopallas.kernels.tpu import LANES, Generation, block_bytes, call, generation, reason_against, rounded
 from autopallas.kernels.tpu_schedule_tracing import assume, concrete, is_simulated, unknown
 from autopallas.numerics.classes import Numerics
+from autopallas.sites.block_sizes import aligned
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.interpret import refusal
 from autopallas.sites.operation import Supported, Unsupported
+from autopallas.sites.spec import Sizes
 
-__all__ = ["NUMERICS", "Tile", "backward", "candidates", "forward", "supports"]
+__all__ = ["NUMERICS", "Tile", "backward", "candidates", "forward", "running_sizes", "supports"]
 
 NUMERICS: Numerics = "tolerance"
 """How its results relate to the original's."""
@@ -83,6 +85,13 @@ def candidates(spec: ProductSpec, device: Device) -> tuple[BlockSizes, ...]:
     sizes = [BlockSizes(n).fitted(spec) for n in (*rows, 256, 128)]
     sizes += [BlockSizes(n, 1024, 1024).fitted(spec) for n in rows]
     return tuple(dict.fromkeys(sizes))
+
+
+def running_sizes(spec: GroupedMatmulSpec, block_sizes: BlockSizes, device: Device) -> Sizes:
+    """The tile of the kernel; plain JAX, which computes groups that overlap, has the rows of the block sizes."""
+    shared = None if spec.use == "drhs" else shared_tile(spec, block_sizes, spec.batch * spec.rows)
+    rows, inner, columns = shared or _tile(spec, block_sizes, generation(device))
+    return {"row_block": rows, "inner_block": inner, "column_block": columns}
 
 
 def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes, operands: Operands) -> Array:
@@ -163,11 +172,11 @@ class Tile(NamedTuple):
           cores: of how many the columns are cut for, if they are left open.
         """
         inner, columns = (spec.contracting, spec.columns) if spec.use != "dlhs" else (spec.columns, spec.contracting)
-        column_block = _fit(sizes.column_block or _even(columns, _COLUMN_BLOCK, cores), columns, LANES)
+        column_block = aligned(sizes.column_block or _even(columns, _COLUMN_BLOCK, cores), columns, LANES)
         wanted = sizes.inner_block or inner
         if spec.use == "drhs":  # both sides of the weights are columns of a result
             wanted = sizes.column_block or _even(inner, _COLUMN_BLOCK)
-        tile = Tile(_fit(sizes.row_block, rows, _LEAST_ROWS), _fit(wanted, inner, LANES), column_block)
+        tile = Tile(aligned(sizes.row_block, rows, _LEAST_ROWS), aligned(wanted, inner, LANES), column_block)
         room = budget - budget // 16  # for what the compiler spills
         while tile.vmem_bytes(spec) > room:
             # What is summed over goes first, and with it only traffic between VMEM and the sum.
@@ -192,10 +201,6 @@ class Tile(NamedTuple):
         return buffers + block_bytes(blocks[2], np.float32, 1 if spec.use == "drhs" else 2)
 
 
-def _fit(block: int, extent: int, alignment: int) -> int:
-    return min(rounded(block, alignment), extent)
-
-
 def _even(extent: int, block: int, cores: int = 1) -> int:
     """A block of at most this size, of which those that are needed leave the least over, and as few cores idle."""
     count = rounded(-(-extent // block), cores)
@@ -210,7 +215,7 @@ def _rows(spec: GroupedMatmulSpec, sizes: BlockSizes, rows: Array, weights: Arra
     total = spec.batch * spec.rows
     device = generation(Device.current())
     shared = shared_tile(spec, sizes, total)
-    tile = shared or Tile.of(spec, sizes, total, device.budget, device.cores)
+    tile = shared or _tile(spec, sizes, device)
     flat = jnp.broadcast_to(rows, (spec.batch, *rows.shape[1:])).reshape(total, rows.shape[2])
     with concrete():
         visits = visits_by_tile(start, end, total, tile.rows)
@@ -227,6 +232,12 @@ def _rows(spec: GroupedMatmulSpec, sizes: BlockSizes, rows: Array, weights: Arra
     else:
         out = rows_call(spec, tile, total, len(start), visits.number)(*given)
     return out.reshape(spec.batch, *spec.result_shape())
+
+
+def _tile(spec: GroupedMatmulSpec, sizes: BlockSizes, device: Generation) -> Tile:
+    """The tile of a grid's steps."""
+    cores = 1 if spec.use == "drhs" else device.cores
+    return Tile.of(spec, sizes, spec.batch * spec.rows, device.budget, cores)
 
 
 def shared_tile(spec: GroupedMatmulSpec, sizes: BlockSizes, rows: int) -> Tile | None:
@@ -422,7 +433,7 @@ def _rows_kernel(
 def _weights(spec: GroupedMatmulSpec, sizes: BlockSizes, lhs: Array, dout: Array, start: Array, end: Array) -> Array:
     """[B|1, M, K] by [B|1, M, N] to [B, G, K, N]."""
     total = spec.batch * spec.rows
-    tile = Tile.of(spec, sizes, total, generation(Device.current()).budget)
+    tile = _tile(spec, sizes, generation(Device.current()))
     flat = [jnp.broadcast_to(x, (spec.batch, *x.shape[1:])).reshape(total, x.shape[2]) for x in (lhs, dout)]
     with concrete():
         visits = visits_by_group(start, end, total, tile.rows)

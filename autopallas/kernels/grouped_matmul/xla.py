@@ -20,12 +20,13 @@ from jax import lax
 
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.operands import Gradients, Operands
-from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, Use
+from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, ProductSpec, Use
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
+from autopallas.sites.spec import Sizes
 
-__all__ = ["backward", "forward", "numerics", "supports"]
+__all__ = ["backward", "forward", "numerics", "running_sizes", "supports"]
 
 Array: TypeAlias = jax.Array
 Carry = TypeVar("Carry")
@@ -45,6 +46,11 @@ def numerics(spec: GroupedMatmulSpec) -> Numerics:
     """Returns "reordered" where nothing is rounded to 16 bits and nothing is done but products and sums."""
     wide = all(dtype.itemsize >= 4 for dtype in (spec.first_dtype, spec.second_dtype, spec.result_dtype))
     return "reordered" if wide and spec.epilogue is None else "tolerance"
+
+
+def running_sizes(spec: ProductSpec, block_sizes: BlockSizes, device: Device) -> Sizes:
+    """The rows of a tile; it takes all of the two other sides."""
+    return {"row_block": block_sizes.row_block}
 
 
 def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes, operands: Operands) -> Array:

@@ -30,7 +30,7 @@ from autopallas.sites.device import Device
 from autopallas.sites.elementwise import Constant
 from autopallas.sites.index_notation import Labels, Operand, read, write
 from autopallas.sites.operation import Implementation, Supported, Unsupported
-from autopallas.sites.spec import BlockSizes
+from autopallas.sites.spec import BlockSizes, Sizes
 
 if TYPE_CHECKING:
     from autopallas.kernels.mixture_of_experts.site import ExpertsSite
@@ -67,6 +67,10 @@ class SortedRows:
         if own is None:
             return GROUPED_MATMUL.part("block_sizes").BlockSizes.candidates(spec.largest_product)
         return own(spec.largest_product, device)
+
+    def running_sizes(self, spec: ExpertsSpec, block_sizes: BlockSizes, device: Device) -> Sizes:
+        """Returns the sizes with which the largest product is computed."""
+        return GROUPED_MATMUL.running_sizes(self.product, spec.largest_product, block_sizes, device)
 
     def forward(self, site: ExpertsSite, block_sizes: BlockSizes | None, operands: Sequence[Array]) -> Array:
         """Computes what the program does, from the operands of the site."""

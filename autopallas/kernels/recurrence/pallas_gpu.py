@@ -27,11 +27,12 @@ from autopallas.kernels.recurrence.spec import RecurrenceSpec
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
+from autopallas.sites.spec import Sizes
 
 if TYPE_CHECKING:
     from autopallas.kernels.recurrence.site import RecurrenceSite
 
-__all__ = ["NUMERICS", "backward", "candidates", "forward", "of_chunks", "supports"]
+__all__ = ["NUMERICS", "backward", "candidates", "forward", "of_chunks", "running_sizes", "supports"]
 
 NUMERICS: Numerics = "tolerance"
 """How its results relate to the original's."""
@@ -62,9 +63,18 @@ def candidates(spec: RecurrenceSpec, device: Device) -> tuple[BlockSizes, ...]:
     return (BlockSizes("chunked", "chunked", CHUNK).fitted(spec),)
 
 
+def running_sizes(spec: RecurrenceSpec, block_sizes: BlockSizes, device: Device) -> Sizes:
+    """Returns the forms, with the one chunk that the kernels have, or fewer steps where there are no more."""
+    return _in_chunks(block_sizes).fitted(spec).to_dict()
+
+
+def _in_chunks(block_sizes: BlockSizes) -> BlockSizes:
+    return replace(block_sizes, chunk=CHUNK)
+
+
 def forward(site: RecurrenceSite, block_sizes: BlockSizes, operands: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns the last carried values and the stacked results."""
-    return directions.forward(of_chunks, site, replace(block_sizes, chunk=CHUNK), operands)
+    return directions.forward(of_chunks, site, _in_chunks(block_sizes), operands)
 
 
 def backward(
@@ -75,7 +85,7 @@ def backward(
     active: Sequence[int],
 ) -> tuple[jax.Array, ...]:
     """Returns the cotangents of the operands at the positions ``active``."""
-    return directions.backward(of_chunks, site, replace(block_sizes, chunk=CHUNK), operands, cotangents, active)
+    return directions.backward(of_chunks, site, _in_chunks(block_sizes), operands, cotangents, active)
 
 
 def of_chunks(before: bool, given: Recurrence) -> tuple[Array, Array]:

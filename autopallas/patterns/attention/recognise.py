@@ -517,7 +517,7 @@ class _Attempt:
             return None
         if not jnp.issubdtype(graph.dtype(score.value), jnp.floating):
             raise Mismatch(f"the scores are of dtype {graph.dtype(score.value)}", advice=FLOATS)
-        if len(contraction[2]) > 1 and not self._only_keys(softmax, contraction[2], score):
+        if len(contraction[2]) > 1 and not self._only_keys(contraction[2], score):
             self.has_values = False  # the weights have an axis of their own, as where they weigh matrices of experts
             raise Mismatch(
                 "the second contraction runs over more than the key axis",
@@ -556,7 +556,7 @@ class _Attempt:
             fixed=fixed,
         )
 
-    def _only_keys(self, softmax: Softmax, contracted: Sequence[Dimension], score: Ref) -> bool:
+    def _only_keys(self, contracted: Sequence[Dimension], score: Ref) -> bool:
         """Returns whether every contracted dimension is an axis of the scores."""
         atoms = self.scope.space.atoms(score)
         return all(set(self.scope.space.resolve(a)) <= atoms for _, a in contracted)

@@ -50,13 +50,6 @@ class Values:
         """Returns whether a value's dtype holds every count."""
         return self.graph.dtype(ref.value).name in _COUNTED
 
-    def uncast(self, ref: Ref) -> Ref:
-        """Returns a value without its casts, as long as they keep every count."""
-        ref = self.space.canonical(ref)
-        while self.scope.name(ref) == "convert_element_type" and self.counted(ref):
-            (ref,) = self.space.operands(ref) or (ref,)
-        return ref
-
     def positions(self, ref: Ref) -> tuple[int, tuple[Atom, ...]]:
         """Returns (first, labels) if a value counts up along labels, starting at ``first``; no labels if it does
         not."""
