@@ -7,6 +7,8 @@ its error would grow with the length of the segment.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -14,10 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["HalvedProducts", "halved_products", "pairs", "pairs_of", "segment_products", "times"]
+__all__ = [
+    "HalvedProducts",
+    "SegmentCotangents",
+    "Segments",
+    "halved_products",
+    "pairs",
+    "pairs_of",
+    "segment_products",
+    "times",
+]
 
 Array: TypeAlias = jax.Array
+_Product: TypeAlias = tuple[Array, Array]
+"""A product, and what it exceeds one by."""
 _Level: TypeAlias = tuple[Array, Array]
+"""Of one size of blocks: the products to the middles, and those of the halves."""
 
 _NEAR_ONE = 0.5
 """Distance from one within which a product is carried as its difference from one."""
@@ -69,6 +83,65 @@ def _(given: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[tuple[Arra
     return found, (product * tangents[2] + factor * tangents[0], jnp.zeros_like(found[1]))
 
 
+class Segments(NamedTuple):
+    """Products of the decays of blocks of steps, at each step, beside what each product exceeds one by.
+
+    Attributes:
+      before: from the beginning of the step's block to before the step.
+      after: from after the step to the end of its block.
+      total: of all steps of its block.
+    """
+
+    before: _Product
+    after: _Product
+    total: _Product
+
+    @staticmethod
+    def of_steps(decay: Array, excess: Array) -> Segments:
+        """Returns those of blocks of one step."""
+        empty = jnp.ones_like(decay), jnp.zeros_like(decay)
+        return Segments(empty, empty, (decay, excess))
+
+    def joined(self, late: Array, other_half: Callable[[Array], Array]) -> tuple[Segments, Array]:
+        """Returns the products of blocks twice as long, and those between each step and the middle of its block.
+
+        Args:
+          late: whether a step is in the second half of its block.
+          other_half: gives each step what its counterpart in the other half of its block has.
+        """
+        factor, further = map(other_half, self.total)
+        level = jnp.where(late, self.before[0], self.after[0])
+        one, zero = jnp.ones_like(factor), jnp.zeros_like(further)
+        before = times(*self.before, jnp.where(late, factor, one), jnp.where(late, further, zero))
+        after = times(*self.after, jnp.where(late, one, factor), jnp.where(late, zero, further))
+        return Segments(before, after, times(*self.total, factor, further)), level
+
+
+class SegmentCotangents(NamedTuple):
+    """Cotangents of :class:`Segments`, at each step."""
+
+    before: Array
+    after: Array
+    total: Array
+
+    def halved(
+        self, late: Array, other_half: Callable[[Array], Array], level: Array, total: Array, dlevel: Array
+    ) -> SegmentCotangents:
+        """Returns the cotangents of the products of blocks half as long.
+
+        Args:
+          late, other_half: as :meth:`Segments.joined` has them.
+          level: the products between each step and the middle of its block, which that gave.
+          total: of all steps of the halves.
+          dlevel: the cotangent of ``level``.
+        """
+        other, dboth = other_half(total), jnp.where(late, self.before, self.after)
+        shorter = dlevel + dboth * other
+        dother = dboth * level + self.total * total
+        dtotal = self.total * other + other_half(dother)
+        return SegmentCotangents(jnp.where(late, shorter, self.before), jnp.where(late, self.after, shorter), dtotal)
+
+
 class HalvedProducts(NamedTuple):
     """The products of the decays of a chunk's segments, each split at the middle of a block.
 
@@ -108,44 +181,30 @@ def _halved(decay: Array, excess: Array) -> HalvedProducts:
 
 
 def _halved_forward(decay: Array, excess: Array) -> tuple[HalvedProducts, tuple[Array, Array]]:
-    """Returns the products, and for the backward, of each size of blocks, the products to the middles and the blocks'.
+    """Returns the products, and for the backward those to the middles and of the halves of blocks of each size."""
 
-    The loop carries, of each step, the products of its block: before it, after it, and all.
-    """
-    steps = decay.shape[-2]
-    one, zero = jnp.ones_like(decay), jnp.zeros_like(decay)
-
-    def longer(found: tuple[Array, Array], size: tuple[Array, Array]) -> tuple[tuple[Array, Array], _Level]:
+    def longer(found: Segments, size: tuple[Array, Array]) -> tuple[Segments, _Level]:
         late, other_half = size
-        product, excess = found
-        factor, further = _of_steps(product[2], other_half), _of_steps(excess[2], other_half)
-        concerned = jnp.stack([late, ~late, late | ~late]).reshape(3, *(1 for _ in decay.shape[:-2]), steps, 1)
-        longer = times(product, excess, jnp.where(concerned, factor, 1), jnp.where(concerned, further, 0))
-        return longer, (jnp.where(late, product[0], product[1]), product[2])
+        joined, level = found.joined(late, partial(_of_steps, places=other_half))
+        return joined, (level, found.total[0])
 
-    first = jnp.stack([one, one, decay]), jnp.stack([zero, zero, excess])
-    (found, _), levels = lax.scan(longer, first, _halves(steps))
-    before, after, total = found
-    return HalvedProducts(levels[0], before, after, total[..., 0, :]), levels
+    found, levels = lax.scan(longer, Segments.of_steps(decay, excess), _halves(decay.shape[-2]))
+    return HalvedProducts(levels[0], found.before[0], found.after[0], found.total[0][..., 0, :]), levels
 
 
 def _halved_backward(levels: _Level, cotangents: HalvedProducts) -> tuple[Array, Array]:
     """Returns the cotangent of the decays, and none of what they exceed one by."""
 
-    def shorter(found: tuple[Array, Array, Array], size: tuple[Array, ...]) -> tuple[tuple[Array, Array, Array], None]:
-        dbefore, dafter, dtotal = found
-        late, other_half, own, total, down = size
-        other, dboth = _of_steps(total, other_half), jnp.where(late, dbefore, dafter)
-        down += dboth * other
-        dother = dboth * own + dtotal * total
-        dtotal = dtotal * other + _of_steps(dother, other_half)
-        return (jnp.where(late, down, dbefore), jnp.where(late, dafter, down), dtotal), None
+    def shorter(found: SegmentCotangents, size: tuple[Array, ...]) -> tuple[SegmentCotangents, None]:
+        late, other_half, level, total, dlevel = size
+        return found.halved(late, partial(_of_steps, places=other_half), level, total, dlevel), None
 
     is_first = np.arange(cotangents.to_end.shape[-2])[:, None] == 0
-    last = jnp.where(is_first, cotangents.total[..., None, :], 0)
-    sizes = (*_halves(last.shape[-2]), *levels, cotangents.levels)
-    found, _ = lax.scan(shorter, (cotangents.from_start, cotangents.to_end, last), sizes, reverse=True)
-    return found[2], jnp.zeros_like(found[2])
+    total = jnp.where(is_first, cotangents.total[..., None, :], 0)
+    sizes = (*_halves(total.shape[-2]), *levels, cotangents.levels)
+    first = SegmentCotangents(cotangents.from_start, cotangents.to_end, total)
+    found, _ = lax.scan(shorter, first, sizes, reverse=True)
+    return found.total, jnp.zeros_like(found.total)
 
 
 _halved.defvjp(_halved_forward, _halved_backward)
@@ -159,14 +218,13 @@ def _halves(count: int) -> tuple[Array, Array]:
 
 
 def pairs(count: int) -> Array:
-    """Returns [L, C, C]: whether t is in the second half of a block of 2, 4, 8, ... steps, and s in its first half."""
-    t, s = np.arange(count)[:, None], np.arange(count)
-    sizes = np.array([1 << level for level in range((count - 1).bit_length())], int)[:, None, None]
-    return jnp.asarray((t & sizes > 0) & (s & sizes == 0) & (t // (2 * sizes) == s // (2 * sizes)))
+    """Returns [L, C, C]: :func:`pairs_of` blocks of all sizes."""
+    return pairs_of(count, np.arange((count - 1).bit_length(), dtype=np.int32)[:, None, None])
 
 
-def pairs_of(count: int, level: int) -> Array:
-    """Returns [C, C], the same for blocks of one size: the highest bit in which t and s differ is that of the level."""
+def pairs_of(count: int, level: int | np.ndarray) -> Array:
+    """Returns [C, C], or [L, C, C] of levels [L, 1, 1]: whether step t is in the second half of a block of 2, 4, 8, ...
+    steps and s in its first half, which is where the highest bit in which they differ is that of the level."""
     t, s = (lax.broadcasted_iota(jnp.int32, (count, count), axis) for axis in (0, 1))
     return ((t ^ s) >> level == 1) & (t > s)
 

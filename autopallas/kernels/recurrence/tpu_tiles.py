@@ -7,13 +7,14 @@ Letters: C steps of a chunk, K heads of a block, N rows and P columns of a state
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopallas.kernels.recurrence.products import times
+from autopallas.kernels.recurrence.products import SegmentCotangents, Segments
 
 __all__ = ["ChannelChunk", "HeadChunk", "channel_chunk", "head_chunks", "product"]
 
@@ -98,12 +99,12 @@ def head_chunks(decay: Array, excess: Array | None) -> Iterator[HeadChunk]:
       excess: what it exceeds one by, where that is known more exactly.
     """
     heads = decay.shape[0]
-    halved = _halved(decay, excess, 1)
-    rows = [*halved.levels, decay, halved.before, halved.after, halved.total]
+    segments, levels, _ = _halved(decay, excess, 1)
+    rows = [*levels, decay, segments.before[0], segments.after[0], segments.total[0]]
     columns = jnp.swapaxes(jnp.concatenate(rows, 0), 0, 1)
     for head in range(heads):
         own = [columns[:, i * heads + head : i * heads + head + 1] for i in range(len(rows))]
-        first = [level[head : head + 1] for level in halved.levels]
+        first = [level[head : head + 1] for level in levels]
         between = _joined(first, own[: len(first)], decay.shape[1])
         of_step, from_start, to_end, total = own[len(first) :]
         yield HeadChunk(between, of_step, from_start, to_end, total[:1])
@@ -168,60 +169,34 @@ class ChannelChunk(NamedTuple):
 
     def of_decays(self, cotangent: ChannelChunk) -> Array:
         """Returns the cotangent [C, N] of the decays from that of their products, from the longest blocks down."""
-        ddecay, dbefore, dafter, dlast, dlevels, _ = cotangent
-        step = lax.broadcasted_iota(jnp.int32, ddecay.shape, 0)
-        dtotal = jnp.where(step == 0, dlast, 0.0)
-        sizes = list(zip(_sizes(ddecay.shape[0]), self.levels, self.totals, dlevels, strict=True))
-        for size, level, total, down in reversed(sizes):
+        step = lax.broadcasted_iota(jnp.int32, self.decay.shape, 0)
+        of_chunk = jnp.where(step == 0, cotangent.total, 0.0)
+        found = SegmentCotangents(cotangent.from_start, cotangent.to_end, of_chunk)
+        sizes = list(zip(_sizes(len(step)), self.levels, self.totals, cotangent.levels, strict=True))
+        for size, level, total, dlevel in reversed(sizes):
             late = (step & size) > 0
-            other, dboth = _exchanged(total, size, late, 0), jnp.where(late, dbefore, dafter)
-            shorter = down + dboth * other
-            dother = dboth * level + dtotal * total
-            dtotal = dtotal * other + _exchanged(dother, size, late, 0)
-            dbefore, dafter = jnp.where(late, shorter, dbefore), jnp.where(late, dafter, shorter)
-        return ddecay + dtotal
+            found = found.halved(late, partial(_exchanged, size=size, late=late, axis=0), level, total, dlevel)
+        return cotangent.decay + found.total
 
 
 def channel_chunk(decay: Array, excess: Array | None) -> ChannelChunk:
     """Returns the products of the decays [C, N] of one head's chunk."""
-    found = _halved(decay, excess, 0)
-    return ChannelChunk(decay, found.before, found.after, found.total[:1], found.levels, found.totals)
+    segments, levels, totals = _halved(decay, excess, 0)
+    return ChannelChunk(decay, segments.before[0], segments.after[0], segments.total[0][:1], levels, totals)
 
 
-class _Halved(NamedTuple):
-    """Products of decays within a chunk: see :func:`~.products.halved_products`.
-
-    Attributes:
-      levels: for blocks of 2, 4, 8, ... steps, from after each step of the first half to the middle, and from there to
-        before each of the second half.
-      totals: for the same, of all steps of the half that holds a step.
-      before, after: from the beginning of the chunk to before each step, and from after it to the end.
-      total: of all steps, at each.
-    """
-
-    levels: tuple[Array, ...]
-    totals: tuple[Array, ...]
-    before: Array
-    after: Array
-    total: Array
-
-
-def _halved(decay: Array, excess: Array | None, axis: int) -> _Halved:
-    """Returns the products of decays whose steps are along an axis; each is carried with what it exceeds one by."""
+def _halved(decay: Array, excess: Array | None, axis: int) -> tuple[Segments, tuple[Array, ...], tuple[Array, ...]]:
+    """Returns the products of decays whose steps are along an axis: those of the whole chunk; and for blocks of 2, 4,
+    8, ... steps, those between each step and the middle of its block, and of all steps of half a block."""
     step = lax.broadcasted_iota(jnp.int32, decay.shape, axis)
-    one, zero = jnp.ones_like(decay), jnp.zeros_like(decay)
-    before = after = one, zero
-    total = decay, decay - 1 if excess is None else excess
+    found = Segments.of_steps(decay, decay - 1 if excess is None else excess)
     levels, totals = [], []
     for size in _sizes(decay.shape[axis]):
         late = (step & size) > 0
-        levels.append(jnp.where(late, before[0], after[0]))
-        totals.append(total[0])
-        factor, further = (_exchanged(x, size, late, axis) for x in total)
-        before = times(*before, jnp.where(late, factor, one), jnp.where(late, further, zero))
-        after = times(*after, jnp.where(late, one, factor), jnp.where(late, zero, further))
-        total = times(*total, factor, further)
-    return _Halved(tuple(levels), tuple(totals), before[0], after[0], total[0])
+        totals.append(found.total[0])
+        found, level = found.joined(late, partial(_exchanged, size=size, late=late, axis=axis))
+        levels.append(level)
+    return found, tuple(levels), tuple(totals)
 
 
 def _exchanged(x: Array, size: int, late: Array, axis: int) -> Array:
