@@ -146,3 +146,37 @@ def test_a_program_is_measured_with_its_sites() -> None:
     assert found["failure"] is None
     text = measure.line(found | {"program": "p", "first_step_cpu_seconds": FIRST})
     assert "1 cross_entropy" in text
+
+
+def test_coverage_counts_sites_with_a_row_and_names_those_without(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def sites(program: Program) -> tuple[list[dict[str, Any]], str]:
+        if program.name == "broken":
+            return [], "rows: no such thing"
+        with_row = {"name": "attention", "has_row": True, "reason": "faster", "spec": "T=64"}
+        return [with_row, with_row, {"name": "sort", "has_row": False, "reason": "no row", "spec": "A8"}], ""
+
+    chosen = [Program(name, (), list) for name in ("whole", "broken")]
+    monkeypatch.setattr(programs_cli, "programs", lambda: chosen)
+    monkeypatch.setattr(measure, "covered", sites)
+    assert cli.main(["programs", "--coverage"]) == 1, "one program failed"
+    said = capsys.readouterr().out
+    assert "2 of 3" in said
+    assert "1 without: sort A8: no row" in said
+    assert "rows: no such thing" in said
+    assert "2 of 3 sites have a row of this machine (66.7%)" in said
+
+
+def test_the_sites_of_a_program_say_whether_they_have_a_row() -> None:
+    def built() -> tuple[Any, tuple[Any, ...]]:
+        def function(x: jax.Array, scale: jax.Array) -> Any:
+            norm = x * scale * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+            return norm, jnp.cumsum(x, axis=0), jnp.sort(x.astype(jnp.float16), axis=0)
+
+        return function, (jnp.ones((512, 512)), jnp.ones(512))
+
+    found = child._rows(built())["sites"]
+    assert {site["name"] for site in found} == {"cumulative", "sort"}, "an RMSNorm has no kernel on a CPU"
+    assert all(site["reason"] and site["spec"] for site in found)
+    assert {site["has_row"] for site in found if site["name"] == "cumulative"} == {True}

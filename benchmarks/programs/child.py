@@ -1,7 +1,8 @@
 """Measures one program in a process of its own: ``python -m benchmarks.programs.child WHAT NAME ROUNDS``.
 
-WHAT is ``original`` or ``optimized``, whose first step is timed, or ``steps``, for which both run in turns.  The result
-is one line of JSON, the last on standard output.
+WHAT is ``original`` or ``optimized``, whose first step is timed, ``steps``, for which both run in turns, or ``rows``,
+which lists the sites that have a kernel here and whether the tuned tables have a row for each, and runs nothing.  The
+result is one line of JSON, the last on standard output.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import jax
 import numpy as np
 
 import autopallas
+from autopallas.sites.operation import operation_named
 from autopallas.tuning import measure
 from autopallas.tuning.measure import Timing
 from benchmarks.programs import programs
 from benchmarks.programs.program import Built
 
-ORIGINAL, OPTIMIZED, MEMORY = "original", "optimized", "memory"
+ORIGINAL, OPTIMIZED, MEMORY, ROWS = "original", "optimized", "memory", "rows"
 
 
 def _first_step(built: Built, optimized: bool) -> dict[str, Any]:
@@ -94,11 +96,29 @@ def _steps(built: Built, rounds: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _rows(built: Built) -> dict[str, Any]:
+    function, arguments = built
+    report = autopallas.explain(function, *arguments)
+    # A norm has no kernel on a CPU, so that there is nothing to measure.
+    sites = [s for s in report.sites if s.implementation and not operation_named(s.op).only_restates(s.implementation)]
+    return {
+        "sites": [
+            {"name": site.kind or site.op, "has_row": site.measured is not None, "reason": site.reason,
+             "spec": site.spec_line} for site in sites
+        ]
+    }  # fmt: skip
+
+
 def main() -> None:
     what, name, rounds = sys.argv[1:]
     (program,) = (one for one in programs() if one.name == name)
     built = program.build()
-    found = _steps(built, int(rounds)) if what == "steps" else _first_step(built, what == OPTIMIZED)
+    if what == ROWS:
+        found = _rows(built)
+    elif what == "steps":
+        found = _steps(built, int(rounds))
+    else:
+        found = _first_step(built, what == OPTIMIZED)
     print(json.dumps(found))
 
 

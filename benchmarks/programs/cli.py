@@ -6,6 +6,7 @@ import argparse
 import compileall
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import jax
 import autopallas
 from benchmarks import environment
 from benchmarks.programs import measure, missing, programs
+from benchmarks.programs.program import Program
 
 __all__ = ["main"]
 
@@ -49,6 +51,10 @@ def main(arguments: Sequence[str]) -> int:
         "--first-steps", action="store_true", help="measure these alone, for the rows that --output has of this machine"
     )
     parser.add_argument(
+        "--coverage", action="store_true",
+        help="count the sites for which the tuned tables have a row, replaced or kept, and run nothing",
+    )  # fmt: skip
+    parser.add_argument(
         "--cache", type=Path, metavar="DIR", help="keeps what quick searches find; by default forgotten"
     )
     stays = f"rows as JSON, such as {RESULTS.name}; rows of other machines and programs in it stay"
@@ -73,6 +79,8 @@ def main(arguments: Sequence[str]) -> int:
     if not chosen:
         print("no program to measure; see --list")
         return 2
+    if options.coverage:
+        return _coverage(chosen)
     # As of an installed package: else each first step would read the syntax of ours, but not that of its libraries.
     compileall.compile_dir(Path(autopallas.__file__).parent, quiet=1)
     known = _read(options.output) if options.first_steps else {}
@@ -95,6 +103,20 @@ def main(arguments: Sequence[str]) -> int:
     for row, found in short:
         print(f"short of a bar: {row['program']}: {'; '.join(found)}")
     return int(any(row.get("failure") for row in rows))
+
+
+def _coverage(chosen: Sequence[Program]) -> int:
+    found, without, failed = 0, 0, False
+    for program in chosen:
+        sites, failure = measure.covered(program)
+        rowless = [site for site in sites if not site["has_row"]]
+        found, without, failed = found + len(sites), without + len(rowless), failed or bool(failure)
+        print(f"{program.name:48} " + (failure or f"{len(sites) - len(rowless)} of {len(sites)}"), flush=True)
+        for reason, count in Counter(f"{site['name']} {site['spec']}: {site['reason']}" for site in rowless).items():
+            print(f"    {count} without: {reason}")
+    share = f" ({(found - without) / found:.1%})" if found else ""
+    print(f"\n{found - without} of {found} sites have a row of this machine{share}")
+    return int(failed)
 
 
 def _selected(name: str, wanted: Sequence[str]) -> bool:

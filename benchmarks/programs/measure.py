@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import environment
-from benchmarks.programs.child import MEMORY, OPTIMIZED, ORIGINAL
+from benchmarks.programs.child import MEMORY, OPTIMIZED, ORIGINAL, ROWS
 from benchmarks.programs.program import Program
 
-__all__ = ["measured", "summary", "verdicts"]
+__all__ = ["covered", "measured", "summary", "verdicts"]
 
 Row = dict[str, Any]
 
@@ -70,6 +70,19 @@ def with_first_steps(row: Row, program: Program, repeats: int, cache: Path) -> R
         return row | _first_steps(program, repeats, cache)
     except _Failed as failure:
         return row | {"failure": str(failure)}
+
+
+def covered(program: Program) -> tuple[list[Mapping[str, Any]], str]:
+    """The sites of a program that have a kernel on this platform, and what failed.
+
+    Each has its name, whether the tuned tables have a row for it, and why it is replaced or kept.  Nothing runs, and
+    nothing is searched for or read from a cache.
+    """
+    try:
+        with tempfile.TemporaryDirectory() as empty:
+            return _child(ROWS, program, 0, Path(empty), searches=False)["sites"], ""
+    except _Failed as failure:
+        return [], str(failure)
 
 
 def _first_steps(program: Program, repeats: int, cache: Path) -> Row:
