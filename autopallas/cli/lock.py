@@ -39,7 +39,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="search for block sizes where no table has them (on accelerators by default)",
     )
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="time for each search")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="time for each search (default 30)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)
 

@@ -27,7 +27,9 @@ __all__ = ["add"]
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
-    parser.add_argument("function", metavar="MODULE:FUNCTION", help="the real step; it is run, and donates nothing")
+    parser.add_argument(
+        "function", metavar="MODULE:FUNCTION", help="a whole train step; it is run, and its arguments are not donated"
+    )
     parser.add_argument("--shapes", required=True, help='its arguments, such as "f32[8,1024],i32[8]"')
     parser.add_argument("--inputs", metavar="MODULE:FUNCTION", help="inputs(types, seed) gives flat arguments")
     parser.add_argument("--objective", choices=OBJECTIVES, help="what a replacement has to improve")

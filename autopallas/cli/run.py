@@ -29,7 +29,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON, to standard error")
     parser.add_argument("--objective", choices=OBJECTIVES, help="what a replacement has to improve")
     parser.add_argument("--implementation", metavar="NAME", help="the one implementation to use")
-    parser.add_argument("--ops", metavar="OP", choices=SELECTED, nargs=1, action="extend", help="look for this alone")
+    parser.add_argument(
+        "--ops",
+        metavar="OP",
+        choices=SELECTED,
+        nargs=1,
+        action="extend",
+        help="look for this operation or kind of respelling alone; may be repeated",
+    )
     parser.add_argument("--autotune", action=argparse.BooleanOptionalAction, help="search for block sizes")
     parser.add_argument("--fuel", type=int, metavar="N", help="replace at most so many sites of each function")
     parser.add_argument("--verify", action="store_true", help="check first calls against float64")

@@ -47,15 +47,25 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from", dest="report", metavar="REPORT.json", help="tune every site of a saved report instead"
     )
-    parser.add_argument("--target", choices=TARGETS, help="for what; TPUs need not be there (default: this device)")
-    parser.add_argument("--objective", choices=("time", "memory"), default="time", help="what to show the best of")
     parser.add_argument(
-        "--budget", type=_seconds, default=30.0, metavar="SECONDS", help="what each site may take (default 30)"
+        "--target", choices=TARGETS, help="tune for this device; TPUs need not be there (default: the device here)"
     )
-    parser.add_argument("--variant", help="of an operation, such as causal")
-    parser.add_argument("--direction", choices=DIRECTIONS, help="of an operation (default: both)")
     parser.add_argument(
-        "--filter", action="append", default=[], metavar="WORDS", help="of the grid, only cases with all these words"
+        "--objective", choices=("time", "memory"), default="time", help="show the block sizes that are best in this"
+    )
+    parser.add_argument(
+        "--budget", type=_seconds, default=30.0, metavar="SECONDS", help="time for each site (default 30)"
+    )
+    parser.add_argument("--variant", help="tune this variant of an operation, such as causal")
+    parser.add_argument(
+        "--direction", choices=DIRECTIONS, help="tune an operation in this direction (default: in both)"
+    )
+    parser.add_argument(
+        "--filter",
+        action="append",
+        default=[],
+        metavar="WORDS",
+        help="tune only the cases of an operation's table whose names have all these words; may be repeated",
     )
     parser.add_argument(
         "--table", action="store_true", help="write the rows found into the operation's checked-in table"
@@ -65,7 +75,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=_count,
         default=1,
         metavar="N",
-        help="measure what is found in so many processes, one after the other: rows then have the median of their "
+        help="measure the block sizes found in N processes, one after the other: rows then have the median of their "
         "gains, and its lower quartile, which counts (default 1)",
     )
     parser.add_argument("--only", help=argparse.SUPPRESS)  # a file for a further process: block sizes by their keys
@@ -226,7 +236,8 @@ def _of_operation(op: str, options: argparse.Namespace, platform: str) -> list[S
             and (not options.filter or any(case.selected_by(words) for words in options.filter))
         ]
         if not cases:
-            raise CommandError(f"no case of {op}'s grid is so; without --filter all are tuned")
+            chosen = "--variant, --direction and --filter"
+            raise CommandError(f"no case of {op}'s table is selected by {chosen}; without these all are tuned")
     try:
         return [of_case(case) for case in cases]
     except ValueError as error:
@@ -235,7 +246,7 @@ def _of_operation(op: str, options: argparse.Namespace, platform: str) -> list[S
 
 def _of_shapes(offered: Cases, options: argparse.Namespace) -> list[Case]:
     if options.filter:
-        raise CommandError("--filter is of the grid, and --shapes gives one size")
+        raise CommandError("--filter selects cases of the table, but --shapes gives the case")
     types, variant = shapes_of(options.shapes), options.variant or next(iter(offered.ORIGINALS))
     directions = (options.direction,) if options.direction else DIRECTIONS
     try:
