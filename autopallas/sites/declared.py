@@ -62,8 +62,8 @@ class DeclaredOperation(Operation):
       operands: the letters of each operand's axes, such as ``{"x": "B M N", "scale": "B N"}``.
       result: the letters of the result.
       sizes: the field of the spec that holds the size of each letter, such as ``{"M": "rows"}``.
-      rows: the letters along which sites are computed independently: ``vmap`` adds its axis to the first, and any may
-        be sharded over devices.
+      rows: the letters along which sites are computed independently: ``vmap`` adds its axis to the first, which each
+        operand has therefore, and any may be sharded over devices.
       sample: a typical spec.
       stands_for: for a letter of the result, the letter whose axis it is at sites of which no operand has it.
       block_sizes: the class of its block sizes, if the declaration has them and not a module.
@@ -81,6 +81,14 @@ class DeclaredOperation(Operation):
     block_sizes: BlockSizesClass = field(default=cast(BlockSizesClass, NoBlockSizes), kw_only=True)
     mapped: bool = field(default=False, kw_only=True)
     differentiable: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        lacking = [name for name, letters in self.operands.items() if self.first_row not in ("", *letters.split())]
+        if lacking and not self.mapped:
+            raise ValueError(
+                f"{self.name}: {', '.join(lacking)} lacks the letter {self.first_row}; each operand has the first letter of "
+                'rows, to which vmap adds its axis: begin rows with a letter that all have, such as B in "B N"'
+            )
 
     @property
     def first_row(self) -> str:

@@ -86,6 +86,13 @@ def test_optimized_functions_can_be_mapped_and_differentiated_twice(op):
     np.testing.assert_allclose(twice[0](arguments[0]), twice[1](arguments[0]), rtol=1e-3, atol=1e-4)
 
 
+def test_a_declaration_whose_operands_cannot_all_have_the_axis_of_a_vmap_is_refused():
+    declared = operation_named("rms_norm")
+    operands = dict(declared.operands) | {"scale": "N"}
+    with pytest.raises(ValueError, match="scale lacks the letter B"):
+        dataclasses.replace(declared, operands=operands)
+
+
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_sites_are_written_as_data_and_read_again(op):
     match = match_of(op)
