@@ -86,8 +86,8 @@ class DeclaredOperation(Operation):
         lacking = [name for name, letters in self.operands.items() if self.first_row not in ("", *letters.split())]
         if lacking and not self.mapped:
             raise ValueError(
-                f"{self.name}: {', '.join(lacking)} lacks the letter {self.first_row}; each operand has the first letter of "
-                'rows, to which vmap adds its axis: begin rows with a letter that all have, such as B in "B N"'
+                f"{self.name}: {', '.join(lacking)} lacks the letter {self.first_row}; each operand has the first "
+                'letter of rows, to which vmap adds its axis: begin rows with one that all have, such as B in "B N"'
             )
 
     @property
