@@ -15,6 +15,7 @@ from autopallas.graph import Graph, flatten
 from autopallas.graph.steps import OutOfSteps, Steps
 from autopallas.options import resolve
 from autopallas.patterns import find
+from autopallas.patterns.recurrence import transpose
 from autopallas.pipeline import rewrite
 from recognition.stacks import (
     LAYERS,
@@ -222,6 +223,54 @@ def test_functions_within_functions_end():
         return nested(mixtures.one_einsum(p, nested(x, 60)), 60)
 
     assert recognised(model, (mixtures.P, mixtures.X))[1] == {"grouped_matmul": 1}
+
+
+def test_a_loop_that_carries_much_is_paired_with_few_looks_at_what_it_carries(monkeypatch):
+    """Which of 40 carried values the reversed loop carries is not found by trying all choices of them."""
+    looks = 0
+
+    def alike(first, second):
+        nonlocal looks
+        looks += 1
+        assert looks < 40**3
+        return first.aval.shape == second.aval.shape and first.aval.dtype == second.aval.dtype
+
+    monkeypatch.setattr(transpose, "_alike", alike)
+
+    def loss(trained, others):
+        def step(carried, given):
+            carried = [jax.nn.sigmoid(x) * state + x for state, x in zip(carried, given, strict=True)]
+            return carried, carried
+
+        every = [x for pair in zip(others, trained, strict=True) for x in pair]
+        found = jax.lax.scan(step, [jnp.zeros(x.shape[1:]) for x in every], every)[1]
+        return sum(jnp.sum(x**2) for x in found[1::2]), found
+
+    others, trained = ([jnp.ones((16, 2 * n + i)) for n in range(1, 21)] for i in (0, 1))
+    recognised(jax.grad(loss, has_aux=True), (trained, others))
+    assert looks
+
+
+@pytest.mark.parametrize("waves", [False, True], ids=["heat", "waves"])
+def test_steps_of_a_stencil_that_are_written_out_are_looked_at_once_each(waves):
+    """They shift arrays by 1, 2, 3 and 4, as doubling by hand does, and add the shifted arrays."""
+
+    def shifted(x, by):
+        return jnp.pad(x[by:], (0, by)) if by > 0 else jnp.pad(x[:by], (-by, 0))
+
+    def simulated(count):
+        def run(x, before):
+            for _ in range(count):
+                around = sum(shifted(x, by) + shifted(x, -by) for by in range(1, 5)) - x
+                x, before = (x + x - before + around, x) if waves else (x + around, before)
+            return x
+
+        graph, found, _ = recognised(run, (jnp.ones(64), jnp.ones(64)))
+        assert not found["respelling"]
+        return graph.steps.spent
+
+    few, some, many = map(simulated, (10, 20, 40))
+    assert many - some <= 3 * (some - few) + 100
 
 
 # ---------------------------------------------------------------------- a limit

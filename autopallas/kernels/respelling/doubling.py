@@ -14,7 +14,7 @@ result.  Doubling by hand shifts all steps by 1, 2, 4, ... and fills with ones a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -36,6 +36,8 @@ _LONGEST = 2**16
 _SHORTEST = 8
 _MOST_NODES = 4096
 """Largest number of equations that one result is computed by."""
+_MOST_INPUTS = 4
+"""Most inputs of a scan, or of one of its gradients."""
 _SUMS = frozenset({"add", "add_any"})
 _ELEMENTWISE = _SUMS | {"mul", "sub", "neg", "copy", "copy_p"}
 _MOVES = frozenset({"slice", "pad", "split"})
@@ -151,6 +153,7 @@ class _Regions:
       moved: by number, the axis, for values that a slice or a pad stands above; what is proved counts as an input of
         what follows.
       same: by number, the value that a pad of nothing gives back.
+      inputs: by number, the inputs of a moved value; None where these are many.
       scans: by the result.
       of_given, of_decay: by scan's result and cotangent, the gradients.
     """
@@ -159,11 +162,13 @@ class _Regions:
         self.graph = graph
         self.moved: dict[int, int] = {}
         self.same: dict[int, int] = {}
+        self.inputs: dict[int, frozenset[int] | None] = {}
         self.scans: dict[int, Forward] = {}
+        self._of_decays: dict[int, list[Forward]] = {}
         self.of_given: dict[tuple[int, int], int] = {}
         self.of_decay: dict[tuple[int, int], int] = {}
-        self.values: list[dict[int, Array]] = [{} for _ in range(_POINTS)]
-        self._regions: dict[int, tuple[list[Node], tuple[int, ...]] | None] = {}
+        self.values: list[dict[int, Array | None]] = [{} for _ in range(_POINTS)]
+        self._regions: dict[int, list[Node] | None] = {}
         self._functions: dict[tuple[str, int, tuple[int, ...]], Array] = {}
         self._alive = surviving(graph)
         for node in graph.nodes:
@@ -172,6 +177,7 @@ class _Regions:
                 self._note_identity(node)
                 continue
             self.moved.update(dict.fromkeys(node.outputs, axis))
+            self.inputs.update(dict.fromkeys(node.outputs, self._inputs(node, axis)))
             if node.name in _SUMS and (shifted or any(graph.name(n) == "pad" for n in node.inputs)):
                 (number,) = node.outputs
                 leaves = self._leaves(number, axis)
@@ -212,35 +218,53 @@ class _Regions:
         axes |= {self.moved[first]} if first in self.moved else set()
         return axes.pop() if len(axes) == 1 else None
 
-    def region(self, number: int, axis: int) -> tuple[list[Node], tuple[int, ...]] | None:
-        """Returns the nodes that compute a sum of pads, in order, and the inputs, none of them moved."""
+    def _read(self, node: Node) -> Iterator[int]:
+        """Yields what a node reads, apart from literals and what a pad or a concatenation fills with."""
+        graph, fills = self.graph, node.name in ("concatenate", "pad")
+        for number in node.inputs:
+            if not fills or _whole(graph, number) is None:
+                number = self.same.get(number, number)
+                if number not in graph.literals:
+                    yield number
+
+    def _is_inside(self, number: int, axis: int) -> bool:
+        """Returns whether a value is moved along an axis, and no input."""
+        return self.moved.get(number) == axis and number in self.graph.definitions
+
+    def _inputs(self, node: Node, axis: int) -> frozenset[int] | None:
+        """Returns the inputs of a node's results; None where they are many."""
+        found: set[int] = set()
+        for number in self._read(node):
+            if not self._is_inside(number, axis):
+                found |= set() if is_zero(self.graph, number) else {number}
+                continue
+            own = self.inputs[number]
+            if own is None:
+                return None
+            found |= own
+        return frozenset(found) if len(found) <= _MOST_INPUTS else None
+
+    def region(self, number: int, axis: int) -> list[Node] | None:
+        """Returns the nodes that compute a sum of pads, in order; None if there are too many."""
         if number not in self._regions:
             self._regions[number] = self._walked(number, axis)
         return self._regions[number]
 
-    def _walked(self, number: int, axis: int) -> tuple[list[Node], tuple[int, ...]] | None:
-        graph = self.graph
+    def _walked(self, number: int, axis: int) -> list[Node] | None:
         nodes: dict[int, Node] = {}
-        leaves: dict[int, None] = {}
         todo, seen = [number], set[int]()
         while todo:
             n = todo.pop()
-            n = self.same.get(n, n)
-            if n in seen or n in graph.literals:
+            if n in seen or not self._is_inside(n, axis):
                 continue
             seen.add(n)
-            node = graph.definitions.get(n)
-            if self.moved.get(n) != axis or node is None:
-                if not is_zero(graph, n):
-                    leaves[n] = None
-                continue
+            node = self.graph.definitions[n]
             nodes[min(node.outputs)] = node
             if len(nodes) > _MOST_NODES:
                 return None
-            filled = node.name in ("concatenate", "pad")
-            todo += [i for i in node.inputs if not filled or _whole(graph, i) is None]
-        graph.steps.spend(len(nodes))
-        return [node for _, node in sorted(nodes.items())], tuple(sorted(leaves))
+            todo += self._read(node)
+        self.graph.steps.spend(len(nodes))
+        return [node for _, node in sorted(nodes.items())]
 
     def _leaves(self, number: int, axis: int) -> tuple[int, ...] | None:
         """Returns the inputs of a sum of floats, if they all have its shape and dtype."""
@@ -249,11 +273,11 @@ class _Regions:
             return None
         if not _SHORTEST <= graph.shape(number)[axis] <= _LONGEST:
             return None
-        found = self.region(number, axis)
-        if found is None or not 2 <= len(found[1]) <= 4:
+        found = self.inputs[number]
+        if found is None or len(found) < 2:
             return None
-        alike = (graph.shape(n) == graph.shape(number) and graph.dtype(n) == graph.dtype(number) for n in found[1])
-        return found[1] if all(alike) else None
+        alike = (graph.shape(n) == graph.shape(number) and graph.dtype(n) == graph.dtype(number) for n in found)
+        return tuple(sorted(found)) if all(alike) else None
 
     def _is_scan(self, number: int, leaves: tuple[int, ...], axis: int) -> bool:
         for decay, given in itertools.permutations(leaves) if len(leaves) == 2 else ():
@@ -262,7 +286,9 @@ class _Regions:
                 return self.function("scan", point, a, b)
 
             if self._agrees(number, axis, states):
-                self.scans[number] = Forward(decay, given, number, axis, self._is_shifted(number, axis))
+                scan = Forward(decay, given, number, axis, self._is_shifted(number, axis))
+                self.scans[number] = scan
+                self._of_decays.setdefault(decay, []).append(scan)
                 return True
         return False
 
@@ -270,16 +296,17 @@ class _Regions:
         """Returns whether nothing on the way to a result takes every second step, as a tree does."""
         found = self.region(number, axis)
         assert found is not None
-        pads = any(_interior(node) for node in found[0] if node.name == "pad")
-        strided = (node.params["strides"] for node in found[0] if node.name == "slice")
+        pads = any(_interior(node) for node in found if node.name == "pad")
+        strided = (node.params["strides"] for node in found if node.name == "slice")
         return not pads and all(by is None or set(map(int, by)) == {1} for by in strided)
 
     def _is_gradient(self, number: int, leaves: tuple[int, ...]) -> bool:
         """Returns whether a sum is a gradient of one of the scans so far."""
-        for scan in self.scans.values():
+        scans = [scan for n in leaves for scan in self._of_decays.get(n, ())]
+        for scan in sorted(scans, key=lambda scan: scan.result):
             known = (scan.decay, scan.given, scan.result)
             rest = [n for n in leaves if n not in known]
-            if scan.decay not in leaves or len(rest) != 1:
+            if len(rest) != 1:
                 continue
             (cotangent,) = rest
 
@@ -298,12 +325,12 @@ class _Regions:
         return False
 
     def _agrees(self, number: int, axis: int, expected: Callable[[int], Array]) -> bool:
-        """Returns whether a value is the expected one at each of the points."""
+        """Returns whether a value is the expected one at each of the points, and not too many nodes compute it."""
         for point in range(_POINTS):
             found = self.value(number, axis, point)
             if found is None or not np.array_equal(found, expected(point)):
                 return False
-        return True
+        return self.region(number, axis) is not None
 
     def backwards(self, scan: Forward) -> list[Backward]:
         """Returns the gradients of a scan, one pair for each cotangent."""
@@ -318,28 +345,30 @@ class _Regions:
 
     def value(self, number: int, axis: int, point: int) -> Array | None:
         """Returns a value along its axis at a random point of the field; None where it is not computed by integers."""
-        values = self.values[point]
-        if number not in values:
-            found = self.region(number, axis)
-            if found is None:
-                return None
-            nodes, leaves = found
-            for leaf in leaves:
-                if leaf not in values:
-                    random = np.random.default_rng((leaf, point))
-                    values[leaf] = random.integers(0, _PRIME, self.graph.shape(leaf)[axis], np.int64)
-            for node in nodes:
-                if all(n in values for n in node.outputs):
+        values, graph = self.values[point], self.graph
+        todo = [number]
+        while todo:
+            n = todo[-1]
+            if n not in values and self._is_inside(n, axis):
+                node = graph.definitions[n]
+                waiting = [i for i in self._read(node) if i not in values and not is_zero(graph, i)]
+                if waiting:
+                    todo += waiting
                     continue
-                given = [self._input(n, axis, values) for n in node.inputs]
+                graph.steps.spend()
+                given = [self._input(i, axis, values) for i in node.inputs]
                 known = [x for x in given if x is not None]
+                values.update(dict.fromkeys(node.outputs))
                 results = _computed(node, axis, known) if len(known) == len(given) else None
-                if results is None:
-                    return None
-                values.update(zip(node.outputs, results, strict=True))
+                if results is not None:
+                    values.update(zip(node.outputs, results, strict=True))
+            elif n not in values:
+                random = np.random.default_rng((n, point))
+                values[n] = random.integers(0, _PRIME, graph.shape(n)[axis], np.int64)
+            todo.pop()
         return values[number]
 
-    def _input(self, number: int, axis: int, values: Mapping[int, Array]) -> Array | None:
+    def _input(self, number: int, axis: int, values: Mapping[int, Array | None]) -> Array | None:
         number = self.same.get(number, number)
         if number in values:
             return values[number]
@@ -356,8 +385,8 @@ class _Regions:
         for number in results:
             found = self._regions[number]
             assert found is not None
-            inside.update(n for node in found[0] for n in node.outputs)
-            nodes.update(id(node) for node in found[0])
+            inside.update(n for node in found for n in node.outputs)
+            nodes.update(id(node) for node in found)
         return inside - set(results), nodes
 
     def escapes(self, inside: set[int], nodes: set[int]) -> bool:
@@ -381,7 +410,7 @@ class _Regions:
         """Returns a recurrence of inputs, or its gradient, at a point of the field."""
         key = name, point, inputs
         if key not in self._functions:
-            arrays = [self.values[point][n] for n in inputs]
+            arrays = [own for n in inputs if (own := self.values[point][n]) is not None]
             self._functions[key] = _scanned(*arrays) if name == "scan" else _gradient(*arrays)
         return self._functions[key]
 

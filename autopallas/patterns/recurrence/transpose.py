@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, islice, product
+from itertools import islice, product
 
 import jax
 import jax.numpy as jnp
@@ -278,12 +278,13 @@ class Pairing:
         carried = backward.carried
         floating = [i for i, v in enumerate(step.carries) if _is_floating(v) and isinstance(step.after[i], Var)]
         stacked = self._guesses_of_results(scan, step, [i for i in results if i >= scan.carried], backward)
-        for count in range(len(floating), 0, -1):
+        for count in range(min(len(floating), carried) if stacked else 0, 0, -1):
             last = range(carried - count, carried)
-            for chosen in combinations(floating, count) if count <= carried else ():
-                if all(_alike(step.carries[i], backward.carries[j]) for i, j in zip(chosen, last, strict=True)):
-                    for cotangents in stacked:
-                        yield _Guess(tuple(zip(chosen, last, strict=True)), cotangents)
+            types = [backward.carries[j] for j in last]
+            for chosen in _alike_in_order([step.carries[i] for i in floating], types):
+                pairs = tuple(zip((floating[i] for i in chosen), last, strict=True))
+                for cotangents in stacked:
+                    yield _Guess(pairs, cotangents)
 
     def _guesses_of_results(
         self, scan: Scan, step: Step, stacked: Sequence[int], backward: Scan
@@ -590,6 +591,39 @@ def _keeps_shape(equation: JaxprEqn) -> bool:
 
 def _is_floating(atom: JaxprAtom) -> bool:
     return bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact))
+
+
+def _alike_in_order(given: Sequence[Var], wanted: Sequence[Var]) -> Iterator[tuple[int, ...]]:
+    """Yields the places of some given variables that have the types of the wanted ones, in the same order.
+
+    Nothing is tried that comes to no end: behind its latest place, each is followed by all that are wanted after it.
+    """
+    latest: list[int] = []
+    end = len(given)
+    for variable in reversed(wanted):
+        end = next((i for i in reversed(range(end)) if _alike(given[i], variable)), -1)
+        if end < 0:
+            return
+        latest.append(end)
+    latest.reverse()
+
+    def places(chosen: Sequence[int]) -> Iterator[int]:
+        """Yields where the next one may be."""
+        begin, n = chosen[-1] + 1 if chosen else 0, len(chosen)
+        return (i for i in range(begin, latest[n] + 1) if _alike(given[i], wanted[n]))
+
+    chosen: list[int] = []
+    todo = [places(chosen)]
+    while todo:
+        place = next(todo[-1], None)
+        if place is None:
+            todo.pop()
+            del chosen[-1:]
+        elif len(chosen) + 1 == len(wanted):
+            yield (*chosen, place)
+        else:
+            chosen.append(place)
+            todo.append(places(chosen))
 
 
 def _alike(first: JaxprAtom, second: JaxprAtom) -> bool:
