@@ -80,9 +80,10 @@ def candidates(spec: CrossEntropySpec, device: Device) -> tuple[BlockSizes, ...]
     """What a search should try, best guess first.
 
     Products and gradients compute the logits again for a part of the vocabulary; or where there are statistics too, a
-    block of rows keeps them.  Those of as many rows as the hidden size fill what the weight's gradient takes, which is
-    written last, and so need no memory of their own.  Beside its three products such a block reads and writes three
-    times as many bytes as it has logits of 32 bits, which takes as long as the fourth product for D = 1,450.
+    block of rows keeps them.  Those of as many rows as the hidden size take what half of the weight's gradient does in
+    float32, of which the other half is where the result will be.  Beside its three products such a block reads and
+    writes three times as many bytes as it has logits of 32 bits, which takes as long as the fourth product for
+    D = 1,450.
     """
     again = [BlockSizes(WHOLE, part).fitted(spec) for part in (8192, 16384, 4096)]
     if not (spec.statistics and spec.products):

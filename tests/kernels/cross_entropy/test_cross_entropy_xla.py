@@ -12,11 +12,12 @@ import pytest
 from cross_entropy_cases import BF16, F32, LOSS, Case, promoted_spec, wide
 from cross_entropy_implementation import BY_NAME, SIZES, CrossEntropyImplementation
 
-from autopallas.kernels.cross_entropy import reference, tile_products, tiles
+from autopallas.kernels.cross_entropy import kept_logits, reference, tile_products, tiles
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.operands import Operands
 from autopallas.kernels.cross_entropy.operation import OPERATION
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Head, Product, SideSpec, Statistic
+from autopallas.kernels.cross_entropy.tile_products import Target
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import Score, Side, traced
 from autopallas.sites.operation import Unsupported
@@ -51,6 +52,19 @@ class TestXla(CrossEntropyImplementation):
         assert case.vocabulary % 5
         for sizes in (SIZES["rows stream"], SIZES["tiles"]):
             self.check_products(module, case, "finish", sizes, dtype)
+
+    @pytest.mark.parametrize("hidden", [100, 136, 200])
+    @pytest.mark.parametrize("name", ["plain", "odd embedding table", "bias", "soft cap", "row factor and bias"])
+    def test_sums_of_shares_and_values_over_logits_are_the_same(self, module, monkeypatch, name, hidden):
+        """As a GPU has them: the weight's gradient as two sums, and values written over the logits."""
+        case = replace(BY_NAME[name], rows=150, hidden=hidden)
+        spec = case.with_products(case.spec(BF16), "finish")
+        for part in (tiles, tile_products, kept_logits):
+            monkeypatch.setattr(part, "on_gpu", lambda: True)
+        (target,) = (Target.of_product(p) for p in spec.products if p.kind == "columns")
+        shares = kept_logits._shares(spec, target)
+        assert shares == ((None,) if hidden < 128 else ((0, 64), (64, hidden - 64)))
+        self.check_products(module, case, "finish", BlockSizes(64, 1000), BF16)
 
     def test_rows_stream_past_a_large_weight_in_less_than_its_size(self, module):
         """What each block of rows adds to the gradient is never all there at once."""
