@@ -94,8 +94,8 @@ def test_vmap_of_an_optimized_mixture(own):
     p, x = (jax.tree.map(lambda a: jnp.stack([a, a[::-1], 2 * a]), P) if own else P), jnp.stack([X, 2 * X, X[::-1]])
     optimized, axes = optimized_like_a_user(one_einsum), (0 if own else None, 0)
     for mapped in (lambda f: jax.vmap(f, axes), lambda f: jax.vmap(jax.grad(lambda p, x: jnp.sum(f(p, x) ** 2)), axes)):
-        given = compiled(mapped(lambda p, x: optimized(p, x)))(p, x)
-        for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(mapped(one_einsum)(p, x)), strict=True):
+        given, wanted = (compiled(mapped(f))(p, x) for f in (lambda p, x: optimized(p, x), one_einsum))
+        for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
     assert optimized.report().counts()[OP] == 1
 

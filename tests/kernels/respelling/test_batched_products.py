@@ -150,7 +150,7 @@ def test_vmap_inside_and_outside(axes):
 
     x, y = operands("nik,nkj->nij", {"i": 3, "k": 3, "j": 3})
     many = [a if axis is None else jnp.stack([a, 2 * a, -a], axis) for a, axis in zip((x, y), axes, strict=True)]
-    wanted = jax.vmap(function, axes)(*many)
+    wanted = jax.jit(jax.vmap(function, axes))(*many)
     outside, inside = optimized(function), optimized(jax.vmap(function, axes))
     for ours in (jax.vmap(outside, axes)(*many), jax.jit(jax.vmap(outside, axes))(*many), inside(*many)):
         np.testing.assert_allclose(ours, wanted, rtol=1e-5, atol=1e-5)
@@ -206,7 +206,7 @@ def test_train_steps(program, shape):
 def test_derivatives_that_are_taken_outside():
     x, ours = random(N, 3), optimized(kinematics)
     for derivative in (jax.grad, lambda f: jax.jit(jax.hessian(f))):
-        given, wanted = (derivative(lambda x, f=f: (f(x) ** 2).sum())(x) for f in (ours, kinematics))
+        given, wanted = (derivative(lambda x, f=f: (f(x) ** 2).sum())(x) for f in (ours, jax.jit(kinematics)))
         np.testing.assert_allclose(given, wanted, rtol=1e-4, atol=1e-4)
 
 
