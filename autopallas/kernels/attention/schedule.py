@@ -146,10 +146,7 @@ class Schedule:
         return bool(np.any(self.states == HIDDEN))
 
     def decisive(self, maxima: jax.Array) -> jax.Array:
-        """Returns the maxima of rows beside which keys in hidden tiles have no weight, -infinity for the other rows.
-
-        Whether there are others is asked of their minimum, for which XLA compiles fewer kernels than for a conjunction.
-        """
+        """Returns the maxima of rows beside which keys in hidden tiles have no weight, -infinity for the other rows."""
         return jnp.where(maxima >= self.least, maxima, -jnp.inf)
 
     def over_columns(

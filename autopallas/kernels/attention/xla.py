@@ -37,6 +37,7 @@ from autopallas.kernels.attention.xla_blocks import (
     RowBlock,
     TiledAttention,
     over_rows,
+    rows_shape,
     scores,
     tile,
     times_values,
@@ -92,8 +93,9 @@ class _Running(NamedTuple):
 def forward(spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands) -> Results:
     """Computes each block of rows in one pass over its tiles."""
     plan = schedule(spec, block_sizes)
+    shape = rows_shape(spec)
+    whole, operands = operands.query.shape[:-1], operands._replace(query=operands.query.reshape(*shape, spec.head_size))
     own = TiledAttention(spec, plan, operands, usual(spec, operands) if plan.hides else None)
-    shape = (spec.batch, spec.key_heads, spec.groups, spec.query_length)
     out = unwritten((*shape, spec.value_head_size), spec.result_dtype, operands.query)
     numbers = (jnp.zeros(shape, spec.accumulation_dtype),) * (spec.row_results + spec.has_factor)
 
@@ -108,12 +110,14 @@ def forward(spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands) ->
             result = running.accumulator
             kept = () if running.kept is None else (running.kept,)
             found = [running.total, running.maximum, *running.statistics, *kept]
-        window = place.window("BKGT")
+        window = place.numbers_window
         stored = (store(c, window, place.restored(x)[..., 0]) for c, x in zip(carry[1:], found, strict=True))
-        return store(carry[0], place.window("BKGT-"), place.restored(result)), *stored
+        return store(carry[0], place.rows_window, place.restored(result)), *stored
 
     with jax.named_scope("autopallas_attention_xla"):
         result, *found = over_rows(plan, spec, rows, (out, *numbers))
+    found = [x.reshape(whole) for x in found]
+    result = result.reshape(*whole, spec.value_head_size)
     return Results(result, tuple(found[: spec.row_results]), *found[spec.row_results :])
 
 
@@ -122,7 +126,7 @@ def _stream(own: TiledAttention, place: RowBlock) -> _Running:
     rows = _ForwardRows(own, place, place.rows(own.operands.query))
 
     def reveals(carry: _Running) -> Array:
-        return own.reveals(jnp.min(own.plan.decisive(carry.maximum)))
+        return own.reveals(jnp.min(carry.maximum))
 
     return own.plan.over_columns(place.block, partial(_advanced, rows), _initial(own, place), reveals)
 

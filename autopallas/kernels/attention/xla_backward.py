@@ -15,7 +15,7 @@ from jax import lax
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.fills import usual
 from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Residuals
-from autopallas.kernels.attention.schedule import Start, TilePrograms, accumulate, cut, schedule, store
+from autopallas.kernels.attention.schedule import Start, TilePrograms, accumulate, schedule, store
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tile_values import exponentials, exponentials_vjp, logits, weighted, weighted_vjp
 from autopallas.kernels.attention.xla_blocks import (
@@ -27,6 +27,7 @@ from autopallas.kernels.attention.xla_blocks import (
     rows_by_columns,
     rows_by_score_gradients,
     rows_by_weights,
+    rows_shape,
     scores,
     tile,
     times_keys,
@@ -72,7 +73,7 @@ class _Accumulators(NamedTuple):
         """Returns the gradients in the operands' shapes and dtypes."""
         dsides = iter(self.sides)
         return Gradients(
-            self.query,
+            self.query.reshape(operands.query.shape),
             jnp.swapaxes(self.key, -1, -2).astype(operands.key.dtype),
             jnp.swapaxes(self.value, -1, -2).astype(operands.value.dtype),
             tuple(next(dsides).astype(s.dtype) if s.differentiable else None for s in spec.sides),
@@ -105,16 +106,21 @@ def backward(
 ) -> Gradients:
     """Recomputes each tile, and adds its contributions to all gradients."""
     plan = schedule(spec, block_sizes)
+    whole, shape = operands, rows_shape(spec)
+    operands = operands._replace(query=operands.query.reshape(*shape, spec.head_size))
+    cotangents = Cotangents(
+        cotangents.out.reshape(*shape, spec.value_head_size), tuple(x.reshape(shape) for x in cotangents.sums)
+    )
     start = _Accumulators.zeros(spec, operands)
     own = TiledAttention(spec, plan, operands, usual(spec, operands, cotangents.out) if plan.hides else None)
     with jax.named_scope("autopallas_attention_xla_backward"):
-        shift, factor = residuals.shift, residuals.factor
+        shift = residuals.shift.reshape(shape)
         if spec.statistics is not None:
             shift = jnp.where(shift == -jnp.inf, 0, shift)
-        factor = jnp.ones_like(shift) if factor is None else factor
+        factor = jnp.ones_like(shift) if residuals.factor is None else residuals.factor.reshape(shape)
         if spec.statistics is None:
             dtype = spec.accumulation_dtype
-            products = cotangents.out.astype(dtype) * residuals.out.astype(dtype)
+            products = cotangents.out.astype(dtype) * residuals.out.reshape(cotangents.out.shape).astype(dtype)
             delta = plain_sum(products, (products.ndim - 1,))
         else:
             delta = -cotangents.sums[0]
@@ -126,7 +132,7 @@ def backward(
             maximum = jnp.where(finite, plan.decisive(shift), -jnp.inf)
         reading = _Backward(own, cotangents, shift, factor, delta, maximum)
         found = over_rows(plan, spec, partial(_add_rows, reading), start)
-    return found.finished(spec, operands)
+    return found.finished(spec, whole)
 
 
 class _BackwardRows(NamedTuple):
@@ -153,17 +159,14 @@ class _BackwardRows(NamedTuple):
     def of(own: _Backward, place: RowBlock) -> _BackwardRows:
         spec, cotangents = own.attention.spec, own.cotangents
 
-        def numbers(x: Array) -> Array:
-            return place.squeezed(cut(x, place.window("BKGT")))
-
         q, do = place.rows(own.attention.operands.query), place.rows(cotangents.out)
         # Everything below is linear in the cotangent, which is cheaper to multiply by the factor than each tile.
         # The cotangent is rounded as the original's product rounds the probabilities.
         kept = do.dtype if spec.reads_weights == do.dtype else spec.accumulation_dtype
         do = (do * place.rows(own.factor[..., None])).astype(kept)
-        sums = tuple(map(numbers, cotangents.sums[1:]))
-        maximum = None if own.maximum is None else numbers(own.maximum)
-        shift, delta = numbers(own.shift), numbers(own.delta)
+        sums = tuple(map(place.numbers, cotangents.sums[1:]))
+        maximum = None if own.maximum is None else place.numbers(own.maximum)
+        shift, delta = place.numbers(own.shift), place.numbers(own.delta)
         return _BackwardRows(own.attention, place, q, do, shift, delta, sums, maximum)
 
 
@@ -200,11 +203,12 @@ def _add_rows(own: _Backward, place: RowBlock, gradients: _Accumulators) -> _Acc
         rows = rows._replace(delta=delta)
     start = jnp.zeros((*place.shape, spec.head_size), spec.accumulation_dtype)
     dq, gradients = plan.over_columns(place.block, partial(_gradient_tile, rows), (start, gradients), reveals)
-    gradients = gradients._replace(query=store(gradients.query, place.window("BKGT-"), place.restored(dq)))
+    gradients = gradients._replace(query=store(gradients.query, place.rows_window, place.restored(dq)))
     if operands.sink is not None and gradients.sink is not None and spec.sink is not None:
         sink = place.side(operands.sink, spec.sink, (0, 1)).astype(spec.accumulation_dtype)
         weight = jnp.exp(sink - rows.shift[..., None])
-        dsink = reduced(place.restored(-weight * rows.delta[..., None]), spec.sink)
+        dsink = -weight * rows.delta[..., None]
+        dsink = reduced(dsink.reshape(place.batch[1], place.heads[1], place.groups, *dsink.shape[-2:]), spec.sink)
         gradients = gradients._replace(sink=accumulate(gradients.sink, place.side_window(spec.sink, (0, 1)), dsink))
     return gradients
 

@@ -2,7 +2,8 @@
 
 Letters: B batch, K key heads, G query heads per key head, T query length, S key length, D and Dv head sizes.  A tile is
 [b, k, G, t, s]; axes b, k and G of size 1 are dropped, because XLA's CPU loops vectorise worse with them.  Dots are
-batched over b and k, and the groups are merged into the rows.
+batched over b and k, and the groups are merged into the rows.  Arrays of all rows lack the axis of one group too: with
+it XLA gives equal arrays different layouts, copies them into each other, and has further kernels to compile for that.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ __all__ = [
     "rows_by_columns",
     "rows_by_score_gradients",
     "rows_by_weights",
+    "rows_shape",
     "scores",
     "tile",
     "times_keys",
@@ -48,7 +50,7 @@ class TiledAttention(NamedTuple):
     Attributes:
       spec: the attention.
       plan: the blocks and the tiles to visit.
-      operands: its operands.
+      operands: its operands, with the query in the :func:`rows_shape`.
       bounded: the result of :func:`fills.usual`; None if there are no hidden tiles.
     """
 
@@ -61,10 +63,10 @@ class TiledAttention(NamedTuple):
         """Returns whether the hidden tiles of a block of rows count, a boolean scalar.
 
         Args:
-          least: the least of its rows' maxima, as :meth:`.Schedule.decisive` gives them.
+          least: the least of its rows' maxima, NaN where one is.
         """
         assert self.bounded is not None
-        return ~(self.bounded & (least > -jnp.inf))
+        return ~(self.bounded & (least >= self.plan.least))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,18 +88,32 @@ class RowBlock:
         """Shape of a tile, its columns aside: (b, k, G, t), without those of b, k and G that are 1."""
         return (*(n for n in (self.batch[1], self.heads[1], self.groups) if n != 1), self.size)
 
-    def squeezed(self, x: Array) -> Array:
-        """Takes from [b|1, k|1, G|1, ...] the axes that a tile drops."""
-        sizes = (self.batch[1], self.heads[1], self.groups)
-        return lax.squeeze(x, [axis for axis, size in enumerate(sizes) if size == 1])
+    @property
+    def _outer(self) -> tuple[int, ...]:
+        """Sizes of a part of an array of rows before the axis of rows."""
+        return (self.batch[1], self.heads[1], *(n for n in (self.groups,) if n != 1))
+
+    @property
+    def numbers_window(self) -> Window:
+        """Window of this block in an array of the :func:`rows_shape`."""
+        return self.window("BKT" if self.groups == 1 else "BKGT")
+
+    @property
+    def rows_window(self) -> Window:
+        """Window of this block in an array of the :func:`rows_shape` and one more axis, d."""
+        return [*self.numbers_window, None]
 
     def restored(self, x: Array) -> Array:
-        """Reshapes [..., t, d] to [b, k, G, t, d]."""
-        return x.reshape(self.batch[1], self.heads[1], self.groups, *x.shape[-2:])
+        """Reshapes [..., t, d] to a part of an array with :attr:`rows_window`."""
+        return x.reshape(*self._outer, *x.shape[-2:])
 
     def rows(self, x: Array) -> Array:
-        """Returns this block of [B, K, G, T, d], with the groups merged into the rows: [..., G t, d]."""
-        return self.grouped(self.squeezed(cut(x, self.window("BKGT-"))))
+        """Returns this block of an array of rows, with the groups merged into the rows: [..., G t, d]."""
+        return self.grouped(cut(x, self.rows_window).reshape(*self.shape, x.shape[-1]))
+
+    def numbers(self, x: Array) -> Array:
+        """Returns this block of an array with a number for each row: [..., t]."""
+        return cut(x, self.numbers_window).reshape(self.shape)
 
     def grouped(self, x: Array) -> Array:
         """Reshapes [..., G, t, d] to [..., G t, d], the shape of the dots: they need no repeated keys or values."""
@@ -121,7 +137,9 @@ class RowBlock:
 
     def side(self, x: Array, varies: Sequence[bool], columns: tuple[Start, int]) -> Array:
         """Returns the part of a side input that belongs to a tile, with the tile's axes."""
-        return self.squeezed(cut(x, self.side_window(varies, columns)))
+        sizes = (self.batch[1], self.heads[1], self.groups)
+        x = cut(x, self.side_window(varies, columns))
+        return lax.squeeze(x, [axis for axis, size in enumerate(sizes) if size == 1])
 
     def window(self, axes: str, columns: tuple[Start, int] | None = None) -> Window:
         """Returns the window of an operand whose dimensions are ``axes``; "-" is a whole dimension."""
@@ -155,6 +173,11 @@ def over_rows(plan: Schedule, spec: AttentionSpec, body: Callable[[RowBlock, Car
 
         carry = loop(outer, last, carry)
     return carry
+
+
+def rows_shape(spec: AttentionSpec) -> tuple[int, ...]:
+    """Returns the shape of an array with a number for each row: [B, K, T], or [B, K, G, T] where G is not 1."""
+    return (spec.batch, spec.key_heads, *(n for n in (spec.groups,) if n != 1), spec.query_length)
 
 
 def unwritten(shape: tuple[int, ...], dtype: Dtype, like: Array) -> Array:

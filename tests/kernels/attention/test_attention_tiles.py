@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from attention_cases import CASES, Case, side
 
+import autopallas
 from autopallas.kernels.attention import intervals
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.intervals import Ranges
@@ -309,3 +310,17 @@ class TestReproducible:
         ends = np.array([0.0, -0.0, 1.0, -2.0, np.inf, -np.inf, np.nan, 1e30], np.float32)
         found, wanted = (p.evaluate(ends[:, None], None, None, (ends,)) for p in (reproducible(program), program))
         np.testing.assert_array_equal(found, wanted)
+
+
+def test_loops_over_tiles_carry_no_axis_of_one_group():
+    def loss(q, k, v):
+        scores = jnp.einsum("btnd,bsnd->bnts", q, k)
+        weights = jax.nn.softmax(jnp.where(jnp.tri(1024, dtype=bool), scores, jnp.finfo(scores.dtype).min))
+        return (jnp.einsum("bnts,bsnd->btnd", weights, v) ** 2).sum()
+
+    run = autopallas.optimize(jax.grad(loss, (0, 1, 2)), ops=["attention"], implementation="xla", objective="always")
+    x = jax.ShapeDtypeStruct((2, 1024, 3, 8), jnp.float32)
+    loops = [line for line in run.lower(x, x, x).as_text().splitlines() if "stablehlo.while" in line]
+    assert loops
+    assert not any("tensor<2x3x1x1024" in line for line in loops)
+    assert any("tensor<2x3x1024x8xf32>" in line for line in loops)
