@@ -29,6 +29,60 @@ def test_each_is_found_and_exact_in_its_derivative_too(function):
     assert not [miss for miss in report.near_misses if miss.op == OP]
 
 
+# ---------------------------------------------------------------------- one product
+
+
+def weightless(p, x):
+    return jnp.sum(jnp.einsum("td,edf->tef", x, p["gate"]) * jax.nn.one_hot(best(p, x), E)[..., None], 1)
+
+
+def picked_of_all(p, x):
+    return jnp.einsum("td,edf->tef", x, p["gate"])[jnp.arange(T), best(p, x)]
+
+
+def matrix_of_each_token(p, x):
+    return jnp.einsum("td,tdf->tf", x, p["gate"][best(p, x)])
+
+
+def weighted_afterwards(p, x):
+    return matrix_of_each_token(p, x) * jnp.max(jax.nn.softmax(x @ p["router"]), -1, keepdims=True)
+
+
+def one_after_the_other(p, x):
+    chosen = best(p, x)[:, None]
+    return sum(jnp.where(chosen == e, x @ p["gate"][e], 0) for e in range(E))
+
+
+def of_slots(p, x):
+    mask = jax.nn.one_hot(best(p, x), E, dtype=jnp.int32)
+    place = jnp.sum(jnp.cumsum(mask, 0) * mask, -1) - 1
+    room = 1 + T // 2
+    held = (mask * (place < room)[:, None])[..., None] * jax.nn.one_hot(place, room, dtype=jnp.int32)[:, None]
+    held = held.astype(x.dtype)
+    y = jnp.einsum("ecd,edf->ecf", jnp.einsum("tec,td->ecd", held, x), p["gate"])
+    return jnp.einsum("tec,ecf->tf", held, y)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [weightless, picked_of_all, matrix_of_each_token, weighted_afterwards, one_after_the_other, of_slots],
+    ids=lambda f: f.__name__,
+)
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+def test_experts_of_one_product_are_trained_as_one_site(function, checkpointed):
+    """Nothing but the sum reads what the experts compute, and their backward reads tokens and matrices alone."""
+    inner = jax.checkpoint(function) if checkpointed else function
+    step = jax.value_and_grad(lambda p, x: jnp.sum(jnp.sin(inner(p, x))), (0, 1))
+    (site,) = (site for site in found(step, gradients=False).sites if site.op == OP)
+    assert site.direction == "forward+backward"
+
+
+def test_matrices_that_are_not_trained_have_no_gradient():
+    step = jax.value_and_grad(lambda x: jnp.sum(jnp.sin(matrix_of_each_token(P, x))))
+    (site,) = (site for site in found(step, (X,), gradients=False).sites if site.op == OP)
+    assert site.direction == "forward+backward"
+
+
 # ---------------------------------------------------------------------- variations
 
 

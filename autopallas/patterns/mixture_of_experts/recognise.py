@@ -129,6 +129,7 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
             else:
                 _with_backward(graph, {root: draft}, alone, misses)
         _with_loops_again(graph, drafts, alone)
+        _with_backwards_beside(graph, drafts, alone)
         matches = alone
     places: dict[str, NearMiss] = {}  # a sum that is written in parts is one miss
     for root, miss in misses.items():
@@ -267,6 +268,41 @@ def _with_loops_again(graph: Graph, drafts: dict[int, Draft], matches: dict[int,
                 left = {n for node in loops for n in node.outputs if is_floating(graph.dtype(n))}
                 if loops and not (left - ends) & still:
                     matches[root] = draft.match_with(search)
+
+
+def _with_backwards_beside(graph: Graph, drafts: dict[int, Draft], matches: dict[int, Match]) -> None:
+    """Adds the backwards of sites none of whose products is used elsewhere, such as experts of one product each without
+    weights: the derivative of a product reads its operands alone.
+
+    They are added where all gradients are found but those of the program's own arguments and of captured arrays,
+    which it may not ask for, and where no gathered matrices are left; otherwise the forward alone is the site.
+    """
+    beside = {root: draft for root, draft in drafts.items() if root in matches and not draft.escaped}
+    beside = {root: draft for root, draft in beside.items() if not (draft.loops and draft.root.name == "scan")}
+    if not beside or not any(compat.is_transposed(node.equation) for node in graph.nodes):
+        return
+    lookup = Lookup.of(graph)
+    arguments = {graph.numbers[graph.root][v] for v in graph.root.invars} | graph.constants.keys()
+    for kind in _KINDS:
+        searches: dict[int, _Search] = {}
+        for root, draft in beside.items():
+            with contained(draft.root), suppress(Mismatch), bounded(graph):
+                if not matches[root].backwards and (search := draft.search(kind)) is not None:
+                    searches[root] = search
+        if not searches:
+            continue
+        given = {number for match in matches.values() for number in match.replaced}
+        complete = settle(graph, lookup, list(searches.values()), given)
+        still = surviving(graph, given.union(*(search.replaced() for search in complete)))
+        for root, search in searches.items():
+            found = {use for backward in search.found for use in backward.levels}
+            uses = search.forward.uses
+            missing = [i for i in search.roles if i not in found and uses[i].number not in arguments]
+            matrices = (n for n in search.forward.own & still if graph.name(n) == "gather")
+            if search not in complete or not found or missing or any(len(graph.shape(n)) > 2 for n in matrices):
+                continue
+            with contained(drafts[root].root), suppress(Mismatch), bounded(graph):
+                matches[root] = drafts[root].match_with(search)
 
 
 def _candidates(graph: Graph, alive: frozenset[int]) -> list[Node]:
