@@ -1,4 +1,4 @@
-"""Says how often the loops of each kernel run: cases of attention, grouped matmul and cross-entropy.
+"""Says how often the loops of each kernel run: cases of attention, grouped matmul, cross-entropy and gated MLPs.
 
 Letters as in the operations: B batch, T length, N heads, D head size; M rows, K inner size, N columns, G groups.
 """
@@ -9,7 +9,15 @@ from collections.abc import Sequence
 
 from benchmarks.gpu_model.model import Blocks, Case, Code, Tiles
 
-__all__ = ["attention", "cross_entropy", "grouped_matmul", "materialised_train_step", "train_step", "train_step_kept"]
+__all__ = [
+    "attention",
+    "cross_entropy",
+    "gated_mlp",
+    "grouped_matmul",
+    "materialised_train_step",
+    "train_step",
+    "train_step_kept",
+]
 
 _SIZE = 2
 """Bytes of bfloat16."""
@@ -85,6 +93,16 @@ def _tiles(code: Code, count: float, steps: float) -> Tiles:
         _INNER * n * _SIZE * share for n, share in zip((_ROWS, _COLUMNS), _SHARED[code.multicasts], strict=True)
     )
     return Tiles(code, count, steps, rows + columns, half_bytes=rows / 2 + columns)
+
+
+def gated_mlp(name: str, code: Code, shape: tuple[int, int, int]) -> Case:
+    """Both projections of (M rows, K features, H hidden units), of which a tile has half of its columns each."""
+    m, k, h = shape
+    rows, columns = (_INNER * n * _SIZE for n in (_ROWS, _COLUMNS))
+    count = -(-m // _ROWS) * -(-h // (_COLUMNS // 2))
+    # Two blocks load the same columns of both weights.
+    loaded = rows + columns / (2 if code.multicasts else 1)
+    return Case(name, 4.0 * m * k * h, (Tiles(code, count, -(-k // _INNER), loaded),))
 
 
 def cross_entropy(name: str, code: Code, shape: tuple[int, int, int]) -> Case:

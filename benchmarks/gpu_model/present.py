@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import jax
 
 from autopallas.compile.gpu import Compilation, Compiler, Kernel
 from autopallas.sites.block_sizes import dividing
+from autopallas.workbench.cases import PLAIN, Direction
+from autopallas.workbench.cases import Case as Sized
 from benchmarks import gpu_attention, gpu_cross_entropy, gpu_grouped_matmul
 from benchmarks.gpu_benchmark import Timed
+from benchmarks.gpu_declared import DeclaredGpuBenchmark
 from benchmarks.gpu_model import cases
 from benchmarks.gpu_model.model import Case, Code
 
@@ -23,6 +27,7 @@ Row = tuple[Timed, Callable[[str, Compiled, int], Case]]
 """What is timed, and the model's case of its name, its codes, and the bytes that transposes and copies write."""
 
 _CROSS_ENTROPY = (32768, 2560, 128256)
+_GATED_MLP = (8192, 4096, 14336)
 _LARGE, _MANY = (8192, 4096, 4096, 8), (32768, 2048, 1408, 64)
 _SIZE = 2
 """Bytes of bfloat16."""
@@ -74,6 +79,19 @@ def _train_step(kept: int = 0) -> Row:
     return replace(timed, block_sizes={wanted: timed.block_sizes[wanted]}), case
 
 
+def _gated_mlp(direction: Literal["forward", "backward"]) -> Row:
+    benchmark = DeclaredGpuBenchmark.of("gated_mlp")
+    m, k, h = _GATED_MLP
+    sizes = tuple(zip(benchmark.operation.sizes, (1, m, k, h, k), strict=True))
+    whole: Direction = "forward" if direction == "forward" else "forward+backward"
+    timed = benchmark._timed(Sized("gated_mlp", whole, "bfloat16", PLAIN, sizes), 1)
+
+    def case(name: str, found: Compiled, copied: int) -> Case:
+        return cases.gated_mlp(name, found[f"autopallas_gated_mlp_{direction}"], _GATED_MLP)
+
+    return timed, case
+
+
 def _attention(shape: tuple[int, int, int, int], mask: str, backward: bool, rounded: bool = False) -> Row:
     timed = gpu_attention._timed(*shape, mask, 1, backward, rounded)
     sizes = next(iter(timed.block_sizes.values()))
@@ -100,6 +118,8 @@ CASES: dict[str, Callable[[], Row]] = {
     "cross-entropy train step, logits again": _train_step,
     "cross-entropy train step, logits of 2048 rows kept": lambda: _train_step(2048),
     "cross-entropy train step, logits of 4096 rows kept": lambda: _train_step(4096),
+    "gated MLP forward, both projections": lambda: _gated_mlp("forward"),
+    "gated MLP backward, both projections again": lambda: _gated_mlp("backward"),
     "attention forward T16384 D128 causal": lambda: _attention((1, 16384, 16, 128), "causal", False),
     "attention forward T16384 D128 full": lambda: _attention((1, 16384, 16, 128), "full", False),
     "attention forward T4096 D128 causal": lambda: _attention((4, 4096, 16, 128), "causal", False),

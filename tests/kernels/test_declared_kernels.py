@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 from support.drained import drained_barriers
+from support.multicast import interpreted_multicast
 
 import autopallas
 from autopallas.kernels import gpu, tpu
@@ -51,14 +52,18 @@ small = pytest.mark.usefixtures("small_memory")
 def interpreted(name):
     if name == "pallas_tpu":
         with interpret.mode(True):
-            yield
+            yield [0]
         return
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if not hasattr(plgpu, "InterpretGPUParams") or gpu.too_few_threads() is not None:
         pytest.skip("GPU kernels are interpreted by JAX 0.11 and later, in eight threads (NPROC=32)")
-    with interpret.mode(plgpu.InterpretGPUParams(detect_races=True)), drained_barriers():
-        yield
+    with (
+        interpret.mode(plgpu.InterpretGPUParams(detect_races=True)),
+        interpreted_multicast() as transfers,
+        drained_barriers(),
+    ):
+        yield transfers
 
 
 def operands_of(op, which, sizes, dtype, scale=1.0, models=False):
@@ -230,3 +235,15 @@ def test_derivatives_of_programs_are_those_of_the_functions(name, dtype):
 def test_long_derivatives_of_gated_mlps_in_strips_of_half_the_columns(which):
     """The GPU's registers do not hold more: of the last strip too, and with biases."""
     check("gated_mlp", "pallas_gpu", operands_of("gated_mlp", which, SIZES["odd"], "bfloat16"), activation="gelu")
+
+
+@pytest.mark.parametrize("rows, hidden", [(256, 200), (200, 64)])
+def test_two_blocks_load_the_weights_of_a_gated_mlp_together(rows, hidden):
+    """In a forward pass whose rows have an even number of tiles."""
+    given = operands_of("gated_mlp", "sample", (2, rows, 72, hidden, 40), "bfloat16", models=True)
+    wanted = both("gated_mlp", "reference", given)
+    with interpreted("pallas_gpu") as transfers:
+        found = both("gated_mlp", "pallas_gpu", given)
+    assert transfers[0] > 0
+    for name, x in wanted.items():
+        assert float(jnp.max(jnp.abs(found[name].astype(jnp.float32) - x))) <= 4e-2 * float(jnp.max(jnp.abs(x))), name

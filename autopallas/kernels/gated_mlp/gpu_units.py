@@ -2,7 +2,9 @@
 
 The pipeline is that of :mod:`autopallas.kernels.gpu_pipeline`.  A stage holds a tile of x and one of each weight.  A
 consumer has 64 rows of both projections in registers, evaluates programs there, and stores their values alone: the
-hidden units, or in a backward pass, which has their cotangent, also the cotangents of both projections.
+hidden units, or in a backward pass, which has their cotangent, also the cotangents of both projections.  In a forward
+pass whose rows have an even number of tiles two blocks are a cluster, with tiles one below the other, and load the
+weights together; with what a backward pass computes beside, that spills registers.
 
 Letters: B models, M rows, K features, H hidden units.
 """
@@ -19,10 +21,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from autopallas.compat import Dtype
-from autopallas.kernels.gpu import SHARED_MEMORY, array_bytes, call, mosaic, processors, rounded, shared_bytes, tile
-from autopallas.kernels.gpu_pipeline import CONSUMERS, PART, REGISTERS, Ring, placed, steps_of, tiles
+from autopallas.kernels.gpu import SHARED_MEMORY, array_bytes, call, mosaic, rounded, shared_bytes, tile
+from autopallas.kernels.gpu_pipeline import CONSUMERS, PAIR, PART, REGISTERS, Ring, grid, placed, steps_of, tiles
 from autopallas.kernels.refs import Ref
-from autopallas.sites.device import Device
 from autopallas.sites.elementwise import Constant, ElementwiseProgram, Input, Score, Side, bind
 
 __all__ = ["Tile", "units"]
@@ -104,12 +105,12 @@ def units(
         # Threads read it, and not TMA, which would leave out what is behind the end.
         given[1 + len(vectors)] = _padded(cotangent, _ROWS, tile_.columns)
     out_type = jax.ShapeDtypeStruct((*x.shape[:2], gate.shape[2]), dtype)
-    plgpu = mosaic()
-    barriers = [plgpu.Barrier(num_arrivals=n, num_barriers=tile_.stages) for n in (CONSUMERS + 2, CONSUMERS)]
+    paired = cotangent is None and -(-x.shape[1] // _ROWS) % 2 == 0
+    barriers = Ring.barriers(tile_.stages, CONSUMERS + 2, paired)
     kernel = call(
-        partial(_kernel, tuple(programs), tuple(given), tile_),
+        partial(_kernel, tuple(programs), tuple(given), tile_, paired),
         name="autopallas_gated_mlp_forward" if cotangent is None else "autopallas_gated_mlp_backward",
-        grid={"block": processors(Device.current())},
+        **grid(paired),
         out_type=(out_type,) * len(programs),
         scratch=[*(tile(*shape) for shape in tile_.shapes(x.dtype, dtype)), *barriers],
         warpgroups=CONSUMERS + 1,
@@ -134,7 +135,8 @@ class _Block(NamedTuple):
       x, gate, up, beside, outs: operands and results in main memory; further side inputs by their positions.
       ring: the stages.
       stored: what tiles go through on their way out.
-      row_tiles, column_tiles: of one model.
+      paired: whether two blocks load the weights together.
+      row_tiles, column_tiles: of one model; of rows, pairs of tiles if blocks are paired.
       steps: of the pipeline that a tile takes.
       warpgroup: which one this is.
     """
@@ -148,30 +150,36 @@ class _Block(NamedTuple):
     outs: Sequence[Ref]
     ring: Ring
     stored: Ref
+    paired: bool
     row_tiles: int
     column_tiles: int
     steps: int
     warpgroup: Array
 
     def place(self, index: Array) -> tuple[Array, Array, Array]:
-        """The tile of this number is at (model, first row, first column)."""
+        """The tile of this number is at (model, first row, first column); of a pair's number, this block's tile."""
         each = self.row_tiles * self.column_tiles
         model = lax.div(index, jnp.int32(each))
         row, column = placed(index - model * each, self.row_tiles, self.column_tiles)
+        if self.paired:
+            row = 2 * row + lax.axis_index(PAIR)
         return model, row * _ROWS, column * self.tile.columns
 
 
-def _kernel(programs: Sequence[ElementwiseProgram], positions: Sequence[int], tile_: Tile, *refs: Ref) -> None:
+def _kernel(
+    programs: Sequence[ElementwiseProgram], positions: Sequence[int], tile_: Tile, paired: bool, *refs: Ref
+) -> None:
     (x, gate, up), rest = refs[:3], refs[3:]
     beside, rest = dict(zip(positions, rest, strict=False)), rest[len(positions) :]
     outs, (first, second, stored, full, free) = rest[: len(programs)], rest[len(programs) :]
     plgpu = mosaic()
     warpgroup = lax.axis_index("warpgroup")
     models, rows, hidden = outs[0].shape
+    row_tiles = -(-rows // _ROWS)
     own = _Block(
         programs, tile_, x, gate, up, beside, outs, Ring(first, second, full, free, tile_.stages), stored,
-        row_tiles=-(-rows // _ROWS), column_tiles=-(-hidden // tile_.columns), steps=-(-x.shape[2] // tile_.inner),
-        warpgroup=warpgroup,
+        paired, row_tiles=row_tiles // (1 + paired), column_tiles=-(-hidden // tile_.columns),
+        steps=-(-x.shape[2] // tile_.inner), warpgroup=warpgroup,
     )  # fmt: skip
     count = models * own.row_tiles * own.column_tiles
 
@@ -200,8 +208,10 @@ def _load(own: _Block, index: Array, step: Array) -> Array:
             for i in range(CONSUMERS):
                 part = pl.ds(row + i * PART, PART)
                 plgpu.copy_gmem_to_smem(own.x.at[model, part, along], ring.first.at[slot, i], barrier)
+            both = PAIR if own.paired else None
             for i, weight in enumerate((own.gate, own.up)):
-                plgpu.copy_gmem_to_smem(weight.at[model, along, across], ring.second.at[slot, i], barrier)
+                block = weight.at[model, along, across]
+                plgpu.copy_gmem_to_smem(block, ring.second.at[slot, i], barrier, collective_axes=both)
 
         ring.load(step, copies)
         return jnp.add(step, 1)
