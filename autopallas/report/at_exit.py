@@ -119,7 +119,8 @@ def _show(entries: list[tuple[str, Report]]) -> None:
     if not told:
         print(f"{head}; no known computation was recognised in any, nor nearly so.", file=sys.stderr)
         return
-    print(f"{head}; there is something to say about {len(told)}.\n", file=sys.stderr)
+    has = "has" if len(told) == 1 else "have"
+    print(f"{head}; {len(told)} {has} sites, near misses or failures.\n", file=sys.stderr)
     terminal.show(told.values(), sys.stderr)
 
 

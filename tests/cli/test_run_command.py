@@ -73,7 +73,7 @@ def test_an_error_is_the_scripts_own_and_the_report_is_written_all_the_same(proc
 def test_the_exit_status_is_the_scripts_own_and_the_report_at_the_end_is_a_table(process, tmp_path):
     ours = process("run", "--objective", "always", "--xla-dump-dir", "dump", "scripts/train.py", "status")
     assert ours.returncode == 7
-    assert "autopallas traced 3 compiled functions; there is something to say about 2." in ours.stderr
+    assert "autopallas traced 3 compiled functions; 2 have sites, near misses or failures." in ours.stderr
     assert "attend: 1 site replaced" in ours.stderr
     assert max(map(len, ours.stderr.splitlines())) <= 80
     told = json.loads((tmp_path / "dump" / "flags.json").read_text())
