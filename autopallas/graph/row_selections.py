@@ -405,6 +405,8 @@ class _Mover:
             if one not in self.logits:
                 continue
             if one in self._own:
+                if self._mixes_operands(one, own):
+                    return False
                 found = True
                 continue
             steps = self._steps(one, own)
@@ -415,6 +417,16 @@ class _Mover:
                     seen.add((atom, further))
                     todo.append((atom, further))
         return found
+
+    def _mixes_operands(self, logits: Var, rows: Rows) -> bool:
+        """Returns whether rows of several axes are along an axis of each operand of the product that gives the logits:
+        such as one label for each row, of the same rows of all examples."""
+        equation = self.definitions[logits]
+        if equation.primitive.name != "dot_general":
+            return False
+        contracting, batch = equation.params["dimension_numbers"]
+        end = len(equation.invars[0].aval.shape) - len(contracting[0])
+        return any(d >= end for d in rows.axes) and any(len(batch[0]) <= d < end for d in rows.axes)
 
     def _steps(self, variable: Var, rows: Rows) -> list[tuple[Atom, Rows | None]] | None:
         """Returns the operands of a value's equation, each with its rows that the value's rows are computed from (None:

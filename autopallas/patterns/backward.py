@@ -492,6 +492,7 @@ def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[
 
     for search in searches:
         look(search, search.roles)
+    _drop_echoes(searches)
 
     def incomplete(chosen: Sequence[Search]) -> list[Search]:
         still = surviving(graph, given.union(*(s.replaced() for s in chosen)))
@@ -506,13 +507,33 @@ def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[
             asked = left if any(search.others for search in left) else []
         for search in asked:
             look(search, [*search.roles, *search.others])
-        left = incomplete(chosen) if asked else left
+        if asked:
+            _drop_echoes(searches)
+            left = incomplete(chosen)
     for _ in range(_ROUNDS):
         if not left:
             return chosen
         chosen = [s for s in chosen if s not in left]
         left = incomplete(chosen) if chosen else []
     return [] if left else chosen
+
+
+def _drop_echoes(searches: Sequence[Search]) -> None:
+    """Drops backwards that are a part of another site's, found again because the sites share values.
+
+    Of rows that two norms scale, the gradient of one scale is read as that of the other, with the other's cotangent.
+    """
+    of_cotangent: dict[int, list[frozenset[int]]] = {}
+
+    def given(backward: Backward) -> frozenset[int]:
+        return frozenset(levels[0].cotangent for levels in backward.levels.values())
+
+    for search in searches:
+        for backward in search.found:
+            of_cotangent.setdefault(backward.cotangent, []).append(given(backward))
+    for search in searches:
+        own = search.found
+        search.found = [b for b in own if not any(given(b) < other for other in of_cotangent[b.cotangent])]
 
 
 class _Path(NamedTuple):

@@ -34,6 +34,12 @@ _CANCELS = (
     "row is not finite"
 )
 _POSITIVE = "Add a small number to the variance, or compute it from the centred rows: jnp.var(x, -1)."
+_TWICE = "a number is added both to the mean of the squares and to its root"
+_ONCE = "Add one number, to the variance or the mean of the squares, before the root is taken."
+_FLOOR = "there is a floor under the mean of the squares, or under the variance"
+_ADDED = "Add a small number instead of the floor, before the root is taken: that is what the kernels compute."
+_STOPPED = "the gradient is stopped inside the normalisation"
+_THROUGH = "Let the gradient run through the mean and the root, as kernels do, or stop that of the rows before them."
 _WIDE = "Cast the rows to float32 before they are squared, and the result back to float16."
 
 Monomial = tuple[int, int, int, int]
@@ -118,6 +124,7 @@ class FormReader:
       x: the number of the tile that is normalised, before casts.
       columns, rows: the labels of both.
       reads: the uses by which equations read x, by number of the value that they read.
+      centred: whether what is nearly a normalisation subtracts the mean.
     """
 
     def __init__(self, scope: Scope, x: int, columns: Sequence[Atom], rows: Sequence[Atom]):
@@ -127,6 +134,7 @@ class FormReader:
         self._view: object = None
         self._root: Polynomial | None = None
         self._known: dict[object, Form] = {}
+        self.centred = False
         self._cancels = False  # whether the square of the mean is subtracted from the mean of the squares
 
     def form(self, ref: Ref, depth: int = 0) -> Form:
@@ -222,8 +230,18 @@ class FormReader:
             case "max":  # a variance is not below 0
                 for one, other in (forms, forms[::-1]):
                     moment = _moment(one.numerator) if one.plain else None
-                    if moment is not None and moment[2] >= 0 and other.plain and _number(other.numerator) == 0.0:
+                    floor = _number(other.numerator) if moment is not None and other.plain else None
+                    if moment is None or floor is None or moment[2] < 0:
+                        continue
+                    if floor == 0.0:
                         return one
+                    if floor > 0.0 and _near(moment[1], 1.0):
+                        self.centred = moment[0]
+                        raise Mismatch(_FLOOR, advice=_ADDED)
+            case "stop_gradient":
+                stopped = forms[0].numerator
+                self.centred = any(m in stopped for m in (_MEAN, _MEAN_OF_MEAN))
+                raise Mismatch(_STOPPED, advice=_THROUGH)
         raise UnlikeError(f"the rows pass through {name}")
 
     def _squared(self, at: Ref, form: Form) -> Form:
@@ -334,8 +352,9 @@ class FormReader:
         if moment is None or moment[0] != (mean != 0):
             raise UnlikeError("the rows are divided by another number than the root of a mean")
         centred, factor, added = moment
+        self.centred = centred
         if outside and added:
-            raise UnlikeError("something is added both to the mean and to its root")
+            raise Mismatch(_TWICE, advice=_ONCE)
         gain /= math.sqrt(factor)
         epsilon = epsilon / math.sqrt(factor) if outside else added / factor
         if epsilon < 0:

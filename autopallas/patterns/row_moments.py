@@ -7,6 +7,7 @@ has the polynomial of a normalisation is one.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -119,18 +120,18 @@ def normalisations(graph: Graph) -> tuple[list[tuple[Normalisation, ...]], dict[
                         outcome = _Outcome((), (search.centred, mismatch.reason, mismatch.advice))
                     if outcome.reason is not None:
                         reasons[node.outputs[0]] = outcome.reason
-                    elif outcome.ways:
-                        found.setdefault(outcome.ways[0].result.outputs[0], outcome.ways)
+                    for ways in outcome.every:
+                        found.setdefault(ways[0].result.outputs[0], ways)
         graph.notes["normalisations"] = [tuple(found.values()), tuple(reasons.items())]
     ways_of, reasons_of = graph.notes["normalisations"]
     return list(ways_of), dict(reasons_of)  # type: ignore[call-overload]
 
 
 class _Outcome(NamedTuple):
-    """Outcome of a search: the ways to take a normalisation; or, for a near miss, whether it is centred, the reason and
-    the advice."""
+    """Outcome of a search: the ways to take each normalisation; or, for a near miss, whether it is centred, the reason
+    and the advice."""
 
-    ways: tuple[Normalisation, ...]
+    every: tuple[tuple[Normalisation, ...], ...]
     reason: tuple[bool, str, str] | None = None
 
 
@@ -138,7 +139,7 @@ def _outcome(search: _Search, others: ProofCache[_Outcome]) -> _Outcome:
     """Returns the outcome of a search; takes it over from another root of the same form where there is one."""
     graph = search.graph
     for outcome, image in others.like(search.root, None):
-        return outcome._replace(ways=tuple(one.at(graph, image) for one in outcome.ways))
+        return outcome._replace(every=tuple(tuple(one.at(graph, image) for one in ways) for ways in outcome.every))
 
     def proof(watched: Graph) -> _Outcome:
         search.graph = watched
@@ -179,7 +180,8 @@ def found_normalisations(
         incomplete = {miss.value for miss in missed}
         if not any(len(ways) > 1 and ways[0].result.outputs[0] in incomplete for ways in chosen):
             break
-        chosen = [ways[1:] or ways if ways[0].result.outputs[0] in incomplete else ways for ways in chosen]
+        shorter = (ways[1:] or ways if ways[0].result.outputs[0] in incomplete else ways for ways in chosen)
+        chosen = list({ways[0].result.outputs[0]: ways for ways in shorter}.values())
     return matches, [*misses, *missed]
 
 
@@ -217,9 +219,9 @@ class _Search:
     _subtracts: bool = False
     _reason: Mismatch | None = None
 
-    def found(self) -> tuple[Normalisation, ...]:
+    def found(self) -> tuple[tuple[Normalisation, ...], ...]:
         """Returns the normalisation with everything scaled and added after it, then with less; nothing where nothing
-        resembles a normalisation.
+        resembles a normalisation. Where the program normalises the same rows several times, returns each.
 
         Raises:
           Mismatch: something resembles one, with the reason why it is none.
@@ -229,7 +231,7 @@ class _Search:
         for x, axes in dict.fromkeys(self._candidates()):
             read = dict(self._behind(x, axes))
             if read:
-                return self._whole(read)
+                return tuple(map(self._ways, self._chains(read)))
         if self._reason is not None:
             raise self._reason
         return ()
@@ -334,11 +336,13 @@ class _Search:
             raise UnlikeError("it is normalised along other axes than the last ones")
         reader = FormReader(scope, x, columns, [atom for atom in every if atom not in columns])
         before = space.refinements
-        form = reader.form(result)
-        if space.refinements != before:
-            raise UnlikeError("an axis of it is cut in two")
-        centred, epsilon, outside, gain = reader.conclusion(form)
-        self._subtracts = centred
+        try:
+            form = reader.form(result)
+            if space.refinements != before:
+                raise UnlikeError("an axis of it is cut in two")
+            centred, epsilon, outside, gain = reader.conclusion(form)
+        finally:
+            self._subtracts = reader.centred
         if not _NEARLY_ONE[0] < gain < _NEARLY_ONE[1]:
             if abs(gain * math.sqrt(space.extent(columns)) - 1) < _ABOUT_ONE and self._scales_columns(
                 node, columns, space
@@ -376,23 +380,43 @@ class _Search:
                         return True
         return False
 
-    def _whole(self, read: dict[int, Normalisation]) -> tuple[Normalisation, ...]:
-        """Follows a chain of normalisations, each the only thing computed from the one before; returns them from the
-        last to the first.
+    def _chains(self, read: Mapping[int, Normalisation]) -> list[list[Normalisation]]:
+        """Returns chains of normalisations, each the only thing computed from the one before.
+
+        There is one chain, unless the program computes the root several times and what follows it forks as often: two
+        norms of the same rows, as in parallel blocks, have the same values up to their scales.
+        """
+        following = {number: () if number in self.given else self._next(number) & read.keys() for number in read}
+        first = min(read)
+        inner = set().union(*following.values())
+        starts = sorted(read.keys() - inner)
+        forks = {number: sorted(following[number]) for number in read if len(following[number]) > 1}
+        count = len(starts) + sum(len(further) - 1 for further in forks.values())
+        copies = Counter(body for body, _ in self.graph.occurrences(self.root.outputs[0]))
+        if not 1 < count <= max(copies.values(), default=1):
+            starts, forks = [first], {}
+        chains: list[list[Normalisation]] = []
+        todo = [[start] for start in starts]
+        while todo:
+            chain = todo.pop(0)
+            further = forks.get(chain[-1]) or (following[chain[-1]] if len(following[chain[-1]]) == 1 else ())
+            if further:
+                todo += [[*chain, number] for number in further]
+            else:
+                chains.append([read[number] for number in chain])
+        return chains
+
+    def _ways(self, chain: Sequence[Normalisation]) -> tuple[Normalisation, ...]:
+        """Returns the normalisations of a chain from the last to the first.
 
         A cast to a wider dtype at the end is left out, since whatever comes next reads through it.
         """
-        number = min(read)
-        ways = [read[number]]
-        while number not in self.given:
-            further = self._next(number) & read.keys()
-            if len(further) != 1:
-                break
-            (number,) = further
-            node = read[number].result
-            before, after = (self.graph.dtype(n) for n in (node.inputs[0], number))
+        ways = [chain[0]]
+        for one in chain[1:]:
+            node = one.result
+            before, after = (self.graph.dtype(n) for n in (node.inputs[0], node.outputs[0]))
             if node.name != "convert_element_type" or after.itemsize < before.itemsize:
-                ways.append(read[number])
+                ways.append(one)
         found: list[Normalisation] = []
         for one in ways[::-1]:
             found.append(one)

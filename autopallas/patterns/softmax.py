@@ -135,6 +135,8 @@ class Softmax(KeyAxis):
             return found
         if name == "select_n" and len(operands) == 3:
             mask, *cases = operands
+            if self._is_infinite(mask, cases[0]):  # no probability is
+                return self._guarded(cases[0], depth)
             for position in (0, 1):
                 if self.scope.number(cases[position]) == 0:
                     if self.scope.depends(mask.value):
@@ -144,8 +146,6 @@ class Softmax(KeyAxis):
                     found = self.exponential(cases[1 - position], depth + 1)
                     found.weights.append(Factor("unless" if position else "where", mask, _normalised(found)))
                     return found
-            if self._is_infinite(mask):  # no probability is infinite
-                return self._guarded(cases[0], depth)
         if name == "stop_gradient":
             raise Mismatch("the gradient is stopped inside the softmax", advice=STOP_EARLIER)
         if name in ("add", "add_any", "sub", "neg"):
@@ -170,9 +170,13 @@ class Softmax(KeyAxis):
         operands = self.space.operands(mask) if self.scope.name(mask) == "ne" else None
         return bool(operands) and all(self.space.same(o, self.space.canonical(ref)) for o in operands or ())
 
-    def _is_infinite(self, mask: Ref) -> bool:
+    def _is_infinite(self, mask: Ref, ref: Ref) -> bool:
+        """Returns whether a mask is true exactly where a value is infinite, of one sign."""
         operands = self.space.operands(mask) if self.scope.name(mask) == "eq" else None
-        return bool(operands) and any(self.scope.number(o) in (math.inf, -math.inf) for o in operands or ())
+        infinite = [self.scope.number(o) in (math.inf, -math.inf) for o in operands or ()]
+        compared = [o for o, known in zip(operands or (), infinite, strict=True) if not known]
+        ref = self.space.canonical(ref)
+        return any(infinite) and all(self.space.same(self.space.canonical(o), ref) for o in compared)
 
     def _rounds(self, result: Ref, operand: Ref) -> bool:
         """Returns whether the proof reads through a cast of a factor."""

@@ -95,7 +95,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     for region in regions:
         node = region.dot
         with contained(node):
-            if region.logits in taken:
+            if region.logits in taken or region.attends:
                 continue
             try:
                 with bounded(graph):

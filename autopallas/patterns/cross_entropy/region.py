@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,11 +13,11 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat, jaxprs
-from autopallas.compat import Dtype
+from autopallas.compat import Dtype, is_transposed
 from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.equal_loops import loops
-from autopallas.graph.labels import Atom, Dimension, View
+from autopallas.graph.labels import Atom, Dimension, View, is_product
 from autopallas.numerics.casts import kind_of
 from autopallas.patterns.advice import (
     BETWEEN_LOGITS,
@@ -209,13 +210,30 @@ class Region:
 
         A router's choice is no label: it is computed from the logits themselves.
         """
+        return self._has_labels or any(takes_logarithm(self.graph, node) for node in self.ends)
+
+    @cached_property
+    def _has_labels(self) -> bool:
         inner = (node for number in self.inside if (node := self.graph.definitions.get(number)) is not None)
         return (
             any(n.name in ("gather", "scatter-add", "scatter") and not self.touches(n.inputs[1]) for n in self.ends)
             or any(node.name == "scatter-add" and not self.touches(node.inputs[1]) for node in inner)
             or any(self._compares_labels(number) for number in self.inside)
-            or any(takes_logarithm(self.graph, node) for node in self.ends)
         )
+
+    @property
+    def attends(self) -> bool:
+        """Whether the forward multiplies values of the logits' size by a matrix, as probabilities by values, and no
+        labels pick from them: then they are scores, and their exponentials are no loss."""
+        return not self._has_labels and any(map(self._multiplies, self.ends))
+
+    def _multiplies(self, node: Node) -> bool:
+        """Returns whether an end is a product with a matrix that no derivative made."""
+        if node.name != "dot_general" or is_product(node) or node.body.transposed or is_transposed(node.equation):
+            return False
+        contracting, batch = node.params["dimension_numbers"]
+        shapes = (self.graph.shape(number) for number in node.inputs)
+        return all(len(shape) > len((*c, *b)) for shape, c, b in zip(shapes, contracting, batch, strict=True))
 
     def _compares_labels(self, value: int) -> bool:
         node = self.graph.definitions.get(value)
@@ -227,7 +245,8 @@ class Region:
                 if inner is None:
                     break
                 if inner.name == "eq" and operand not in self.inside:
-                    return not self.touches(operand) and not self._is_stripe(operand)
+                    whole = kind_of(self.graph.dtype(inner.inputs[0])) in "iu"
+                    return whole and not self.touches(operand) and not self._is_stripe(operand)
                 if len(inner.inputs) != 1:
                     break
                 operand = inner.inputs[0]
@@ -504,10 +523,15 @@ class Region:
         return self, found
 
     def _is_piece(self, operand: Ref) -> bool:
-        """Returns whether an operand is an element of an array that a loop goes through, or is picked by index."""
+        """Returns whether an operand is an element of an array that a loop goes through, or is picked by one index.
+
+        Rows of an embedding that many indices pick, as those of sampled labels or of the items of a batch, are no piece
+        of it.
+        """
         value = self.space.canonical(operand).value
-        if self.graph.name(value) in ("dynamic_slice", "gather"):
-            return True
+        node = self.graph.definitions.get(value)
+        if node is not None and node.name in ("dynamic_slice", "gather"):
+            return node.name == "dynamic_slice" or math.prod(self.graph.shape(node.inputs[1])[:-1]) == 1
         return value in self.graph.elements and value not in self.graph.definitions
 
     def _has_labels_of_the_step(self, around: int) -> bool:

@@ -28,6 +28,11 @@ from autopallas.sites.elementwise import ElementwiseProgram, Score, Side
 
 __all__ = ["find"]
 
+_FURTHER = (
+    "the product that gives the projections gives something else too",
+    "Compute both projections, or each, by a product of its own: jnp.split(x @ w[:, :2 * hidden], 2, -1). The kernel "
+    "computes them itself, so that the larger product would be computed beside it.",
+)
 _VECTORS = ("gate_bias", "up_bias", "parameter")
 _THROUGH = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "name"})
 """Changes of layout before which an operand is read: those that need no copy of a part of it."""
@@ -150,9 +155,12 @@ def _match(graph: Graph, units: Node, reader: Node | None, rectified: bool, late
             raise Unlike("the product reads something else")
     reading = Units(scope, rectified)
     program = reading.read(at)
-    # Where a checkpoint computes the products again, it lacks what weights were before they were passed in.
-    again = (body for use in reading.products for body, _ in graph.occurrences(use.ref.value))
+    # A checkpoint that computes the products again, or is handed them, lacks what weights were before they were passed
+    # in.
+    products = {use.ref.value for use in reading.products}
+    again = (body for body, held in graph.positions.items() if any(number in held for number in products))
     bodies = list(dict.fromkeys((result.body, *again)))
+    _refuse_further_columns(space, reading.products, program, reader)
     projections = _projections(space, reading.products, bodies, late)
     if any(_is_chosen(space, use) for use in (projections.gate, projections.up)):
         raise Unlike("the matrices are those of experts")
@@ -213,11 +221,6 @@ def _projections(space: Space, products: Sequence[Use], bodies: Sequence[Body], 
       Unlike: they read no value in common, or both operands are the same, or there are further columns.
     """
     first, second = products
-    shares = 2 if first.ref.value == second.ref.value else 1
-    for use in products:
-        read = math.prod(space.sizes[atom] for atom in space.atoms(use.ref) - {atom for atom, _ in use.fixed})
-        if read * shares != math.prod(space.graph.shape(use.ref.value)):
-            raise Unlike("there is more in a product")
     left, right, summed = space.dot(first.ref)
     ours = left, right
     left, right, also = space.dot(second.ref, summed if second.ref.value == first.ref.value else None)
@@ -248,6 +251,26 @@ def _projections(space: Space, products: Sequence[Use], bodies: Sequence[Body], 
     raise Unlike("the two products have no operand in common")
 
 
+def _refuse_further_columns(
+    space: Space, products: Sequence[Use], program: ElementwiseProgram, reader: Node | None
+) -> None:
+    """Refuses projections beside which a contraction gives something else: the contraction would stay.
+
+    Raises:
+      Mismatch: they are a gate and what it is multiplied with, and a further product reads the hidden units.
+      Unlike: they are not.
+    """
+    shares = 2 if products[0].ref.value == products[1].ref.value else 1
+    for use in products:
+        read = math.prod(space.sizes[atom] for atom in space.atoms(use.ref) - {atom for atom, _ in use.fixed})
+        whole = math.prod(space.graph.shape(use.ref.value))
+        if read * shares != whole:
+            if reader is None or read * shares > whole:
+                raise Unlike("there is more in a product")
+            roles(program, alone=True)
+            raise Mismatch(_FURTHER[0], use.ref.value, advice=_FURTHER[1])
+
+
 def _is_chosen(space: Space, use: Use) -> bool:
     """Returns whether a matrix is gathered by several numbers, as those of experts are; with one number, it is that of
     a loop's step, which vmap reads so."""
@@ -262,9 +285,11 @@ def _earlier(space: Space, ref: Ref, bodies: Sequence[Body]) -> Ref:
     """Returns a use before the changes of layout that need no copy: a kernel reads the array that the program has, as
     far back as the bodies have it."""
     last = ref
-    known = [space.graph.positions[body] for body in bodies]
-    for at in space.chain(ref):
-        if all(at.value in own for own in known):
+    chain = list(space.chain(ref))
+    held = [space.graph.positions[body] for body in bodies]
+    known = [own for own in held if any(at.value in own for at in chain)]
+    for at in chain:
+        if known and all(at.value in own for own in known):
             last = at
         node = space.graph.definitions.get(at.value)
         if node is None or node.name not in _THROUGH:
