@@ -18,10 +18,12 @@ from autopallas.sites.declared import declared_named, declared_names
 from autopallas.sites.declared_call import operand_names
 from benchmarks.tpu_candidates import Candidate
 
-__all__ = ["IMPLEMENTATIONS", "candidates", "operations"]
+__all__ = ["IMPLEMENTATIONS", "WITH_THE_SUM", "candidates", "operations"]
 
 IMPLEMENTATIONS = {"ours": "pallas_tpu", "xla": "reference"}
 """What computes the operation, by the candidate's name."""
+WITH_THE_SUM = "ours with sum"
+"""The candidate whose kernel has the addition in it too, where the operation gives the sum as a further result."""
 ROWS = 1024
 
 
@@ -43,13 +45,17 @@ def candidates(name: str) -> Iterator[Candidate]:
     shape = " ".join(f"{one}{getattr(spec, own)}" for one, own in operation.sizes.items())
     arguments = (x, x, weight, *(kind for _, kind in others))
 
-    def program(implementation: str) -> Callable[..., Any]:
+    def program(implementation: str, adds: bool = False) -> Callable[..., Any]:
         function = public_function(operation)
 
         def between(a: Any, b: Any, weight: Any, *more: Any) -> Any:
-            total = a + b
             rest = dict(zip((own for own, _ in others), more, strict=True))
-            result = function(**{first: total}, **rest, implementation=implementation, result_dtype=spec.result_dtype)
+            rest |= {"implementation": implementation, "result_dtype": spec.result_dtype}
+            if adds:
+                result, total = function(**{first: a}, residual=b, sum_dtype=x.dtype, **rest)
+            else:
+                total = a + b
+                result = function(**{first: total}, **rest)
             return total, jnp.matmul(result, weight)
 
         return between
@@ -66,6 +72,8 @@ def candidates(name: str) -> Iterator[Candidate]:
         both = direction != "forward"
         types = (results, *arguments) if both else arguments
         made = {who: program(by) for who, by in IMPLEMENTATIONS.items()}
+        if operation.further:
+            made[WITH_THE_SUM] = program(IMPLEMENTATIONS["ours"], adds=True)
         made = {who: train(function) if both else function for who, function in made.items()}
         counted = jax.jit(made["xla"]).lower(*types).cost_analysis() or {}
         work = {"*": int(counted.get("flops", 0) // 2)}

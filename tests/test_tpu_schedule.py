@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from autopallas.compile.tpu import GENERATIONS, Compilation, Operation
+from autopallas.sites.declared import declared_named
 from benchmarks import tpu_declared, tpu_memory, tpu_schedule
 from benchmarks.tpu_candidates import Candidate, recurrences
 
@@ -65,8 +66,9 @@ def test_declared_operations_are_compared_with_xla_where_they_are_used():
     """Everything counts, and no verdict hangs on it: whether a kernel is used is for rows to decide."""
     for operation in tpu_declared.operations():
         found = list(tpu_declared.candidates(operation))
+        names = ["ours", "xla"] + [tpu_declared.WITH_THE_SUM] * bool(declared_named(operation).further)
         assert [(c.name, c.direction) for c in found] == [
-            (name, direction) for direction in ("forward", "forward+backward") for name in ("ours", "xla")
+            (name, direction) for direction in ("forward", "forward+backward") for name in names
         ]
         assert all(c.work["*"] > 0 for c in found)
     fused = Operation("a", True, 8, 1000, 1), Operation("c", False, 0, 7, 1)

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from autopallas.graph import Graph
 from autopallas.graph.edit import surviving
 from autopallas.patterns.match import Match
 from autopallas.sites.calls import kernel_backward, kernel_forward, replaced_at
-from autopallas.sites.declared import DeclaredSite
+from autopallas.sites.declared import DeclaredSite, Result
 from autopallas.sites.device import Device
 from autopallas.sites.sharded_site import ShardedSite
 from autopallas.sites.spec import BlockSizes, Spec
@@ -312,7 +312,7 @@ def _fault_of_rows(site: DeclaredSite) -> str | None:
         if _bytes(types) > _MOST_BYTES:
             return f"rows={own.rows!r} cannot be checked, since the pattern's example is too large"
 
-        def at_once(*arrays: jax.Array, whole: Spec = whole) -> jax.Array:
+        def at_once(*arrays: jax.Array, whole: Spec = whole) -> Result:
             return own.reference(whole, **dict(zip(own.operands, arrays, strict=True)))
 
         def in_parts(*arrays: jax.Array, part: Spec = part, letter: str = letter) -> jax.Array:
@@ -322,7 +322,8 @@ def _fault_of_rows(site: DeclaredSite) -> str | None:
                 for x, axes in zip(arrays, letters, strict=True)
             ]
             halves = (dict(zip(own.operands, half, strict=True)) for half in zip(*pairs, strict=True))
-            return jnp.concatenate([own.reference(part, **half) for half in halves], own.result.split().index(letter))
+            found = [cast("jax.Array", own.reference(part, **half)) for half in halves]  # patterns have one result
+            return jnp.concatenate(found, own.result.split().index(letter))
 
         def work(types: Sequence[jax.ShapeDtypeStruct] = types) -> bool:
             arrays = [jnp.asarray(x) for x in own.pattern.example(types)]

@@ -16,7 +16,7 @@ import numpy as np
 
 from autopallas.compat import ArrayFunction
 from autopallas.sites.calls import kernel_backward, kernel_forward
-from autopallas.sites.declared import DeclaredOperation, DeclaredSite, declared_named
+from autopallas.sites.declared import DeclaredOperation, DeclaredSite, Result, declared_named
 from autopallas.sites.declared_call import (
     checked_parameters,
     kind_of,
@@ -43,15 +43,15 @@ def function_named(name: str) -> ArrayFunction:
     return public_function(declared_named(name))
 
 
-def public_function(operation: DeclaredOperation) -> Callable[..., jax.Array]:
+def public_function(operation: DeclaredOperation) -> Callable[..., Result]:
     """The function that computes a declared operation.
 
     Its arguments are the operands in the order of the reference's, and by name the parameters of the spec,
-    ``result_dtype``, ``implementation`` and ``block_sizes``.
+    ``result_dtype``, the dtype of each further result, ``implementation`` and ``block_sizes``.
     """
     signature = _signature(operation)
 
-    def function(*given: object, **named: object) -> jax.Array:
+    def function(*given: object, **named: object) -> Result:
         try:
             bound = signature.bind(*given, **named)
         except TypeError as error:
@@ -62,15 +62,19 @@ def public_function(operation: DeclaredOperation) -> Callable[..., jax.Array]:
         arrays = {
             n: arguments[n] for n, lacks in operand_names(operation).items() if not lacks or arguments[n] is not None
         }
-        dtype = arguments["result_dtype"]
-        site = site_of(operation, arrays, values, None if dtype is None else np.dtype(dtype))
+        dtype, *more = (
+            None if (dtype := arguments[f"{name}_dtype"]) is None else np.dtype(dtype)
+            for name in ("result", *operation.further)
+        )
+        further = dict(zip(operation.further, more, strict=True))
+        site = site_of(operation, arrays, values, dtype, further)
         block_sizes = _checked_block_sizes(operation, arguments["block_sizes"])
         device = Device.current()
 
-        def call(name: str) -> jax.Array:
+        def call(name: str) -> Result:
             chosen = block_sizes_for(operation.name, site.spec, device, name, block_sizes)
-            result: jax.Array = _computed(site, name, chosen, tuple(arrays.values()))
-            return result
+            results: Arrays = _computed(site, name, chosen, tuple(arrays.values()))
+            return results if site.further else results[0]
 
         return operation.first_that_works(site.spec, device, arguments["implementation"], call)
 
@@ -82,29 +86,31 @@ def public_function(operation: DeclaredOperation) -> Callable[..., jax.Array]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _computed(site: DeclaredSite, name: str, block_sizes: tuple[BlockSizes, BlockSizes], operands: Arrays) -> jax.Array:
+def _computed(site: DeclaredSite, name: str, block_sizes: tuple[BlockSizes, BlockSizes], operands: Arrays) -> Arrays:
     """The kernel ``name`` on whole arrays, with its derivative; block sizes for forward alone, and for both."""
-    (result,), _ = kernel_forward(site, name, block_sizes[0])(*operands)
-    found: jax.Array = result
-    return found
+    results, _ = kernel_forward(site, name, block_sizes[0])(*operands)
+    return tuple(results)
 
 
 def _forward(
     site: DeclaredSite, name: str, block_sizes: tuple[BlockSizes, BlockSizes], operands: Arrays
-) -> tuple[jax.Array, Arrays]:
-    (result,), _ = kernel_forward(site, name, block_sizes[1])(*operands)
-    return result, operands
+) -> tuple[Arrays, tuple[Arrays, Arrays]]:
+    """The backward reads further results too, and not the first."""
+    results, _ = kernel_forward(site, name, block_sizes[1])(*operands)
+    return tuple(results), (operands, tuple(results[1:]))
 
 
 def _backward(
     site: DeclaredSite,
     name: str,
     block_sizes: tuple[BlockSizes, BlockSizes],
-    operands: Arrays,
-    cotangent: jax.Array,
+    known: tuple[Arrays, Arrays],
+    cotangents: Arrays,
 ) -> tuple[tuple[jax.Array | None, ...]]:
+    operands, further = known
     active = tuple(i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.floating))
-    gradients = kernel_backward(site, name, block_sizes[1], active)(operands, (), (), (cotangent,))
+    results = (cotangents[0], *further)  # of the first one, only its type counts
+    gradients = kernel_backward(site, name, block_sizes[1], active)(operands, results, (), cotangents)
     found = dict(zip(active, gradients, strict=True))
     return (tuple(found.get(i) for i in range(len(operands))),)
 
@@ -118,7 +124,8 @@ def _signature(operation: DeclaredOperation) -> inspect.Signature:
         one(name, one.POSITIONAL_OR_KEYWORD, default=None if lacks else empty)
         for name, lacks in operand_names(operation).items()
     ]
-    named = parameters(operation) | dict.fromkeys(("result_dtype", "implementation", "block_sizes"))
+    dtypes = (f"{name}_dtype" for name in ("result", *operation.further))
+    named = parameters(operation) | dict.fromkeys((*dtypes, "implementation", "block_sizes"))
     own += [one(name, one.KEYWORD_ONLY, default=default) for name, default in named.items()]
     return inspect.Signature(own)
 
@@ -151,6 +158,7 @@ def _docstring(operation: DeclaredOperation) -> str:
         given = "" if default is inspect.Parameter.empty else f"; {default} by default"
         arguments.append(f"{name}: {_within(meaning).rstrip('.')}{given}.")
     main = main_operand(operation)
+    several = ", or a tuple of it and the further results that are asked for" if operation.further else ""
     by_default = f"that of {main}" if main is not None else str(result_dtype_of(operation, {}))
     lines = [
         f"``{operation.name}`` computes {_within(formula)}",
@@ -164,12 +172,13 @@ def _docstring(operation: DeclaredOperation) -> str:
         "Arguments:",
         *(f"  {line}" for line in arguments),
         f"  result_dtype: the dtype of the result; {by_default} by default.",
+        *(f"  {name}: {_within(meanings[name])}" for name in (f"{name}_dtype" for name in operation.further)),
         '  implementation: None for the best one here, a name ("xla", "reference", ...), or a sequence of names to try',
         "    in order, with a warning for each that cannot be used.",
         "  block_sizes: tile sizes, where the operation has any; from the cache or the tuned table by default.",
         "",
         "Returns:",
-        f"  {shape_in_letters(operation, operation.result)}.",
+        f"  {shape_in_letters(operation, operation.result)}{several}.",
         "",
         "Raises:",
         "  TypeError, ValueError: an argument has the wrong type, dtype, rank or size.",

@@ -102,14 +102,14 @@ def processors(device: Device) -> int:
 
 PROGRAM_PRIMITIVES = frozenset(
     """
-    abs add and atan2 bitcast_convert_type clamp clz convert_element_type cos div eq erf exp exp2 ge gt integer_pow
+    abs add and atan2 bitcast_convert_type clamp clz convert_element_type cos div eq exp exp2 ge gt integer_pow
     le log logistic lt max min mul ne neg not one_minus_square or rem round rsqrt select_n shift_left
     shift_right_arithmetic shift_right_logical sign sin sqrt square sub tanh xor
     """.split()
 )
 """Elementwise primitives that Mosaic GPU lowers in every version of JAX in which these kernels run."""
 
-APPROXIMATED = frozenset("atan2 cos erf exp exp2 log logistic pow rsqrt sin sqrt tanh".split())
+APPROXIMATED = frozenset("atan2 cos exp exp2 log logistic pow rsqrt sin sqrt tanh".split())
 """Primitives whose results ``call(approximate=True)`` may change, tanh by as much as 2**-11 of them."""
 
 _PROGRAM_DTYPES = frozenset("bool int8 int16 int32 uint8 uint16 uint32 bfloat16 float16 float32".split())

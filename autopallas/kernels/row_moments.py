@@ -7,7 +7,7 @@ Letters: B models, M rows, N columns.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -29,8 +29,8 @@ GAINS: tuple[str, ...] = ()
 the operations before and after them, which a kernel keeps apart."""
 TILES = False
 """The kernels take as many rows at a time as fit into their memory."""
-OF_ROWS = "x", "cotangent", "result"
-"""Arrays of the size [rows, columns]; others hold one number per column."""
+OF_ROWS = "x", "residual", "cotangent", "of_sum", "result", "sum"
+"""Arrays of the size [rows, columns]; others hold one number per column.  "of_sum" is the cotangent of the sum."""
 
 Array: TypeAlias = jax.Array
 Arrays: TypeAlias = Mapping[str, jax.Array]
@@ -48,7 +48,11 @@ class MomentsSpec(Protocol):
     @property
     def x_dtype(self) -> Dtype: ...
     @property
+    def residual_dtype(self) -> Dtype | None: ...
+    @property
     def result_dtype(self) -> Dtype: ...
+    @property
+    def sum_dtype(self) -> Dtype | None: ...
     @property
     def epsilon(self) -> float: ...
     @property
@@ -62,24 +66,27 @@ class Rows(NamedTuple):
     Attributes:
       spec: what is computed.
       models, rows: how many there are; of each model.
-      x: [models, rows, N].
+      given: the rows that are normalised, [models, rows, N]: "x", and "residual" where that is still to be added.
       shared: what there is per column, [models|1, 1, N|1] each, in float32.
     """
 
     spec: MomentsSpec
     models: int
     rows: int
-    x: Array
+    given: Arrays
     shared: Arrays
 
     @staticmethod
     def of(spec: MomentsSpec, operands: Arrays) -> Rows:
-        shared = {name: array[:, None].astype(jnp.float32) for name, array in operands.items() if name != "x"}
+        """Returns the site of a kernel; where the operands have the sum, as in a backward, it is what is read as x."""
+        shared = {name: array[:, None].astype(jnp.float32) for name, array in operands.items() if name not in OF_ROWS}
         models, rows = spec.batch, spec.rows
         if all(array.shape[0] == 1 for array in shared.values()):
             models, rows = 1, models * rows
-        found = Rows(spec, models, rows, operands["x"], shared)
-        return found._replace(x=found.flat(operands["x"]))
+        given = {name: operands[name] for name in ("x", "residual") if name in operands}
+        given = given if "sum" not in operands else {"x": operands["sum"]}
+        found = Rows(spec, models, rows, {}, shared)
+        return found._replace(given={name: found.flat(array) for name, array in given.items()})
 
     def flat(self, array: Array) -> Array:
         """[B|1, M|1, N|1] as [models, rows, N]."""
@@ -87,14 +94,21 @@ class Rows(NamedTuple):
         return jnp.broadcast_to(array, (spec.batch, spec.rows, spec.columns)).reshape(self.models, self.rows, -1)
 
     def gradients(self, operands: Arrays, found: Arrays) -> dict[str, Array]:
-        """Cotangents as a site takes them, from [models, rows, N] for x and [models, N] for the other operands."""
-        spec, given = self.spec, dict(found)
-        if "x" in given:
-            given["x"] = given["x"].reshape(spec.batch, spec.rows, spec.columns)
+        """Cotangents as a site takes them, from [models, rows, N] for what is of rows and [models, N] for other
+        operands."""
         return {
-            name: summed_to(x.astype(jnp.float32), operands[name].shape).astype(operands[name].dtype)
-            for name, x in given.items()
+            name: summed_to(self._whole(name, x).astype(jnp.float32), operands[name].shape).astype(operands[name].dtype)
+            for name, x in found.items()
         }
+
+    def results(self, found: Sequence[Array]) -> Array | tuple[Array, ...]:
+        """Results as a site gives them, from [models, rows, N]."""
+        result, *further = (self._whole("result", x) for x in found)
+        return (result, *further) if further else result
+
+    def _whole(self, name: str, array: Array) -> Array:
+        spec = self.spec
+        return array.reshape(spec.batch, spec.rows, spec.columns) if name in OF_ROWS else array
 
 
 @dataclass(frozen=True)
@@ -123,21 +137,36 @@ class MomentsKernels(ABC):
           Arrays [models, rows, N], or [models, N] for what there is per column.
         """
 
-    def forward(self, spec: MomentsSpec, block_sizes: BlockSizes, operands: Arrays) -> Array:
-        """Returns the result, [B, M, N]."""
-        (found,) = self.call(Rows.of(spec, operands), "forward", {}, {"result": spec.result_dtype})
-        return found.reshape(spec.batch, spec.rows, spec.columns)
+    def forward(self, spec: MomentsSpec, block_sizes: BlockSizes, operands: Arrays) -> Array | tuple[Array, ...]:
+        """Returns the result, [B, M, N], or a tuple of it and the sum."""
+        written = {"result": spec.result_dtype}
+        if spec.sum_dtype is not None:
+            written["sum"] = spec.sum_dtype
+        rows = Rows.of(spec, operands)
+        return rows.results(self.call(rows, "forward", {}, written))
 
     def backward(
         self,
         spec: MomentsSpec,
         block_sizes: BlockSizes,
         operands: Arrays,
-        cotangent: Array,
+        cotangent: Array | tuple[Array, ...],
         wanted: frozenset[str],
     ) -> dict[str, Array]:
-        """Returns the cotangents of the operands named in ``wanted``."""
+        """Returns the cotangents of the operands named in ``wanted``; that of x is the residual's too."""
         rows = Rows.of(spec, operands)
-        written = {name: spec.x_dtype if name == "x" else np.dtype(np.float32) for name in operands if name in wanted}
-        results = self.call(rows, "backward", {"cotangent": rows.flat(cotangent)}, written)
-        return rows.gradients(operands, dict(zip(written, results, strict=True)))
+        names = ("cotangent", "of_sum") if isinstance(cotangent, tuple) else ("cotangent",)
+        given = cotangent if isinstance(cotangent, tuple) else (cotangent,)
+        more = {name: rows.flat(array) for name, array in zip(names, given, strict=True)}
+        added = [name for name in ("x", "residual") if name in wanted]
+        written: dict[str, Dtype] = {"x": self.added_dtype(spec)} if added else {}
+        written |= {name: np.dtype(np.float32) for name in operands if name in wanted and name not in OF_ROWS}
+        found = dict(zip(written, self.call(rows, "backward", more, written), strict=True))
+        of_rows = dict.fromkeys(added, found.pop("x")) if added else {}
+        return rows.gradients(operands, of_rows | found)
+
+    @staticmethod
+    def added_dtype(spec: MomentsSpec) -> Dtype:
+        """Returns the dtype of the one gradient that x and the residual have."""
+        dtypes = (spec.x_dtype, spec.residual_dtype)
+        return max((dtype for dtype in dtypes if dtype is not None), key=lambda dtype: dtype.itemsize)

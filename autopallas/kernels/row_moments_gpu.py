@@ -4,8 +4,9 @@ A block is one warpgroup.  Of narrow rows each of its four warps has one; the co
 and then its sums go through a few words of shared memory.  Threads load 16 bytes at a time where the number of columns
 allows it.  Main memory limits these kernels; several blocks on a multiprocessor keep its loads under way.
 
-The forward keeps nothing for the backward, which computes the moments again from the rows that it reads.  Gradients of
-what all rows share are summed in shared memory by each block for its own rows, and XLA adds up the blocks.
+The forward keeps nothing for the backward, which computes the moments again from the rows that it reads: where a
+residual is added to them, from the sum, if the forward gives that.  Gradients of what all rows share are summed in
+shared memory by each block for its own rows, and XLA adds up the blocks.
 
 Letters: B models, M rows, N columns.
 """
@@ -67,7 +68,7 @@ class GpuMomentsKernels(MomentsKernels):
         """Runs the kernel of a direction."""
         columns = site.spec.columns
         shared = {name: jnp.broadcast_to(x[:, 0], (len(x), columns)) for name, x in site.shared.items()}
-        read = {"x": site.x, **more, **shared}
+        read = {**site.given, **more, **shared}
         # Of a model's own rows: those of several together may be shared otherwise than supports knows.
         tile = _Tile.of(site.spec.rows, columns, site.spec.x_dtype)
         tiles = site.rows // tile.rows
@@ -205,6 +206,13 @@ def _of_columns(place: _Place, operands: Mapping[str, Ref], name: str, model: Ar
     return tile.along(tile.loaded(ref.at[model if ref.shape[0] > 1 else 0], tile.of_columns))
 
 
+def _added(place: _Place, operands: Mapping[str, Ref], model: Array, number: Array) -> Array:
+    """A tile of the rows in float32, with the residual where that is still to be added."""
+    names = ("x", "residual") if "residual" in operands else ("x",)
+    tile = place.tile
+    return reduce(jnp.add, (tile.loaded(tile.at(operands[name], model, number), tile.layout) for name in names))
+
+
 def _mean(place: _Place, value: Array) -> Array:
     """The means of rows."""
     return jnp.sum(value, axis=-1) * np.float32(1 / place.spec.columns)
@@ -223,7 +231,14 @@ def _forward(place: _Place, *refs: Ref) -> None:
     operands, results, _ = place.named(refs)
     tile = place.tile
     model, number = unravelled(lax.axis_index("block"), place.blocks)
-    centred, _, divisor = _moments(place, tile.loaded(tile.at(operands["x"], model, number), tile.layout))
+    rows = _added(place, operands, model, number)
+    if "sum" in results:
+        dtype = place.spec.sum_dtype
+        assert dtype is not None
+        rounded_sum = rows.astype(dtype)
+        store(tile.at(results["sum"], model, number), rounded_sum)
+        rows = rounded_sum.astype(jnp.float32)
+    centred, _, divisor = _moments(place, rows)
     # Read when the moments are known: the registers of wide rows would not hold all at once.
     scale, shift = (_of_columns(place, operands, name, model) for name in ("scale", "shift"))
     result = centred * tile.across(1 / divisor)
@@ -260,7 +275,8 @@ def _visit(
 ) -> None:
     """Of y = x / d, where d = root + c: dx = dy / d - x mean(dy x) / (d^2 root), less its mean where x is centred."""
     tile = place.tile
-    x, cotangent = (tile.loaded(tile.at(operands[name], model, number), tile.layout) for name in ("x", "cotangent"))
+    x = _added(place, operands, model, number)
+    cotangent = tile.loaded(tile.at(operands["cotangent"], model, number), tile.layout)
     centred, root, divisor = _moments(place, x)
     inverse = tile.across(1 / divisor)
     normal = centred * inverse
@@ -275,4 +291,7 @@ def _visit(
     gradient = of_normal - normal * tile.across(along * divisor / root if place.spec.outside else along)
     if place.kernels.centred:
         gradient = gradient - tile.across(_mean(place, of_normal))
-    store(tile.at(results["x"], model, number), (gradient * inverse).astype(place.spec.x_dtype))
+    gradient = gradient * inverse
+    if "of_sum" in operands:
+        gradient = gradient + tile.loaded(tile.at(operands["of_sum"], model, number), tile.layout)
+    store(tile.at(results["x"], model, number), gradient.astype(place.kernels.added_dtype(place.spec)))

@@ -1,7 +1,8 @@
 """The TPU kernels of normalisations of rows by their moments: each reads its rows once.
 
-The forward keeps nothing for the backward, which computes the moments again from the rows that it reads.  Gradients of
-what all rows share are summed in VMEM while the rows pass, by each TensorCore of a device for its own share.
+The forward keeps nothing for the backward, which computes the moments again from the rows that it reads: where a
+residual is added to them, from the sum, if the forward gives that.  Gradients of what all rows share are summed in VMEM
+while the rows pass, by each TensorCore of a device for its own share.
 
 Letters: B models, M rows, N columns; a block is [r, N].
 """
@@ -45,15 +46,16 @@ class TpuMomentsKernels(MomentsKernels):
             if dtype.name not in _DTYPES:
                 return Unsupported(f"the TPU kernels of norms take {' and '.join(_DTYPES)}, not {dtype}")
         budget = generation(device).budget
-        if _block(spec, 3, _LEAST_ROWS, budget) is None:
+        arrays = 3 if spec.residual_dtype is None and spec.sum_dtype is None else 4
+        if _block(spec, arrays, _LEAST_ROWS, budget) is None:
             return Unsupported(f"rows of {spec.columns} columns do not fit into {budget} bytes of VMEM")
         return Supported()
 
     def call(self, site: Rows, direction: str, more: Arrays, written: Mapping[str, Dtype]) -> list[Array]:
         """Runs the kernel of a direction."""
         spec, device = site.spec, generation(Device.current())
-        read = {"x": site.x, **more, **site.shared}
-        count = 1 + len(more) + sum(name in OF_ROWS for name in written)
+        read = {**site.given, **more, **site.shared}
+        count = len(site.given) + len(more) + sum(name in OF_ROWS for name in written)
         block = _block(spec, count, min(_MOST_ROWS, rounded(site.rows, _LEAST_ROWS)), device.budget)
         if block is None:
             raise ValueError(f"rows of {spec.columns} columns do not fit into {device.budget} bytes of VMEM")
@@ -75,7 +77,7 @@ class TpuMomentsKernels(MomentsKernels):
             return pl.BlockSpec((None, 1, array.shape[2]), lambda b, c, i: (b if varies else 0, 0, 0))
 
         shapes = [
-            jax.ShapeDtypeStruct(site.x.shape, dtype)
+            jax.ShapeDtypeStruct((site.models, site.rows, columns), dtype)
             if name in OF_ROWS
             else jax.ShapeDtypeStruct((site.models, cores, 1, columns), dtype)
             for name, dtype in written.items()
@@ -98,14 +100,15 @@ class TpuMomentsKernels(MomentsKernels):
 def _block(spec: MomentsSpec, arrays: int, most: int, budget: int) -> int | None:
     """The rows of a block, of ``arrays`` of the rows' size; None where not even the fewest fit."""
     room = budget - budget // 16  # for what the compiler spills
-    wide = max((spec.x_dtype, spec.result_dtype), key=lambda dtype: dtype.itemsize)
+    dtypes = (spec.x_dtype, spec.residual_dtype, spec.result_dtype, spec.sum_dtype)
+    wide = max((dtype for dtype in dtypes if dtype is not None), key=lambda dtype: dtype.itemsize)
     rows = most
     while rows >= _LEAST_ROWS:
         taken = arrays * block_bytes((rows, spec.columns), wide, 2)
         taken += 4 * block_bytes((rows, spec.columns), np.float32) + 8 * block_bytes((8, spec.columns), np.float32)
         if taken <= room:
             return rows
-        rows //= 2
+        rows = rows // 2 // _LEAST_ROWS * _LEAST_ROWS
     return None
 
 
@@ -131,9 +134,14 @@ class _Place(NamedTuple):
         return row < self.rows
 
 
-def _moments(kernels: MomentsKernels, spec: MomentsSpec, x: Array) -> tuple[Array, Array, Array]:
+def _added(held: Mapping[str, Ref]) -> Array:
+    """Returns the rows in float32, with the residual where that is still to be added."""
+    x: Array = held["x"][...].astype(jnp.float32)
+    return x + held["residual"][...].astype(jnp.float32) if "residual" in held else x
+
+
+def _moments(kernels: MomentsKernels, spec: MomentsSpec, wide: Array) -> tuple[Array, Array, Array]:
     """The rows, taken from their means if they are to be; the root of their mean square; and what divides them."""
-    wide = x.astype(jnp.float32)
     centred = wide - jnp.mean(wide, axis=1, keepdims=True) if kernels.centred else wide
     square = jnp.mean(centred * centred, axis=1, keepdims=True)
     root = jnp.sqrt(square if spec.outside else square + spec.epsilon)
@@ -143,8 +151,13 @@ def _moments(kernels: MomentsKernels, spec: MomentsSpec, x: Array) -> tuple[Arra
 def _forward(
     kernels: MomentsKernels, spec: MomentsSpec, place: _Place, read: Sequence[str], written: Sequence[str], *refs: Ref
 ) -> None:
-    held, out = dict(zip(read, refs, strict=False)), refs[-1]
-    centred, _, divisor = _moments(kernels, spec, held["x"][...])
+    held, results = dict(zip(read, refs, strict=False)), dict(zip(written, refs[len(read) :], strict=True))
+    rows, out = _added(held), results["result"]
+    if "sum" in results:
+        rounded_sum = rows.astype(results["sum"].dtype)
+        results["sum"][...] = rounded_sum
+        rows = rounded_sum.astype(jnp.float32)
+    centred, _, divisor = _moments(kernels, spec, rows)
     result = centred * (1 / divisor)
     result = result * held["scale"][...] if "scale" in held else result
     result = result + held["shift"][...] if "shift" in held else result
@@ -158,7 +171,7 @@ def _backward(
     held, results = dict(zip(read, refs, strict=False)), dict(zip(written, refs[len(read) :], strict=True))
     step, inside = pl.program_id(2), place.inside()
     cotangent = held["cotangent"][...].astype(jnp.float32)
-    centred, root, divisor = _moments(kernels, spec, held["x"][...])
+    centred, root, divisor = _moments(kernels, spec, _added(held))
     inverse = 1 / divisor
     normal = centred * inverse
     if "x" in results:
@@ -168,7 +181,9 @@ def _backward(
         gradient = of_normal - normal * (along if not spec.outside else along * divisor / root)
         if kernels.centred:
             gradient = gradient - jnp.mean(of_normal, axis=1, keepdims=True)
-        results["x"][...] = (gradient * inverse).astype(results["x"].dtype)
+        gradient = gradient * inverse
+        gradient = gradient + held["of_sum"][...].astype(jnp.float32) if "of_sum" in held else gradient
+        results["x"][...] = gradient.astype(results["x"].dtype)
     for name, value in (("scale", cotangent * normal), ("shift", cotangent)):
         if name not in results:
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
+from types import ModuleType
 
 from autopallas.custom.registry import declared
 from autopallas.environment import OPERATIONS
@@ -11,7 +12,7 @@ from autopallas.faults import contained
 from autopallas.graph import Graph
 from autopallas.graph.edit import surviving
 from autopallas.patterns.match import Match, NearMiss
-from autopallas.patterns.order import in_some_order
+from autopallas.patterns.order import circle, in_some_order
 from autopallas.patterns.routers import without_routers
 from autopallas.patterns.selection import looks_for
 from autopallas.sites.operation import Operation, operation_named
@@ -38,7 +39,7 @@ def find(
         if looks_for(asked, name) and _may_have(graph, operation_named(name)):
             graph.steps.begin()
             with contained(op=name, stage="recognition"):
-                found, missed = importlib.import_module(f"autopallas.patterns.{name}").find(graph, assume_finite)
+                found, missed = _pattern(name).find(graph, assume_finite)
                 found = [match for match in found if looks_for(asked, name, kind_of(match.spec))]
                 last = operation_named(name).priority < 0
                 taken = {n for match in matches for n in _taken(match, last)}  # self-attention looks like a loss
@@ -58,6 +59,7 @@ def find(
     matches = [match for match in matches if not alive.isdisjoint(match.replaced)]  # nothing needs the others
     matches, waiting = in_some_order(graph, _once(matches))
     misses += waiting
+    matches = _widened(graph, matches)
     if misses:
         # Near misses inside of what a site replaces, its backward included, are dropped; a respelling of one of its
         # equations is no answer to a near miss.
@@ -66,6 +68,36 @@ def find(
         still = surviving(graph, {number for match in counted for number in match.replaced}, reads)
         misses = [miss for miss in misses if miss.value < 0 or miss.value in still]
     return without_routers(graph, matches, misses)
+
+
+def _widened(graph: Graph, matches: list[Match]) -> list[Match]:
+    """Lets patterns take more into their sites than they had to prove, now that all sites are known: what no other site
+    gives, and what does not make sites wait for each other.
+
+    A pattern does so by ``widened(graph, match, given, still)``, which returns the match as it is or a wider one.
+    ``given`` are the values that sites give, and ``still`` those that the program computes beside them.
+    """
+    operations = {match.op for match in matches} & {*OPERATIONS}
+    hooks = {op: hook for op in operations if (hook := getattr(_pattern(op), "widened", None)) is not None}
+    asked = [match for match in matches if match.op in hooks]
+    reads = {number: read for match in matches for number, read in match.reads.items()} if asked else {}
+    given, still = set(reads), surviving(graph, reads, reads) if asked else frozenset[int]()
+    found: dict[Match, Match] = {}
+    for match in asked:
+        with contained(match.location, match.op, "recognition"):
+            wider = hooks[match.op](graph, match, given, still)
+            if wider is not match:
+                found[match] = wider
+                given.update(wider.replaced)
+    while found and (around := circle(graph, [found.get(match, match) for match in matches])):
+        left = {match: wider for match, wider in found.items() if wider not in around}
+        found = left if len(left) < len(found) else {}
+    return [found.get(match, match) for match in matches]
+
+
+def _pattern(op: str) -> ModuleType:
+    """Returns the module that recognises an operation."""
+    return importlib.import_module(f"autopallas.patterns.{op}")
 
 
 def _may_have(graph: Graph, operation: Operation) -> bool:

@@ -49,7 +49,7 @@ _MOST_LAYOUTS = 4
 _NORM = "the rows are divided by their norm, which is the root of the mean of their squares times that of their number"
 _ROOT_OF_MEAN = (
     "Divide by jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + epsilon), and the scale by the root of the number of "
-    "columns: that is an RMSNorm."
+    "columns: that is a normalisation by the root mean square."
 )
 _GAIN = "the rows are multiplied by a further number, as with a variance over N - 1"
 _PLAIN = (

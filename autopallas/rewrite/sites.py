@@ -56,6 +56,7 @@ class _Splicer:
         outputs: dict[Body, list[Var]] = {}  # results and residuals of the first forward in each body
         if len(match.results) > 1 and match.backwards:
             self._replace_results(match, params, outputs)
+            self._replace_several(match, params, outputs)
             for backward in match.backwards:
                 self._replace_backward(match, params, backward, outputs)
             return
@@ -107,6 +108,20 @@ class _Splicer:
                 same = [v for v in equation.outvars if numbers[v] in wanted]
                 self._edit(body).replaced[position] = [*without_results(equation, same), new]
                 self._edit(body).renamed.update((v, own[numbers[v]]) for v in same if v not in results)
+
+    def _replace_several(self, match: Match, params: Params, outputs: dict[Body, list[Var]]) -> None:
+        """Replaces a site with several results and backwards wherever equations compute all of its results from its
+        operands."""
+        for body, position in self.graph.occurrences(match.results[0]):
+            known, equation = self.graph.positions[body], body.equations[position]
+            computed = all(number in known and known[number][0] >= 0 for number in match.results)
+            if position in body.children or body in outputs or not computed or not known.keys() >= {*match.operands}:
+                continue
+            results = [Var(self.graph.avals[number]) for number in match.results]
+            new, outputs[body] = self._forward(match, params, body, results, True, equation)
+            self._edit(body).added.append(new)
+            for number, variable in zip(match.results, results, strict=True):
+                self._give(body, number, variable)
 
     def _forward(
         self, match: Match, params: Params, body: Body, results: list[Var], residuals: bool, like: JaxprEqn

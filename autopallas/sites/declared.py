@@ -37,11 +37,14 @@ __all__ = [
     "DeclaredSite",
     "Differentiated",
     "Labels",
+    "Result",
     "declared_named",
     "declared_names",
 ]
 
 Arrays: TypeAlias = Mapping[str, jax.Array]
+Result: TypeAlias = jax.Array | tuple[jax.Array, ...]
+"""The result of a site, or its result and its further ones."""
 
 MAPPED = "*"
 """Stands among a site's letters for axes that implementations lack and are mapped over."""
@@ -54,7 +57,8 @@ class DeclaredOperation(Operation):
     An implementation in its own module offers ``supports(spec, device)``, ``forward(spec, block_sizes, operands)`` and
     ``backward(spec, block_sizes, operands, cotangent, wanted)``, which returns the cotangents of the operands named in
     ``wanted``.  ``operands`` maps names to canonical arrays: one axis for each letter, of size 1 where an operand does
-    not vary along it.
+    not vary along it.  At a site with further results, ``forward`` and the reference return a tuple, ``cotangent`` is
+    one, and the ``operands`` of ``backward`` have the further results too, by their names.
 
     Attributes:
       reference: the computation in plain JAX, ``reference(spec, **operands)``; it casts its result to
@@ -65,18 +69,21 @@ class DeclaredOperation(Operation):
       rows: the letters along which sites are computed independently: ``vmap`` adds its axis to the first, which each
         operand has therefore, and any may be sharded over devices.
       sample: a typical spec.
+      further: the letters of further results, by name, each of which a site may lack, as it may lack operands: the spec
+        has a field ``<name>_dtype``, which is None there.
       stands_for: for a letter of the result, the letter whose axis it is at sites of which no operand has it.
       block_sizes: the class of its block sizes, if the declaration has them and not a module.
       mapped: whether ``vmap`` maps implementations instead of adding to the rows; their derivative is then JAX's.
       differentiable: whether implementations have a derivative; if not, the original's is used.
     """
 
-    reference: Callable[..., jax.Array] = field(kw_only=True)
+    reference: Callable[..., Result] = field(kw_only=True)
     operands: Mapping[str, str] = field(kw_only=True)
     result: str = field(kw_only=True)
     sizes: Mapping[str, str] = field(kw_only=True)
     rows: str = field(kw_only=True)
     sample: Spec = field(kw_only=True)
+    further: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     stands_for: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     block_sizes: BlockSizesClass = field(default=cast(BlockSizesClass, NoBlockSizes), kw_only=True)
     mapped: bool = field(default=False, kw_only=True)
@@ -108,7 +115,7 @@ class DeclaredOperation(Operation):
     def default(self, name: str) -> object | None:
         """Returns what stands in for a module that the operation's folder lacks."""
         if name in ("reference", "xla"):
-            return Differentiated(f"{self.package}.{name}", lambda spec, _, operands: self.reference(spec, **operands))
+            return Differentiated(f"{self.package}.{name}", self._by_reference)
         if name == "tuned_block_sizes":
             return _NoTable(self.part("block_sizes").BlockSizes)
         defaults: dict[str, object] = {
@@ -116,6 +123,13 @@ class DeclaredOperation(Operation):
             "example": SimpleNamespace(operands=_normal),
         }
         return defaults.get(name)
+
+    def _by_reference(self, spec: Spec, block_sizes: BlockSizes | None, operands: Arrays) -> Result:
+        return self.reference(spec, **{name: x for name, x in operands.items() if name not in self.further})
+
+    def further_results(self, spec: Spec) -> tuple[str, ...]:
+        """Returns the names of the further results that a site with this spec has, in order."""
+        return tuple(name for name in self.further if getattr(spec, f"{name}_dtype") is not None)
 
     def has(self, name: str) -> bool:
         return name in ("reference", "xla") or Operation.has(self, name)
@@ -131,12 +145,12 @@ class DeclaredOperation(Operation):
         """Returns the sizes of letters."""
         return tuple(getattr(spec, self.sizes[letter]) for letter in letters.split())
 
-    def program(self) -> tuple[Callable[..., jax.Array], tuple[jax.ShapeDtypeStruct, ...]]:
+    def program(self) -> tuple[Callable[..., Result], tuple[jax.ShapeDtypeStruct, ...]]:
         """Returns a program that computes the operation, and its argument types: the reference of the sample."""
         dtypes: dict[str, Dtype | None] = {name: getattr(self.sample, f"{name}_dtype") for name in self.operands}
         given = {n: jax.ShapeDtypeStruct(self.shape(self.sample, n), d) for n, d in dtypes.items() if d is not None}
 
-        def program(*arrays: jax.Array) -> jax.Array:
+        def program(*arrays: jax.Array) -> Result:
             return self.reference(self.sample, **dict(zip(given, arrays, strict=True)))
 
         return program, tuple(given.values())
@@ -170,6 +184,7 @@ class DeclaredSite(IndexedSite):
         Several arrays have one value where a program's backward distinguishes the uses of a value.
       read_at: for each value, the position of the array from which it is read, where that is not its first use: under
         ``vmap`` one use may have the axis, and another not.
+      further: the view of each further result, by name.
     """
 
     op: str
@@ -180,6 +195,7 @@ class DeclaredSite(IndexedSite):
     result: View
     uses: tuple[int, ...]
     read_at: tuple[int, ...] = ()
+    further: tuple[tuple[str, View], ...] = ()
 
     @property
     def operation(self) -> DeclaredOperation:
@@ -196,6 +212,10 @@ class DeclaredSite(IndexedSite):
     @property
     def has_backward(self) -> bool:
         return self.operation.differentiable
+
+    @property
+    def result_views(self) -> tuple[View, ...]:
+        return (self.result, *(view for _, view in self.further))
 
     @property
     def types(self) -> tuple[Dtype, ...]:  # type: ignore[override]  # here not a field: the form has them
@@ -247,16 +267,34 @@ class DeclaredSite(IndexedSite):
     def forward(
         self, kernel: Kernel, block_sizes: BlockSizes | None, operands: Sequence[jax.Array]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-        """Returns (the program's result, no residuals)."""
-        return (self._result(kernel, block_sizes, self._values(operands)),), ()
+        """Returns (the program's results, no residuals)."""
+        return self._results(kernel, block_sizes, self._values(operands)), ()
 
-    def _result(self, kernel: Kernel, block_sizes: BlockSizes | None, values: Sequence[jax.Array]) -> jax.Array:
-        def run(canonical: Arrays) -> jax.Array:
-            found: jax.Array = kernel.forward(self.spec, block_sizes, canonical)
-            return found
+    def _results(
+        self, kernel: Kernel, block_sizes: BlockSizes | None, values: Sequence[jax.Array]
+    ) -> tuple[jax.Array, ...]:
+        def run(canonical: Arrays) -> tuple[jax.Array, ...]:
+            found: Result = kernel.forward(self.spec, block_sizes, canonical)
+            return tuple(found) if self.further else (cast(jax.Array, found),)
 
-        out = mapped(run, len(self._mapped))(self._canonical(values))
-        return write(out, self.result, self.sizes, self._groups(self.operation.result))
+        found = mapped(run, len(self._mapped))(self._canonical(values))
+        return tuple(
+            write(x, view, self.sizes, self._groups(letters))
+            for x, view, letters in zip(found, *self._given, strict=True)
+        )
+
+    @property
+    def _given(self) -> tuple[tuple[View, ...], tuple[str, ...]]:
+        """The views and the letters of the results."""
+        letters = (self.operation.further[name] for name, _ in self.further)
+        return self.result_views, (self.operation.result, *letters)
+
+    def _canonical_results(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns canonical arrays for arrays of the types of the results."""
+        return [
+            read(Operand(0, view), (x,), self.sizes, self._groups(letters))
+            for x, view, letters in zip(arrays, *self._given, strict=True)
+        ]
 
     def backward(
         self,
@@ -275,14 +313,20 @@ class DeclaredSite(IndexedSite):
         def prepare(values: Sequence[jax.Array]) -> dict[str, jax.Array]:
             return self._as_large_as_the_result(self._canonical(values))
 
-        given: PyTree = cotangents[0]
+        given: PyTree = tuple(cotangents)
         if self.operation.mapped:
-            _, pull = vjp_at(functools.partial(self._result, kernel, block_sizes), values, wanted)
+            _, pull = vjp_at(functools.partial(self._results, kernel, block_sizes), values, wanted)
         else:
             canonical, pull = vjp_at(prepare, values, wanted)
-            cotangent = read(Operand(0, self.result), (given,), self.sizes, self._groups(self.operation.result))
+            of_results: PyTree = tuple(self._canonical_results(cotangents))
+            known = canonical
+            if self.further:
+                further = self._canonical_results(results)[1:]
+                known = canonical | dict(zip(dict(self.further), further, strict=True))
+            else:
+                (of_results,) = of_results
             names = frozenset(name for name, own in self.operands if own.position in wanted)
-            gradients = kernel.backward(self.spec, block_sizes, canonical, cotangent, names)
+            gradients = kernel.backward(self.spec, block_sizes, known, of_results, names)
             given = {name: gradients[name] if name in names else jnp.zeros_like(x) for name, x in canonical.items()}
         found = dict(zip(wanted, pull(given), strict=True))
         return tuple(
@@ -320,7 +364,9 @@ class DeclaredSite(IndexedSite):
             next((p for p, used in enumerate(self.uses) if used == value and axes[p] is not None), before)
             for value, before in enumerate(self._positions())
         ]
-        return replace(super().batched([axes[p] for p in positions], size), read_at=tuple(positions))
+        found = super().batched([axes[p] for p in positions], size)
+        further = tuple((name, (found.result[0], *view)) for name, view in self.further)
+        return replace(found, read_at=tuple(positions), further=further)
 
 
 class Differentiated:
@@ -335,14 +381,14 @@ class Differentiated:
 
     NUMERICS: Numerics = "tolerance"
 
-    def __init__(self, name: str, compute: Callable[[Spec, BlockSizes | None, Arrays], jax.Array]):
+    def __init__(self, name: str, compute: Callable[[Spec, BlockSizes | None, Arrays], Result]):
         self.__name__ = name  # as a module has one
         self._compute = compute
 
     def supports(self, spec: Spec, device: Device) -> Supported | Unsupported:
         return Supported()
 
-    def forward(self, spec: Spec, block_sizes: BlockSizes | None, operands: Arrays) -> jax.Array:
+    def forward(self, spec: Spec, block_sizes: BlockSizes | None, operands: Arrays) -> Result:
         return self._compute(spec, block_sizes, operands)
 
     def backward(
@@ -350,10 +396,10 @@ class Differentiated:
         spec: Spec,
         block_sizes: BlockSizes | None,
         operands: Arrays,
-        cotangent: jax.Array,
+        cotangent: Result,
         wanted: frozenset[str],
     ) -> Arrays:
-        def varied(chosen: Arrays) -> jax.Array:
+        def varied(chosen: Arrays) -> Result:
             return self._compute(spec, block_sizes, {**operands, **chosen})
 
         _, pull = jax.vjp(varied, {name: operands[name] for name in sorted(wanted)})

@@ -44,7 +44,8 @@ def operand_names(operation: DeclaredOperation) -> dict[str, bool]:
 
 def parameters(operation: DeclaredOperation) -> dict[str, object]:
     """The fields of the spec that are neither sizes nor dtypes, with their defaults, or ``inspect.Parameter.empty``."""
-    known = {*operation.sizes.values(), "result_dtype", *(f"{name}_dtype" for name in operation.operands)}
+    arrays = (*operation.operands, "result", *operation.further)
+    known = {*operation.sizes.values(), *(f"{name}_dtype" for name in arrays)}
     own = (f for f in fields(operation.sample) if f.name not in known)
     return {f.name: inspect.Parameter.empty if f.default is MISSING else f.default for f in own}
 
@@ -93,6 +94,7 @@ def site_of(
     arrays: Mapping[str, Shaped],
     values: Mapping[str, object],
     result_dtype: Dtype | None = None,
+    further_dtypes: Mapping[str, Dtype | None] | None = None,
 ) -> DeclaredSite:
     """The site that computes the operation from whole arrays.
 
@@ -104,6 +106,7 @@ def site_of(
       arrays: the operands that are given, by name.
       values: those of the spec's parameters.
       result_dtype: by default, :func:`result_dtype_of`.
+      further_dtypes: those of further results, by name; None for one that is not given, as all are by default.
 
     Raises:
       TypeError, ValueError: an array has the wrong dtype, rank or size.
@@ -120,7 +123,10 @@ def site_of(
         return tuple((0, x) for letter in letters for x in (own if letter == first else [label[letter]]))
 
     views = {name: view((x for x in own if x == first or own[x]), own.get(first, ())) for name, own in axes.items()}
-    result = view((x for x in operation.result.split() if x == first or x in label), batch)
+    result, *others = (
+        view((x for x in letters.split() if x == first or x in label), batch)
+        for letters in (operation.result, *operation.further.values())
+    )
     shared = [i for i, n in enumerate(batch) if n > 1]
     for second in (letter for letter in further[:1] if letter in found and _tells_apart(operation, letter)):
         moved = [i for i in shared if all(((0, (i,)) in views[name]) == (second in own) for name, own in axes.items())]
@@ -130,11 +136,16 @@ def site_of(
     kind, result_dtype = _kind(_result_dtype(operation)), result_dtype or result_dtype_of(operation, dtypes)
     if _kind(result_dtype) != kind:
         raise TypeError(f"result_dtype is {result_dtype}; it must be {kind}")
+    more = {name: dtype for name, dtype in (further_dtypes or {}).items() if dtype is not None}
+    for name, dtype in more.items():
+        if _kind(dtype) != kind:
+            raise TypeError(f"{name}_dtype is {dtype}; it must be {kind}")
     spec: Callable[..., Spec] = type(operation.sample)
     form = spec(
         **dict.fromkeys(operation.sizes.values(), 0),  # the site has them
         **{f"{name}_dtype": dtypes.get(name) for name in operation.operands},
         result_dtype=result_dtype,
+        **{f"{name}_dtype": more.get(name) for name in operation.further},
         **values,
     )
     return DeclaredSite(
@@ -145,6 +156,7 @@ def site_of(
         letters=tuple((x, tuple(shared) if x == first else label.get(x, ())) for x in operation.sizes),
         result=result,
         uses=tuple(range(len(arrays))),
+        further=tuple((name, own) for name, own in zip(operation.further, others, strict=True) if name in more),
     )
 
 

@@ -19,7 +19,7 @@ from autopallas.compat import ArrayFunction, Dtype, PyTree, Shaped
 from autopallas.custom.operation import PatternOperation
 from autopallas.graph import Graph, flatten
 from autopallas.patterns import Match, find
-from autopallas.sites.declared import DeclaredOperation, DeclaredSite
+from autopallas.sites.declared import DeclaredOperation, DeclaredSite, Result
 from autopallas.sites.declared_call import operand_names, parameters, shape_in_letters, site_of
 from autopallas.sites.operation import operation_folders, operation_named, registered
 from autopallas.sites.spec import Spec
@@ -124,7 +124,7 @@ class DeclaredCases:
     def ORIGINALS(self) -> Mapping[str, ArrayFunction]:
         return {PLAIN: self._original}
 
-    def _original(self, *arrays: jax.Array) -> jax.Array:
+    def _original(self, *arrays: jax.Array) -> Result:
         spec = self._site(arrays).spec
         return self.operation.reference(spec, **dict(zip(self._names(), arrays, strict=True)))
 

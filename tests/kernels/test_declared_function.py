@@ -65,7 +65,8 @@ def test_every_declared_operation_has_one_that_computes_its_reference(op):
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_the_signature_and_the_docstring_follow_the_declaration(op):
     operation, function = operation_named(op), function_named(op)
-    named = [*operand_names(operation), *parameters(operation), "result_dtype", "implementation", "block_sizes"]
+    dtypes = [f"{name}_dtype" for name in ("result", *operation.further)]
+    named = [*operand_names(operation), *parameters(operation), *dtypes, "implementation", "block_sizes"]
     assert list(inspect.signature(function).parameters) == named
     lines = inspect.getdoc(function).splitlines()
     assert max(map(len, lines)) <= 120

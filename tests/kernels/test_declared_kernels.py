@@ -88,12 +88,16 @@ def both(op, implementation, given, **more):
     function = public_function(operation_named(op))
 
     def loss(operands):
-        result = function(**operands, implementation=implementation, **more)
-        weights = jnp.cos(jnp.arange(result.size, dtype=jnp.float32)).reshape(result.shape)
-        return jnp.sum(result.astype(weights.dtype) * weights), result
+        results = function(**operands, implementation=implementation, **more)
+        results = dict(enumerate(results)) if isinstance(results, tuple) else {"result": results}
+        total = 0.0
+        for number, result in enumerate(results.values()):
+            weights = jnp.cos(jnp.arange(result.size, dtype=jnp.float32) + number).reshape(result.shape)
+            total += jnp.sum(result.astype(weights.dtype) * weights)
+        return total, results
 
-    (_, result), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(given)
-    return {"result": result, **gradients}
+    (_, results), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(given)
+    return {**results, **gradients}
 
 
 def wide(arrays):
@@ -110,7 +114,8 @@ def check(op, implementation, given, **more):
         found = wide(both(op, implementation, given, **more))
     own = wide(both(op, "reference", given, **more))
     with jax.enable_x64(True):
-        exact = both(op, "reference", {n: jnp.asarray(x, jnp.float64) for n, x in given.items()}, **more)
+        unrounded = {**more, **{name: "float64" for name in further_of(op, None) if name in more}}
+        exact = both(op, "reference", {n: jnp.asarray(x, jnp.float64) for n, x in given.items()}, **unrounded)
         exact = wide(exact)
     for name, wanted in exact.items():
         finite = np.isfinite(own[name])  # of float16 a product of 1000 and 1000 is not, in the original either
@@ -125,10 +130,19 @@ def check(op, implementation, given, **more):
         assert worst <= allowed, f"{name}: {worst} of {size}, {allowed} allowed"
 
 
-def spec_of(op, given, **given_parameters):
+def spec_of(op, given, **more):
     operation = operation_named(op)
-    values = checked_parameters(operation, {**parameters(operation), **given_parameters})
-    return site_of(operation, given, values).spec
+    further = {name: np.dtype(dtype) for name in operation.further if (dtype := more.pop(f"{name}_dtype", None))}
+    values = checked_parameters(operation, {**parameters(operation), **more})
+    return site_of(operation, given, values, further_dtypes=further).spec
+
+
+def further_of(op, dtype):
+    """What asks for all further results of an operation."""
+    return {f"{name}_dtype": dtype for name in operation_named(op).further}
+
+
+FURTHER = [(op, name) for op, name in KERNELS if operation_named(op).further]
 
 
 @small
@@ -161,6 +175,34 @@ def test_models_with_operands_of_their_own(op, implementation):
     check(op, implementation, given)
 
 
+@small
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("which", ["all", "required", "all, other flags"])
+@pytest.mark.parametrize("op, implementation", FURTHER)
+def test_further_results_and_their_cotangents(op, implementation, which, sizes):
+    which, _, flags = which.partition(", ")
+    own = parameters(operation_named(op)).items() if flags else ()
+    turned = {name: not value for name, value in own if isinstance(value, bool)}
+    for dtype in DTYPES[implementation]:
+        check(op, implementation, operands_of(op, which, SIZES[sizes], dtype), **turned, **further_of(op, dtype))
+
+
+@small
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1000.0])
+@pytest.mark.parametrize("op, implementation", FURTHER)
+def test_further_results_at_every_scale(op, implementation, scale):
+    for dtype in DTYPES[implementation]:
+        check(op, implementation, operands_of(op, "all", SIZES["odd"], dtype, scale), **further_of(op, dtype))
+
+
+@small
+@pytest.mark.parametrize("op, implementation", FURTHER)
+def test_further_results_of_models_with_operands_of_their_own(op, implementation):
+    for dtype in DTYPES[implementation]:
+        given = operands_of(op, "all", (3, 20, 24, 40, 17), dtype, models=True)
+        check(op, implementation, given, **further_of(op, "float32"))
+
+
 def test_the_gradient_of_a_norm_beside_the_largest_scale_is_finite_where_the_original_is():
     """The row's sum of cotangent, scale and x / root is beyond float32; divided by the columns it is not."""
     x = jnp.asarray([[[1.0] * 6 + [10.0]]], jnp.float32)
@@ -170,6 +212,15 @@ def test_the_gradient_of_a_norm_beside_the_largest_scale_is_finite_where_the_ori
     wanted = both("rms_norm", "reference", given)["x"]
     assert np.isfinite(wanted).all()
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
+def test_wide_rows_of_any_number_are_cut_into_whole_tiles(op):
+    """1001 rows of 8192 columns do not fit into vector memory at once."""
+    x = jax.ShapeDtypeStruct((1001, 8192), jnp.bfloat16)
+    function = public_function(operation_named(op))
+    with V5E.targeted():
+        jax.eval_shape(lambda x, y: function(x, residual=y, sum_dtype=x.dtype, implementation="pallas_tpu"), x, x)
 
 
 @small
@@ -208,17 +259,23 @@ def test_what_is_exported_for_a_tpu_is_the_kernel(op):
             assert f'kernel_name = "autopallas_{op}_{direction}"' in text
 
 
-ACTIVATIONS = ("silu", "gelu", "relu", "relu6", "sigmoid", "tanh", "softplus", "hard_swish", "mish", "leaky_relu")
+def gelu_by_erf(x):
+    return jax.nn.gelu(x, approximate=False)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+NAMES = ("silu", "gelu", "relu", "relu6", "sigmoid", "tanh", "softplus", "hard_swish", "mish", "leaky_relu")
+ACTIVATIONS = {name: getattr(jax.nn, name) for name in NAMES} | {"gelu by erf": gelu_by_erf}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=str)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_derivatives_of_programs_are_those_of_the_functions(name, dtype):
     """Functions with derivatives of their own keep them: relu's is 0 at 0, where that of a maximum is a half."""
-    function, dtype = getattr(jax.nn, name), np.dtype(dtype)
+    function, dtype = ACTIVATIONS[name], np.dtype(dtype)
     program = traced(lambda gate, up: function(gate) * up, Score(dtype), Side(0, dtype))
     derivative = pulled_back(program, (Score(dtype),), Side(1, dtype))
-    assert tpu.reason_against(V5E, [without_rules(program), derivative], []) is None
+    if dtype != np.float16:
+        assert tpu.reason_against(V5E, [without_rules(program), derivative], []) is None
     x = jnp.linspace(-8, 8, 33, dtype=dtype)
     up, cotangent = x[::-1] * 2, jnp.cos(x)
     value = without_rules(program).evaluate(x, None, None, [up])
@@ -247,3 +304,48 @@ def test_two_blocks_load_the_weights_of_a_gated_mlp_together(rows, hidden):
     assert transfers[0] > 0
     for name, x in wanted.items():
         assert float(jnp.max(jnp.abs(found[name].astype(jnp.float32) - x))) <= 4e-2 * float(jnp.max(jnp.abs(x))), name
+
+
+@small
+@pytest.mark.parametrize("which", ["sample", "all"])
+@pytest.mark.parametrize("implementation", DTYPES)
+def test_gated_mlps_with_an_activation_by_erf(implementation, which):
+    for dtype in DTYPES[implementation]:
+        given = operands_of("gated_mlp", which, SIZES["odd"], dtype)
+        check("gated_mlp", implementation, given, activation=gelu_by_erf)
+
+
+GPU_BACKWARDS = {
+    "gradients of biases": ("all", "bfloat16", jax.nn.silu, "float32"),
+    "float16": ("sample", "float16", jax.nn.silu, "float16"),
+    "float16, gradients of biases": ("all", "float16", jax.nn.silu, "float16"),
+    "an activation by erf": ("sample", "bfloat16", gelu_by_erf, "float32"),
+}
+"""Operands, their dtype, the activation, and the dtype in which the program has the hidden units."""
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+@pytest.mark.parametrize("name", GPU_BACKWARDS)
+def test_the_gpu_computes_backwards_of_gated_mlps_in_its_kernel(name, scale, monkeypatch):
+    which, dtype, activation, wide = GPU_BACKWARDS[name]
+    given, inputs = operands_of("gated_mlp", which, SIZES["odd"], dtype, scale), [Score(np.dtype(wide))]
+    sides = 3 if which == "all" else 1
+    inputs += [Side(position, np.dtype(wide)) for position in range(sides)]
+
+    def unit(gate, up, of_gate=0, of_up=0):
+        return activation(gate + of_gate) * (up + of_up)
+
+    def refused(*_):
+        raise AssertionError("the backward is XLA's")
+
+    monkeypatch.setattr("autopallas.kernels.gated_mlp.xla.backward", refused)
+    check("gated_mlp", "pallas_gpu", given, activation=traced(unit, *inputs))
+
+
+def test_the_gpu_leaves_cotangents_to_xla_that_float16_may_not_hold(monkeypatch):
+    """Where the program has the hidden units in float32, their cotangents are beyond the range of float16."""
+    called = []
+    own = operation_named("gated_mlp").implementation("xla").backward
+    monkeypatch.setattr("autopallas.kernels.gated_mlp.xla.backward", lambda *a: called.append(1) or own(*a))
+    check("gated_mlp", "pallas_gpu", operands_of("gated_mlp", "sample", SIZES["odd"], "float16"))
+    assert called

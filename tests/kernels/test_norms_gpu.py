@@ -62,6 +62,7 @@ def test_values_and_gradients_at_every_scale(op, dtype, scale):
 def test_large_offsets_and_rows_of_zeros(op, dtype):
     """The variance is taken of the centred row; of a row of zeros, epsilon alone divides."""
     given = operands_of(op, "all", (1, 6, 256), "float32")
+    del given["residual"]
     x = given["x"] + jnp.asarray([0.0, 1.0, -30.0, 1000.0, -4096.0, 0.0])[:, None]
     given["x"] = x.at[5].set(0.0)
     check(op, "pallas_gpu", {name: array.astype(dtype) for name, array in given.items()}, epsilon=1e-5)

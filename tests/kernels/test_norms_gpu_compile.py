@@ -36,29 +36,37 @@ LOADS = {16: "LD.E.128", 4: "LD.E R", 2: "LD.E.U16"}
 BLOCKS = 132 * 4
 
 
+@pytest.mark.parametrize("adds", [False, True], ids=["alone", "with a residual"])
 @pytest.mark.parametrize("dtype, sizes, together, each", CASES, ids=str)
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_the_compiler_takes_both_directions_without_spills(op, dtype, sizes, together, each):
+def test_the_compiler_takes_both_directions_without_spills(op, dtype, sizes, together, each, adds):
     operation, (rows, columns), dtype = operation_named(op), sizes, jnp.dtype(dtype)
     spec = dataclasses.replace(
         operation.sample, rows=rows, columns=columns, x_dtype=dtype, result_dtype=dtype, shift_dtype=F32
     )
+    if adds:
+        spec = dataclasses.replace(spec, residual_dtype=dtype, sum_dtype=dtype)
     module = operation.implementation("pallas_gpu")
     x, shared = jax.ShapeDtypeStruct((1, rows, columns), dtype), jax.ShapeDtypeStruct((1, columns), F32)
     names = frozenset(("x", "scale", "shift"))
 
-    def both(x, scale, shift, cotangent):
+    def both(x, scale, shift, cotangent, *added):
         operands = {"x": x, "scale": scale, "shift": shift}
-        return module.forward(spec, None, operands), module.backward(spec, None, operands, cotangent, names)
+        if not added:
+            return module.forward(spec, None, operands), module.backward(spec, None, operands, cotangent, names)
+        residual, of_sum = added
+        results = module.forward(spec, None, operands | {"residual": residual})
+        known = operands | {"residual": residual, "sum": results[1]}
+        return results, module.backward(spec, None, known, (cotangent, of_sum), names)
 
     with H100.targeted(), Compiler() as compiler:
-        found = compiler.compile(both, [x, shared, shared, x])
+        found = compiler.compile(both, [x, shared, shared, x, *([x, x] if adds else [])])
     print(f"\n{spec}", *found.kernels, f"temporary memory {found.temporary_bytes}", sep="\n  ")
     assert found.faults(multiplies=False) == ()
     assert {kernel.name for kernel in found.kernels} == {f"autopallas_{op}_{d}" for d in ("forward", "backward")}
     assert found.temporary_bytes <= 2 * BLOCKS * columns * F32.itemsize + 2**16  # each block's sums, and nothing else
     for kernel in found.kernels:
-        # x is loaded once, and in the backward the cotangent; a warpgroup has 128 threads.
+        # x is loaded once, or it and the residual, and in the backward its cotangents; a warpgroup has 128 threads.
         numbers = kernel.listing.count(LOADS[each]) * 128 * each / dtype.itemsize
-        arrays = 2 if kernel.name.endswith("backward") else 1
+        arrays = (2 if kernel.name.endswith("backward") else 1) + adds
         assert numbers == arrays * together * columns, kernel.name

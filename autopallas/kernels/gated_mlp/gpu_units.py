@@ -35,6 +35,8 @@ _STORED = 64
 """Columns of the result that go through shared memory at a time, at most."""
 _SHORT = 24
 """Instructions of all programs up to which the registers hold what is computed of so many columns; else of half."""
+_READ = 4
+"""Instructions for which the registers of a vector count that these programs read too."""
 _COLUMNS = 128
 """Columns of each projection: the two accumulators of a consumer then take 128 registers of a thread."""
 _MOST_STAGES = 6
@@ -94,7 +96,8 @@ def units(
     (models, rows, features), hidden = x.shape, gate.shape[2]
     x = _padded(x, _ALIGNED, PART)
     gate, up = (_padded(weight, PART, PART) for weight in (gate, up))
-    instructions = sum(len(program.instructions) for program in programs) if cotangent is not None else 0
+    instructions = sum(len(program.instructions) for program in programs)
+    instructions += _READ * sum(vector is not None for vector in vectors)
     tile_ = Tile.of(hidden, features, x.dtype, dtype, instructions)
     given: dict[int, Array] = {}
     for position, vector in enumerate(vectors, 1):

@@ -2,7 +2,7 @@
 
 The hidden units are computed without an array for either projection.  The products with one more matrix are XLA's.  The
 backward computes both projections again in the same kernel, and their cotangents from them: nothing of the size of the
-hidden units lives between forward and backward.
+hidden units lives between forward and backward.  The cotangents of biases are sums of these over the rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from autopallas.compat import Dtype
 from autopallas.kernels.gated_mlp import xla, xla_products
@@ -61,11 +60,12 @@ def backward(
 ) -> dict[str, jax.Array]:
     """Returns the cotangents of the operands named in ``wanted``, of all rows at once.
 
-    XLA computes those of vectors, which are sums over the rows, and what is not stored in the hidden units' dtype.
+    XLA computes them where the cotangents of the projections are wider than the hidden units: a product with them is
+    none of bfloat16 or float16.
     """
-    narrow = {spec.x_dtype, spec.gate_dtype, spec.up_dtype, xla_products.unit_dtype(spec)} == {np.dtype(jnp.bfloat16)}
+    narrow = {spec.x_dtype, spec.gate_dtype, spec.up_dtype} == xla_products.stored_dtypes(spec)
     programs = xla_products.programs_of(spec)
-    if not narrow or spec.precision is not None or wanted & {*VECTORS} or reason_against_programs(programs) is not None:
+    if not narrow or spec.precision is not None or reason_against_programs(programs) is not None:
         return xla.backward(spec, None, operands, cotangent, wanted)
     return xla_products.backward(spec, operands, cotangent, wanted, partial(_values, spec, operands))
 
@@ -78,11 +78,14 @@ def _values(
     cotangent: jax.Array | None,
     reuse: bool,
 ) -> list[jax.Array]:
-    """Returns the values of programs as :class:`xla_products.Compute` has them, all of one dtype."""
+    """Returns the values of programs as :class:`xla_products.Compute` has them, all of one dtype.
+
+    XLA adds up the stored values of those that are summed over the rows; the cotangent of a bias is mostly that of its
+    projection, which is stored anyway.
+    """
     from autopallas.kernels.gated_mlp.gpu_units import units
 
-    (dtype,) = set(dtypes)
-    assert dtype is not None
+    (dtype,) = {dtype for dtype in dtypes if dtype is not None} or {xla_products.unit_dtype(spec)}
     x, gate, up = (operands[name] for name in ("x", "gate", "up"))
     vectors = [operands.get(name) for name in VECTORS]
     models = max(array.shape[0] for array in (gate, up, *vectors) if array is not None)
@@ -92,5 +95,11 @@ def _values(
 
     gate, up = (jnp.broadcast_to(weight, (models, *weight.shape[1:])) for weight in (gate, up))
     given = None if cotangent is None else rows_of(cotangent)
-    found = units(programs, dtype, rows_of(x), gate, up, vectors, given)
-    return [values.reshape(spec.batch, spec.rows, spec.hidden) for values in found]
+    different = list(dict.fromkeys(programs))
+    values = dict(zip(different, units(different, dtype, rows_of(x), gate, up, vectors, given), strict=True))
+    return [
+        values[program].astype(jnp.float32).sum(1)
+        if kind is None
+        else values[program].reshape(spec.batch, spec.rows, spec.hidden)
+        for program, kind in zip(programs, dtypes, strict=True)
+    ]

@@ -23,7 +23,7 @@ from autopallas.sites.elementwise import ElementwiseProgram, Input, Score, Side
 from autopallas.sites.elementwise_gradients import pulled_back, without_rules
 from autopallas.sites.index_notation import summed_to
 
-__all__ = ["COTANGENT", "Compute", "backward", "forward", "programs_of", "unit_dtype"]
+__all__ = ["COTANGENT", "Compute", "backward", "forward", "programs_of", "stored_dtypes", "unit_dtype"]
 
 Array: TypeAlias = jax.Array
 Arrays: TypeAlias = Mapping[str, jax.Array]
@@ -97,6 +97,13 @@ def programs_of(spec: GatedMlpSpec) -> list[ElementwiseProgram]:
 def unit_dtype(spec: GatedMlpSpec) -> Dtype:
     """Returns the dtype of hidden units: that in which the product that follows reads them, or the result's."""
     return spec.result_dtype if spec.down_dtype is None else spec.down_dtype
+
+
+def stored_dtypes(spec: GatedMlpSpec) -> frozenset[Dtype]:
+    """Returns the dtypes of all values of hidden units that the products after a kernel read."""
+    derivatives, narrow = _derivatives(spec), _multiplied_dtype(spec)
+    cotangents = (narrow or derivatives[name].dtype for name in ("gate", "up") if name in derivatives)
+    return frozenset((unit_dtype(spec), *cotangents))
 
 
 def _multiplied_dtype(spec: GatedMlpSpec) -> Dtype | None:
