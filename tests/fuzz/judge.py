@@ -20,7 +20,7 @@ from autopallas.numerics.oracle import Oracle
 from autopallas.numerics.promote import Value, decided, is_float, quiet
 from autopallas.options import resolve
 from autopallas.patterns import checkpointed_scans
-from autopallas.patterns.cross_entropy.row_statistics import DIVIDED
+from autopallas.patterns.cross_entropy.row_statistics import DIVIDED, ONE_HOT
 from autopallas.patterns.softmax_terms import HIDDEN, UNSHIFTED
 from autopallas.pipeline import rewrite
 from autopallas.rewrite.primitive import site_p
@@ -185,7 +185,8 @@ def _judge(program: RandomProgram, verdict: Verdict) -> None:
         values = checks[: len(checks) - program.gradients]
         excused = bool(assumed) or _wider_statistics(report) or not any(check.hidden.any() for check in values)
         for check, exact in zip(checks, unrounded, strict=True):
-            check.look_behind(exact, excused, vanishing=not assumed.isdisjoint((UNSHIFTED, HIDDEN, DIVIDED)))
+            vanishing = not assumed.isdisjoint((UNSHIFTED, HIDDEN, DIVIDED, ONE_HOT))
+            check.look_behind(exact, excused, vanishing)
     if any(check.places() for check in checks):
         apart = _one_by_one(original, leaves)
         if any(check.lives_on_luck(x) for check, x in zip(checks, apart, strict=True)):
@@ -353,7 +354,8 @@ class _Check:
 
         The latter come of a dtype's range.  They may be hidden where a site says what it assumes (``excused``), and in
         a gradient of finite values, where an infinite factor was multiplied by an exact zero.  The former may be where
-        a site assumes that no row of exponentials, or no probability, is ``vanishing``: 0 / 0 is a number after all.
+        a site assumes that no row of exponentials, or no probability, is ``vanishing``, or that no infinity meets the
+        zeros of one-hot labels: 0 / 0, or infinity times 0, is a number after all.
         """
         if not self.integral:
             self.lost = 0 if vanishing else int((self.hidden & ~np.isfinite(true)).sum())
