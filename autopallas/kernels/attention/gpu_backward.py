@@ -40,6 +40,7 @@ from autopallas.kernels.attention.gpu_grid import (
     vector,
 )
 from autopallas.kernels.attention.gpu_layout import Layout, Turned, padded
+from autopallas.kernels.attention.gpu_score_units import F16, Units, fit, halves, norm
 from autopallas.kernels.attention.gpu_side_gradient import tile_gradient
 from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Residuals, ScaledRows
 from autopallas.kernels.attention.spec import AttentionSpec
@@ -84,6 +85,7 @@ def backward(
         read = operands._replace(value=jnp.concatenate([value, value], axis=-1))
         spec = replace(spec, value_head_size=2 * size)
     rows = ScaledRows(layout.to_canonical(rounded_dout), shift, layout.to_canonical(delta)[..., 0])
+    units = Units.of(spec, layout.to_canonical(norm(scaled)[..., None])[..., 0], value) if fit(spec) else None
     if spec.rounding_adds_up:
         tiles = backward_tiles(spec, "query")
         rows = rows._replace(delta=_call(_Plan.of(spec, "query", tiles, (), read), read, rows)["delta"] * factor)
@@ -91,7 +93,7 @@ def backward(
     for kernel in ("query", "key_value"):
         tiles = backward_tiles(spec, kernel)
         for outputs in tiles.outputs:
-            found |= _call(_Plan.of(spec, kernel, tiles, outputs, read), read, rows)
+            found |= _call(_Plan.of(spec, kernel, tiles, outputs, read), read, rows, units)
     if split:
         found["value"] = found["value"][..., :size].astype(F32) + found["value"][..., size:].astype(F32)
 
@@ -179,6 +181,7 @@ class _Plan(NamedTuple):
       stages: of the ring.
       head_size, value_head_size: those with which the kernel computes.
       dtype: of the operands that wgmma multiplies.
+      halved: whether gradients of scores are multiplied in float16, by a copy of what is streamed.
       through_memory: whether tiles go through shared memory before a product, as they must when interpreted.
     """
 
@@ -193,6 +196,7 @@ class _Plan(NamedTuple):
     head_size: int
     value_head_size: int
     dtype: Dtype
+    halved: bool
     through_memory: bool
 
     @staticmethod
@@ -212,7 +216,8 @@ class _Plan(NamedTuple):
         numbers = _numbers_of(spec, flipped, outputs)
         dtype = np.dtype(operands.query.dtype)
         division = visits, tiles.warpgroups, away, stages, *sizes
-        return _Plan(spec, flipped, outputs, numbers, *division, dtype, bool(interpretation()))
+        halved = fit(spec) and outputs not in ((), ("value",))
+        return _Plan(spec, flipped, outputs, numbers, *division, dtype, halved, bool(interpretation()))
 
     @property
     def home(self) -> int:
@@ -260,7 +265,12 @@ class _Plan(NamedTuple):
         """Side inputs that have a gradient."""
         return [i for i, s in enumerate(self.spec.sides) if s.differentiable]
 
-    def inputs(self, operands: Operands, scaled: ScaledRows) -> list[Array]:
+    @property
+    def unmasked(self) -> bool:
+        """Whether a row that is streamed and does not exist has probabilities of zero, by its shift."""
+        return self.flipped and fit(self.spec)
+
+    def inputs(self, operands: Operands, scaled: ScaledRows, units: Units | None) -> list[Array]:
         """Returns the arrays in main memory, padded to whole blocks."""
         spec, (rows, columns) = self.spec, self.lengths
         query, key, value, sides, _ = operands
@@ -270,6 +280,16 @@ class _Plan(NamedTuple):
         found = [*(of_columns if self.flipped else of_rows), *(of_rows if self.flipped else of_columns)]
         shape = *query.shape[:3], spec.query_length
         numbers = [padded(jnp.broadcast_to(x, shape), rows) for x in (scaled.shift, scaled.delta)]
+        if self.unmasked:
+            numbers[0] = jnp.where(np.arange(rows) < spec.query_length, numbers[0], jnp.inf)
+        if self.halved:
+            assert units is not None
+            name, streamed, length = ("query", query, rows) if self.flipped else ("key", key, columns)
+            copy, scale = halves(streamed)
+            unit = units.keys if self.flipped else units.rows
+            back = 1 / (unit * jnp.expand_dims(scale, tuple(range(2, unit.ndim))))
+            both = [padded(x, columns if self.flipped else rows) for x in (unit, back)]
+            found += [layouts[name].padded(copy, length, d), jnp.stack(both, axis=-2)]
         found += [jnp.stack(numbers, axis=-2)]
         found += self.visits.operands
         return [
@@ -292,12 +312,15 @@ class _Plan(NamedTuple):
         counts = (self.warpgroups, WARPGROUP_ROWS), (self.stages, self.away)
         shapes = [(*count, of) for count in counts for of in (self.head_size, self.value_head_size)]
         found = [tile(shape, self.dtype, widest=self.away * self.dtype.itemsize) for shape in shapes]
+        if self.halved:
+            found.append(tile((self.stages, self.away, self.head_size), F16, widest=self.away * F16.itemsize))
         if self.through_memory:
-            found.append(tile((self.warpgroups, WARPGROUP_ROWS, self.away), self.dtype))
+            dtypes = [self.dtype, F16] if self.halved else [self.dtype]
+            found += [tile((self.warpgroups, WARPGROUP_ROWS, self.away), dtype) for dtype in dtypes]
         if self.flipped:
             found.append(mosaic().SMEM((self.stages, 2, self.away), jnp.float32))
         at_home = mosaic().Barrier(num_arrivals=2, num_barriers=self.warpgroups)
-        return [*found, at_home, *ring(self.stages, self.warpgroups, copies=3 if self.flipped else 2)]
+        return [*found, at_home, *ring(self.stages, self.warpgroups, copies=2 + self.halved + self.flipped)]
 
 
 def _numbers_of(spec: AttentionSpec, flipped: bool, outputs: tuple[str, ...]) -> tuple[int | Literal["delta"], ...]:
@@ -313,10 +336,11 @@ def _numbers_of(spec: AttentionSpec, flipped: bool, outputs: tuple[str, ...]) ->
 
 
 class _Pair(NamedTuple):
-    """Queries and cotangents, or keys and values."""
+    """Queries and cotangents, or keys and values; of those that are streamed, the first in float16 too, or None."""
 
     first: Ref
     second: Ref
+    halved: Ref = None
 
     @staticmethod
     def of(refs: Iterator[Ref], first: Layout, second: Layout) -> _Pair:
@@ -329,17 +353,19 @@ class _Memory(NamedTuple):
 
     Attributes:
       home, streamed: operands at home and streamed operands, in main memory.
+      units: of what is at home, and the factors by which gradients in them are multiplied in the end.
       numbers: shift and delta of the rows, [B, K, G, 2, T].
       table, sides: further operands.
       results: of :attr:`_Plan.results`.
       home_shared, streamed_shared: operands of each warpgroup, and stages of the ring.
-      staged: the tile of each warpgroup, if it goes through shared memory.
+      staged, staged_half: the tile of each warpgroup, if it goes through shared memory; in float16.
       numbers_shared: stages of shift and delta, if rows are streamed.
       home_ready, ready, free: barriers of these.
     """
 
     home: _Pair
     streamed: _Pair
+    units: Ref
     numbers: Ref
     table: Ref
     sides: tuple[Ref, ...]
@@ -347,6 +373,7 @@ class _Memory(NamedTuple):
     home_shared: _Pair
     streamed_shared: _Pair
     staged: Ref
+    staged_half: Ref
     numbers_shared: Ref
     home_ready: Ref
     ready: Ref
@@ -356,20 +383,31 @@ class _Memory(NamedTuple):
     def of(plan: _Plan, refs: Sequence[Ref]) -> _Memory:
         left, layouts = iter(refs), plan.layouts
         rows, columns = (layouts["query"], layouts["query"]), (layouts["key"], layouts["value"])
+        of_streamed = rows if plan.flipped else columns
+
+        def given(wanted: bool) -> Ref:
+            return next(left) if wanted else None
+
+        home = _Pair.of(left, *(columns if plan.flipped else rows))
+        streamed = _Pair.of(left, *of_streamed)
+        if plan.halved:
+            streamed = streamed._replace(halved=Turned(next(left), of_streamed[0]))
         return _Memory(
-            home=_Pair.of(left, *(columns if plan.flipped else rows)),
-            streamed=_Pair.of(left, *(rows if plan.flipped else columns)),
+            home=home,
+            streamed=streamed,
+            units=given(plan.halved),
             numbers=next(left),
-            table=next(left) if plan.visits.operands else None,
+            table=given(bool(plan.visits.operands)),
             sides=tuple(next(left) for _ in plan.spec.sides),
             results=(
                 *(Turned(next(left), layouts[o]) for o in plan.outputs),
                 *(next(left) for _ in plan.numbers),
             ),
             home_shared=_Pair(next(left), next(left)),
-            streamed_shared=_Pair(next(left), next(left)),
-            staged=next(left) if plan.through_memory else None,
-            numbers_shared=next(left) if plan.flipped else None,
+            streamed_shared=_Pair(next(left), next(left), given(plan.halved)),
+            staged=given(plan.through_memory),
+            staged_half=given(plan.through_memory and plan.halved),
+            numbers_shared=given(plan.flipped),
             home_ready=next(left),
             ready=next(left),
             free=next(left),
@@ -413,6 +451,12 @@ class _Block(NamedTuple):
             outer, number = _home(self.plan, lax.optimization_barrier(lax.axis_index("block")))
         return outer, number * self.plan.home + self.warpgroup * WARPGROUP_ROWS
 
+    def units(self, which: int) -> Value:
+        """Returns for each position at home the unit of gradients of scores (0), or the factor that takes their
+        products to the unit 1 (1); it need not be kept in registers."""
+        outer, first = self.window(again=True)
+        return vector(self.memory.units, (*outer, which, pl.ds(first, WARPGROUP_ROWS)), "along_0")
+
     def address(self, n: Number, loop: Loop) -> tuple[tuple[Number, ...], Number]:
         """Returns what step ``n`` streams: the indices of batch entry and heads, and the first position."""
         plan, groups = self.plan, self.plan.groups
@@ -437,10 +481,10 @@ def _home(plan: _Plan, block: Array) -> tuple[tuple[Array, ...], Array]:
     return outer, visits.home_blocks - 1 - number if visits.longest_first else number
 
 
-def _call(plan: _Plan, operands: Operands, rows: ScaledRows) -> dict[str | int, Array]:
+def _call(plan: _Plan, operands: Operands, rows: ScaledRows, units: Units | None = None) -> dict[str | int, Array]:
     """Runs a kernel; returns its gradients and numbers by name, cut to the attention's sizes."""
     spec, visits, outputs = plan.spec, plan.visits, plan.outputs
-    inputs, results, sizes = plan.inputs(operands, rows), plan.results, plan.sizes
+    inputs, results, sizes = plan.inputs(operands, rows, units), plan.results, plan.sizes
     tiles_visited = math.prod(plan.heads) * visits.home_blocks * visits.most * plan.groups
     elements = tiles_visited * plan.home * plan.away
     read = plan.head_size + plan.value_head_size * plan.inner
@@ -480,7 +524,8 @@ def _load(own: _Block) -> None:
         index, start = own.address(n, own.loops[part])
         window = (*index, pl.ds(start, plan.away))
         for source, target in zip(memory.streamed, memory.streamed_shared, strict=True):
-            plgpu.copy_gmem_to_smem(source.at[window], target.at[slot], memory.ready.at[slot])
+            if source is not None:
+                plgpu.copy_gmem_to_smem(source.at[window], target.at[slot], memory.ready.at[slot])
         if plan.flipped:
             numbers = memory.numbers.at[(*index, slice(None), pl.ds(start, plan.away))]
             plgpu.copy_gmem_to_smem(numbers, memory.numbers_shared.at[slot], memory.ready.at[slot])
@@ -496,12 +541,14 @@ def _compute(own: _Block) -> None:
     share_registers(plan.warpgroups, computes=True)
     outer, base = own.window()
     window = (*outer, pl.ds(base, WARPGROUP_ROWS))
-    for source, target in zip(memory.home, memory.home_shared, strict=True):
+    for source, target in zip(memory.home[:2], memory.home_shared[:2], strict=True):
         plgpu.copy_gmem_to_smem(source.at[window], target.at[here], memory.home_ready.at[here])
     at_home = {}
     if not plan.flipped:
         rows = pl.ds(base, WARPGROUP_ROWS)
         at_home = {x: vector(memory.numbers, (*own.outer, n, rows), "along_0") for n, x in enumerate(_NUMBERS)}
+    if plan.halved:
+        at_home["unit"] = own.units(0)
     plgpu.barrier_wait(memory.home_ready.at[here])
 
     def visit(*sums: Ref) -> None:
@@ -512,7 +559,10 @@ def _compute(own: _Block) -> None:
             numbers = lax.fori_loop(first, last, step, numbers)
         outer, first = own.window(again=True)
         window = (*outer, pl.ds(first, WARPGROUP_ROWS))
-        for ref, total in zip(memory.results, (*(sum_[...] for sum_ in sums), *numbers), strict=True):
+        found = {name: sum_[...] for name, sum_ in zip(plan.outputs, sums, strict=True)}
+        for name in [name for name in found if plan.halved and name != "value"]:
+            found[name] *= own.units(1).widened("tile", found[name].shape)
+        for ref, total in zip(memory.results, (*found.values(), *numbers), strict=True):
             store(ref.at[window], total.astype(ref.dtype))
 
     if plan.outputs:
@@ -528,7 +578,7 @@ class _Tile(NamedTuple):
       block: the block of threads.
       place: where the tile is.
       slot: the stage.
-      at_home: shift and delta, if rows are at home.
+      at_home: shift and delta, if rows are at home, and the unit.
       ragged: whether streamed positions may not exist.
     """
 
@@ -547,7 +597,8 @@ class _Tile(NamedTuple):
         b, k, g = index if plan.flipped else own.outer
         place = Place(b, k, g, row, column, plan.shape, plan.flipped)
         length = spec.query_length if plan.flipped else spec.key_length
-        return _Tile(own, place, slot, at_home, loop.general and bool(length % plan.away))
+        ragged = loop.general and bool(length % plan.away) and not plan.unmasked
+        return _Tile(own, place, slot, at_home, ragged)
 
     def numbers(self, name: Literal["shift", "delta"]) -> Value:
         """Reads shift or delta of the tile's rows."""
@@ -565,8 +616,13 @@ class _Tile(NamedTuple):
         """Starts to add the product of a tile with streamed operands to the gradient of ``output``; returns the number
         of wgmma."""
         plan, memory, spec = self.block.plan, self.block.memory, self.block.plan.spec
-        staged = None if memory.staged is None else memory.staged.at[self.block.warpgroup]
         value = output == "value"
+        if plan.halved and not value:
+            staged = None if memory.staged_half is None else memory.staged_half.at[self.block.warpgroup]
+            scaled = self.existing(x) * self.at_home["unit"].widened("tile", plan.shape)
+            multiply(scaled.astype(F16), memory.streamed_shared.halved.at[self.slot], total, staged)
+            return 1
+        staged = None if memory.staged is None else memory.staged.at[self.block.warpgroup]
         streamed = memory.streamed_shared.second if value else memory.streamed_shared.first
         read = spec.reads_weights if value else spec.reads_score_gradients
         precision = spec.value_precision if value else spec.score_precision

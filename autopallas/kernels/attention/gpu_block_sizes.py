@@ -13,6 +13,7 @@ import numpy as np
 
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.gpu_grid import WARPGROUP_ROWS, head_size_of
+from autopallas.kernels.attention.gpu_score_units import F16, fit
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.gpu import SHARED_MEMORY, rounded, shared_bytes
 from autopallas.sites.elementwise import ElementwiseProgram, Index, Score
@@ -55,6 +56,8 @@ def shared_memory(spec: AttentionSpec, kernel: Kernel, tiles: Tiles) -> int:
     dtype, rows = spec.query_dtype, tiles.warpgroups * WARPGROUP_ROWS
     home = [((rows, d), dtype)] + [((rows, dv), dtype)] * (kernel != "forward")
     stages = [((tiles.stages, tiles.away, d), dtype), ((tiles.stages, tiles.away, dv), dtype)]
+    if kernel != "forward" and fit(spec) and tiles.outputs != (("value",),):
+        stages.append(((tiles.stages, tiles.away, d), F16))
     if kernel == "key_value":
         stages.append(((tiles.stages, 2, tiles.away), np.dtype(np.float32)))  # shift and delta of the rows
     return shared_bytes([*home, *stages], barriers=tiles.warpgroups + 4 * tiles.stages + 1)
