@@ -17,7 +17,7 @@ import numpy as np
 import autopallas
 from autopallas.kernels.attention.cases import ORIGINALS, in_direction, square, table_grid, window_size
 from benchmarks import attention_oracle
-from benchmarks.case import AUTOPALLAS, DIRECTIONS, ORIGINAL, Candidate, Case, Chosen
+from benchmarks.case import AUTOPALLAS, DIRECTIONS, ORIGINAL, Candidate, Case, Chosen, chosen_by
 
 ORACLE_LIMIT = 8 * 4096 * 4096
 """How many scores there may be for a float64 result to be computed: some seconds of NumPy."""
@@ -61,18 +61,13 @@ def candidates(case: Case) -> dict[str, Candidate]:
     function = original(case)
     optimized = autopallas.optimize(function, objective="always", strict=True)
 
-    def chosen() -> Chosen:
-        report = optimized.report()
-        for site in report.sites:
-            if site.verdict == "applied":
-                return Chosen(site.implementation or "", site.block_sizes)
-        reasons = [site.reason for site in report.sites] + [miss.reason for miss in report.near_misses]
-        return Chosen("kept: " + ("; ".join(reasons) or "no site was found"))
-
     def candidate(function: Callable[..., Any], chosen: Callable[[], Chosen]) -> Candidate:
         return Candidate(in_direction(case, function), chosen)
 
-    found = {ORIGINAL: candidate(function, lambda: Chosen(ORIGINAL)), AUTOPALLAS: candidate(optimized, chosen)}
+    found = {
+        ORIGINAL: candidate(function, lambda: Chosen(ORIGINAL)),
+        AUTOPALLAS: candidate(optimized, lambda: chosen_by(optimized)),
+    }
     if _scores(case) <= LIBRARY_LIMIT:
         named = Chosen("jax.nn.dot_product_attention")
         found["jax.nn"] = candidate(partial(library, case.mask), lambda: named)

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from autopallas.optimize import Optimized
 from autopallas.sites.declared import declared_names
 from autopallas.sites.operation import operation_named
 from autopallas.workbench.cases import DIRECTIONS, Case, Direction
 
 __all__ = ["AUTOPALLAS", "DIRECTIONS", "KERNELS", "ORIGINAL", "Benchmark", "Candidate", "Case", "Chosen", "Direction"]
-__all__ += ["DECLARED", "TUNED", "WRITTEN", "benchmark"]
+__all__ += ["DECLARED", "KEPT", "TUNED", "WRITTEN", "benchmark", "chosen_by"]
 
 ORIGINAL = "original"
 """The name of the candidate that every ratio refers to: the computation as people write it."""
@@ -20,9 +21,13 @@ AUTOPALLAS = "autopallas"
 """The name of the candidate that is the original under ``autopallas.optimize``."""
 
 
+KEPT = "kept: "
+"""What an implementation's name begins with where the original was left as it was; the reasons follow."""
+
+
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Which implementation stands behind a candidate, and with which block sizes."""
+    """Which implementation stands behind a candidate, and with which block sizes, if it reads any."""
 
     implementation: str
     block_sizes: Mapping[str, Any] | None = None
@@ -34,6 +39,16 @@ class Candidate:
 
     function: Callable[..., Any]
     chosen: Callable[[], Chosen]
+
+
+def chosen_by(optimized: Optimized[..., Any]) -> Chosen:
+    """Returns what runs at the site that was replaced, or why none was."""
+    report = optimized.report()
+    for site in report.sites:
+        if site.verdict == "applied":
+            return Chosen(site.implementation or "", site.block_sizes)
+    reasons = [site.reason for site in report.sites] + [miss.reason for miss in report.near_misses]
+    return Chosen(KEPT + ("; ".join(reasons) or "no site was found"))
 
 
 class Benchmark(Protocol):

@@ -22,7 +22,7 @@ from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, Sid
 from autopallas.kernels.cross_entropy.tuned_block_sizes import infer_block_sizes
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import Index, Score, Side, traced
-from benchmarks.case import AUTOPALLAS, ORIGINAL, Candidate, Case, Chosen, Direction
+from benchmarks.case import AUTOPALLAS, ORIGINAL, Candidate, Case, Chosen, Direction, chosen_by
 
 ORACLE_LIMIT = 2048 * 32000
 """How many logits there may be for a float64 result to be computed: some seconds of NumPy."""
@@ -41,20 +41,12 @@ def candidates(case: Case) -> dict[str, Candidate]:
     function = in_direction(case, original(case))
     optimized = autopallas.optimize(function, objective="always", strict=True)
 
-    def chosen() -> Chosen:
-        report = optimized.report()
-        for site in report.sites:
-            if site.verdict == "applied":
-                return Chosen(site.implementation or "", site.block_sizes)
-        reasons = [site.reason for site in report.sites] + [miss.reason for miss in report.near_misses]
-        return Chosen("kept: " + ("; ".join(reasons) or "no site was found"))
-
     device = Device.current()
     name = OPERATION.requested(None, device)[-1]
     sizes = infer_block_sizes(spec(case), device, name, case.direction)
     return {
         ORIGINAL: Candidate(function, lambda: Chosen(ORIGINAL)),
-        AUTOPALLAS: Candidate(optimized, chosen),
+        AUTOPALLAS: Candidate(optimized, lambda: chosen_by(optimized)),
         KERNEL: Candidate(kernel(case, name, sizes), lambda: Chosen(name, sizes.to_dict())),
     }
 

@@ -20,7 +20,7 @@ from autopallas.sites.operation import Supported
 from autopallas.sites.spec import BlockSizes
 from autopallas.tuning.direct import block_sizes_for
 from autopallas.workbench.cases import Cases, cases_of, match_of
-from benchmarks.case import AUTOPALLAS, ORIGINAL, Candidate, Case, Chosen
+from benchmarks.case import AUTOPALLAS, ORIGINAL, Candidate, Case, Chosen, chosen_by
 
 ORACLE_LIMIT = 2**26
 """How many elements the arguments may have for a float64 result to be computed."""
@@ -56,17 +56,9 @@ class DeclaredBenchmark:
         original = self.original(case)
         optimized = autopallas.optimize(original, objective="always", strict=True)
 
-        def chosen() -> Chosen:
-            report = optimized.report()
-            for site in report.sites:
-                if site.verdict == "applied":
-                    return Chosen(site.implementation or "", site.block_sizes)
-            reasons = [site.reason for site in report.sites] + [miss.reason for miss in report.near_misses]
-            return Chosen("kept: " + ("; ".join(reasons) or "no site was found"))
-
         found = {
             ORIGINAL: Candidate(self.in_direction(case, original), lambda: Chosen(ORIGINAL)),
-            AUTOPALLAS: Candidate(self.in_direction(case, optimized), chosen),
+            AUTOPALLAS: Candidate(self.in_direction(case, optimized), lambda: chosen_by(optimized)),
         }
         direct, spec, device = self.cases.direct(case), match_of(case).spec, Device.current()
         for name, answer in self.operation.candidates(spec, device, None) if direct is not None else ():

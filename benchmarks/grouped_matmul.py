@@ -17,7 +17,7 @@ import autopallas
 from autopallas.kernels.grouped_matmul.cases import in_direction
 from autopallas.kernels.mixture_of_experts.cases import DENSE
 from autopallas.workbench.cases import cases_of
-from benchmarks.case import AUTOPALLAS, DIRECTIONS, ORIGINAL, Candidate, Case, Chosen, Direction
+from benchmarks.case import AUTOPALLAS, DIRECTIONS, ORIGINAL, Candidate, Case, Chosen, Direction, chosen_by
 
 CASES = cases_of("grouped_matmul")
 """Those of mixtures of experts included."""
@@ -36,17 +36,9 @@ def candidates(case: Case) -> dict[str, Candidate]:
     """The original, and the original under ``autopallas.optimize``."""
     optimized = autopallas.optimize(original(case), objective="always", strict=True)
 
-    def chosen() -> Chosen:
-        report = optimized.report()
-        for site in report.sites:
-            if site.verdict == "applied":
-                return Chosen(site.implementation or "", site.block_sizes)
-        reasons = [site.reason for site in report.sites] + [miss.reason for miss in report.near_misses]
-        return Chosen("kept: " + ("; ".join(reasons) or "no site was found"))
-
     return {
         ORIGINAL: Candidate(in_direction(case, original(case)), lambda: Chosen(ORIGINAL)),
-        AUTOPALLAS: Candidate(in_direction(case, optimized), chosen),
+        AUTOPALLAS: Candidate(in_direction(case, optimized), lambda: chosen_by(optimized)),
     }
 
 

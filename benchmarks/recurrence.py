@@ -14,7 +14,7 @@ import numpy as np
 
 import autopallas
 from autopallas.kernels.recurrence.cases import ORIGINALS, in_direction, table_grid, types
-from benchmarks.case import AUTOPALLAS, DIRECTIONS, ORIGINAL, Candidate, Case, Chosen
+from benchmarks.case import AUTOPALLAS, DIRECTIONS, ORIGINAL, Candidate, Case, Chosen, chosen_by
 
 __all__ = ["arguments", "candidates", "grid", "in_direction", "operations", "oracle", "original"]
 
@@ -32,15 +32,10 @@ def candidates(case: Case) -> dict[str, Candidate]:
     whole = in_direction(case, original(case))
     optimized = autopallas.optimize(whole, objective="always", strict=True)
 
-    def chosen() -> Chosen:
-        report = optimized.report()
-        for site in report.sites:
-            if site.verdict == "applied":
-                return Chosen(site.implementation or "", site.block_sizes)
-        reasons = [site.reason for site in report.sites] + [miss.reason for miss in report.near_misses]
-        return Chosen("kept: " + ("; ".join(reasons) or "no site was found"))
-
-    return {ORIGINAL: Candidate(whole, lambda: Chosen(ORIGINAL)), AUTOPALLAS: Candidate(optimized, chosen)}
+    return {
+        ORIGINAL: Candidate(whole, lambda: Chosen(ORIGINAL)),
+        AUTOPALLAS: Candidate(optimized, lambda: chosen_by(optimized)),
+    }
 
 
 def arguments(case: Case) -> tuple[jax.Array, ...]:
