@@ -4,8 +4,7 @@ JAX: `TEST_PLATFORMS=cuda python -m pytest tests/kernels/test_gpu_device.py` run
 There are three tiers (``--tier``).  All tests take most of an hour on two cores, for they compile thousands of
 programs.  ``make test`` runs a choice, made once and for all by names: on one line of JAX "fast", a few cases of each
 parametrized test; on the other "compatibility", one case of some tests of each module.  ``make nightly`` runs all cases
-on both, and the tests marked ``nightly``, which take longest.  With KEEP_COMPILED=1 in the environment, what was
-compiled is kept for the next run (``support/kept_programs.py``).
+on both, and the tests marked ``nightly``, which take longest.
 """
 
 import atexit
@@ -34,12 +33,9 @@ atexit.register(shutil.rmtree, os.environ["AUTOPALLAS_CACHE_DIR"], ignore_errors
 os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}".strip()
 
 import jax  # noqa: E402  (after what it reads)
-from support import kept_programs, tiers  # noqa: E402
+from support import tiers  # noqa: E402
 
 from autopallas.tuning import duration  # noqa: E402
-
-if os.environ.get("KEEP_COMPILED") == "1":
-    kept_programs.keep()
 
 duration.LEAST_SECONDS = math.inf  # no test waits for a quick search, or depends on how fast this machine is
 
@@ -58,8 +54,6 @@ TESTS = {"compatibility": 3}
 
 def pytest_configure(config):
     tiers.tier = config.getoption("tier")
-    if not hasattr(config, "workerinput"):
-        kept_programs.forget_old()
 
 
 def pytest_addoption(parser):
