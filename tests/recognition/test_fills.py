@@ -11,7 +11,7 @@ from support.compare import compare, compiled, optimized_like_a_user
 
 import autopallas
 
-T = 300
+T = 509
 """More than one tile along each axis, the last ones not whole."""
 
 
