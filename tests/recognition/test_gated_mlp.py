@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from support.compare import compare, compiled, measured, optimized_like_a_user, with_gradients
-from support.oracle import evaluate
+from support.compare import compare, in_float64, measured, optimized_like_a_user, optimized_step, with_gradients
 
 import autopallas
 from autopallas.sites.operation import operation_named
@@ -243,12 +242,8 @@ def test_what_resembles_one_is_left_alone(name):
 
 def train_step(function, arguments):
     """What an optimized train step gives, its report, and what float64 gives."""
-    step = with_gradients(function, arguments)
-    optimized = optimized_like_a_user(step)
-    given = compiled(lambda *args: optimized(*args))(*arguments)
-    program, shapes = jax.make_jaxpr(step, return_shape=True)(*arguments)
-    true = jax.tree.unflatten(jax.tree.structure(shapes), evaluate(program, *jax.tree.leaves(arguments)))
-    return given, optimized.report(), true
+    step, given, report = optimized_step(function, arguments)
+    return given, report, in_float64(step, arguments)
 
 
 LAYERS = tuple(array(3, *shape, seed=9, scale=0.1) for shape in ((K, H), (K, H), (H, K)))

@@ -12,11 +12,12 @@ from support.compare import (
     compare,
     compiled,
     floats,
+    in_float64,
     measured,
     optimized_like_a_user,
+    optimized_step,
     with_gradients,
 )
-from support.oracle import evaluate
 
 import autopallas
 from recognition.public_attention import JOINED, LOOK_ALIKES, PROGRAMS
@@ -24,12 +25,9 @@ from recognition.public_attention import JOINED, LOOK_ALIKES, PROGRAMS
 
 def train_step(function, arguments) -> Compared:
     """The program with its backward in it, optimized, against float64."""
-    step = with_gradients(function, arguments)
-    optimized = optimized_like_a_user(step)
-    given = compiled(optimized)(*arguments)
-    program, shapes = jax.make_jaxpr(step, return_shape=True)(*arguments)
-    true = jax.tree.unflatten(jax.tree.structure(shapes), evaluate(program, *jax.tree.leaves(arguments)))
-    result = Compared(optimized.report(), [], {})
+    step, given, report = optimized_step(function, arguments)
+    true = in_float64(step, arguments)
+    result = Compared(report, [], {})
     dtype = min((x.dtype.name for x in floats(arguments)), key=lambda name: jnp.dtype(name).itemsize)
     errors = measured(given, true)
     if any(error[0] > TOLERANCE[dtype][1] for error in errors):

@@ -5,8 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from support.compare import compare, compiled, measured, optimized_like_a_user, with_gradients
-from support.oracle import evaluate
+from support.compare import (
+    compare,
+    compiled,
+    in_float64,
+    measured,
+    optimized_like_a_user,
+    optimized_step,
+    with_gradients,
+)
 
 import autopallas
 
@@ -56,13 +63,10 @@ def sites_of(report):
 
 def step_outcome(program, arguments):
     """A train step optimized as a whole: its sites, and the largest errors of it and of the original."""
-    step = with_gradients(program, arguments)
-    optimized = optimized_like_a_user(step)
-    given = compiled(lambda *args: optimized(*args))(*arguments)
-    traced, shapes = jax.make_jaxpr(step, return_shape=True)(*arguments)
-    true = jax.tree.unflatten(jax.tree.structure(shapes), evaluate(traced, *jax.tree.leaves(arguments)))
+    step, given, report = optimized_step(program, arguments)
+    true = in_float64(step, arguments)
     own = measured(compiled(step)(*arguments), true)
-    return sites_of(optimized.report()), [(a, b) for (a, _), (b, _) in zip(measured(given, true), own, strict=True)]
+    return sites_of(report), [(a, b) for (a, _), (b, _) in zip(measured(given, true), own, strict=True)]
 
 
 @each_norm

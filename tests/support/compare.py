@@ -20,8 +20,10 @@ __all__ = [
     "compiled",
     "differs",
     "floats",
+    "in_float64",
     "measured",
     "optimized_like_a_user",
+    "optimized_step",
     "with_gradients",
 ]
 
@@ -114,6 +116,20 @@ def optimized_like_a_user(function: Callable[..., Any], **options: Any) -> Any:
     return autopallas.optimize(function, **{"objective": "always", "strict": True} | options)
 
 
+def in_float64(function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """What a program gives in float64, in the structure of its result."""
+    program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    return jax.tree.unflatten(jax.tree.structure(shapes), evaluate(program, *jax.tree.leaves(args)))
+
+
+def optimized_step(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], Any, Report]:
+    """A program with its backward in it, what that gives when it is optimized as a whole, and the report."""
+    step = with_gradients(function, args)
+    optimized = optimized_like_a_user(step)
+    given = compiled(lambda *arrays: optimized(*arrays))(*args)
+    return step, given, optimized.report()
+
+
 def compare(
     function: Callable[..., Any], args: Sequence[Any], gradients: bool = True, dtype: str | None = None, **options: Any
 ) -> Compared:
@@ -125,8 +141,7 @@ def compare(
     dtype = dtype or min((x.dtype.name for x in floats(args)), key=lambda name: jnp.dtype(name).itemsize)
     run = (lambda f: with_gradients(f, args)) if gradients else (lambda f: lambda *a: (f(*a), ()))
     given = compiled(run(optimized))(*args)
-    program, shapes = jax.make_jaxpr(run(function), return_shape=True)(*args)
-    true = jax.tree.unflatten(jax.tree.structure(shapes), evaluate(program, *jax.tree.leaves(args)))
+    true = in_float64(run(function), args)
     result = Compared(optimized.report(), [], {})
     own = None
     for i, kind in enumerate(("value", "gradient")):
