@@ -126,7 +126,7 @@ class DeclaredGpuBenchmark:
         if not small:  # the interpreter's callbacks have an order, which a replaced site cannot have
             original = self.cases.in_direction(case, self.cases.ORIGINALS[PLAIN])
             function = autopallas.optimize(
-                original, implementation=self.IMPLEMENTATION, objective="always", strict=True
+                original, implementation=self.IMPLEMENTATION, objective="always", autotune=False, strict=True
             )
         return Check(case.shape, case.dtype, case.direction, function, partial(self._exact, case),
                      partial(self._arguments, case), _TOLERANCE[case.dtype])  # fmt: skip

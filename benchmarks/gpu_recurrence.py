@@ -118,7 +118,9 @@ def exact(case: Case, *given: jax.Array) -> Any:
 def _check(case: Case, small: bool) -> Check:
     function = kernel(case)
     if not small:  # the interpreter's callbacks have an order, which a replaced site cannot have
-        function = autopallas.optimize(original(case), implementation=IMPLEMENTATION, objective="always", strict=True)
+        function = autopallas.optimize(
+            original(case), implementation=IMPLEMENTATION, objective="always", autotune=False, strict=True
+        )
     return Check(f"{case.shape} {case.mask}", case.dtype, case.direction, _in_rows(function),
                  _in_rows(partial(exact, case)), partial(operands, case), _TOLERANCE)  # fmt: skip
 
@@ -161,7 +163,7 @@ def timed(small: bool) -> Iterator[Timed]:
 
 
 def _timed(case: Case, priority: int) -> Timed:
-    chunks = autopallas.optimize(original(case), implementation="xla", objective="always", strict=True)
+    chunks = autopallas.optimize(original(case), implementation="xla", objective="always", autotune=False, strict=True)
     t, b, h, n, p = (case.size(letter) for letter in "TBHNP")
     backwards = 3 if case.direction == "forward+backward" else 1
     return Timed(

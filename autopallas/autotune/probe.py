@@ -17,7 +17,7 @@ from autopallas import compat
 from autopallas.autotune.search import free_bytes
 from autopallas.autotune.trial import Trial
 from autopallas.compile.outside_trace import isolated
-from autopallas.compile.subprocess import Child, ChildError, tried
+from autopallas.compile.subprocess import Child, ChildError, lacks_memory, tried
 from autopallas.options import Options
 from autopallas.sites.calls import kernel_backward, kernel_forward
 from autopallas.sites.device import Device
@@ -127,8 +127,10 @@ class Prober:
             return "lowering", f"{type(error).__name__}: {error}"
         try:
             child = self._process()
-            if child is not None:
-                return child.tried(program, run, SECONDS)
+            fault = child.tried(program, run, SECONDS) if child is not None else None
+            if child is not None and not (fault and lacks_memory(fault[1])):
+                return fault
+            # There is no other process, or this one left it no memory of the device.
             return isolated(lambda: tried(program, run), SECONDS)
         except TimeoutError:
             self.__exit__()

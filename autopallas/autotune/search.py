@@ -13,6 +13,7 @@ import jax
 
 from autopallas.autotune.trial import Trial
 from autopallas.compat import ArrayFunction, PyTree
+from autopallas.compile.subprocess import lacks_memory
 from autopallas.progress import Progress
 from autopallas.sites.device import Device
 from autopallas.sites.operation import operation_named
@@ -44,7 +45,6 @@ _LONG_SECONDS = 0.1
 _RUNS_BEFORE = 2
 _SINGLE_RUN_SHARE = 0.8
 """Share of a gain that counts if one run of each was timed, after one other: fresh memory slows the original more."""
-_OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "MemoryError", "out of memory", "Out of memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ class _Search:
         if failure is None:
             fault = trial.fault(timing.differences, original.differences)
             failure = None if fault is None else Failure("compare", fault)
-        if failure is not None and (failure.stage == "memory" or any(s in failure.error for s in _OUT_OF_MEMORY)):
+        if failure is not None and (failure.stage == "memory" or lacks_memory(failure.error)):
             failure = Failure("memory", failure.error)  # this describes the moment, not the kernel
         self.tried[sizes] = Tried(
             block_sizes=sizes.to_dict(),

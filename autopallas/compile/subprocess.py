@@ -21,12 +21,20 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["Child", "ChildError", "end", "tried"]
+__all__ = ["Child", "ChildError", "end", "lacks_memory", "tried"]
 
 _HEADER = struct.Struct(">Q?d")
 """Length of the program that follows, whether to run it, and the seconds that this may take."""
 _STARTING_SECONDS = 60.0
 _GRACE_SECONDS = 5.0
+
+
+_OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "MemoryError", "out of memory", "Out of memory")
+
+
+def lacks_memory(error: str) -> bool:
+    """Returns whether an error, with its type in front, says that memory did not suffice."""
+    return any(words in error for words in _OUT_OF_MEMORY)
 
 
 class ChildError(RuntimeError):
@@ -141,8 +149,8 @@ def tried(program: bytes, run: bool) -> tuple[str, str] | None:
             stage = "run"
             jax.block_until_ready(compiled(*map(_dummy, types)))
     except Exception as error:
-        memory = stage == "run" and ("RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError))
-        return "memory" if memory else stage, f"{type(error).__name__}: {error}"[:1000]
+        words = f"{type(error).__name__}: {error}"[:1000]
+        return "memory" if stage == "run" and lacks_memory(words) else stage, words
     return None
 
 

@@ -14,6 +14,7 @@ from typing import Protocol
 import jax
 
 from autopallas.compat import PyTree
+from autopallas.compile.subprocess import lacks_memory
 from autopallas.fallback.bisect import ALL_SITES, NO_SITES, SEEN, Suspect, allowing, bisect_failures
 from autopallas.fallback.warn import warn_not_used
 from autopallas.faults import one_line
@@ -117,7 +118,7 @@ class _Fault:
 
 def is_memory(error: Exception) -> bool:
     """Returns whether an error reports a lack of memory."""
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+    return lacks_memory(f"{type(error).__name__}: {error}")
 
 
 def _compiled(call: Recoverable, allowed: tuple[str, ...]) -> _Fault | None:

@@ -196,7 +196,8 @@ def fill(
     left = [a for a in order if a in labels]
     array = np.broadcast_to(array, [sizes[a] for a in left]).transpose([left.index(a) for a in labels])
     extents = [math.prod(sizes[a] for a in parts) for _, parts in source.view]
-    window = tuple(slice(offset, offset + n) for (offset, _), n in zip(source.view, extents, strict=True))
+    slices = [slice(offset, offset + n) for (offset, _), n in zip(source.view, extents, strict=True)]
+    window = (*slices, ...)  # of an array without axes too this is a view, and no scalar
     every = [a for _, parts in source.view for a in parts]
     whole = operands[source.position][window].reshape([sizes[a] for a in every])
     whole[tuple(fixed.get(a, slice(None)) for a in every)] = array

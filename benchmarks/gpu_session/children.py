@@ -17,15 +17,21 @@ from benchmarks import environment
 
 __all__ = ["Child", "Role", "settings"]
 
-Role: TypeAlias = Literal["run", "compile"]
+Role: TypeAlias = Literal["time", "check", "compile", "compile checks"]
+"""What a child does: it alone times on the GPU; others share its memory."""
 
 _ROOT = Path(__file__).parents[2]
 _MEMORY = "0.88"
-"""Share of the GPU's memory that the process that runs takes; the rest is for those that compile."""
+"""Share of the GPU's memory that the process that times takes; kernels that are probed have the rest."""
+_WITHOUT_AUTOTUNING = "--xla_gpu_autotune_level=0"
+"""What is checked is not timed, and XLA's search for the fastest form of each product takes most of a compilation."""
 
 
 def settings(role: Role, cache: Path, small: bool) -> dict[str, str]:
-    """Returns the environment of a child."""
+    """Returns the environment of a child.
+
+    Programs that one child compiles ahead are found in the cache by another that has the same flags.
+    """
     found = environment.without_allocator_settings()
     found["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), found.get("PYTHONPATH", ""))))
     found |= {
@@ -38,9 +44,11 @@ def settings(role: Role, cache: Path, small: bool) -> dict[str, str]:
         # The interpreter's warpgroups wait for each other in threads, of which XLA has few on small machines.
         return found | {"JAX_PLATFORMS": "cpu", "NPROC": "32"}
     found.pop("JAX_PLATFORMS", None)
-    if role == "compile":
-        return found | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    return {"XLA_PYTHON_CLIENT_MEM_FRACTION": _MEMORY, **found}
+    if role == "time":
+        return {"XLA_PYTHON_CLIENT_MEM_FRACTION": _MEMORY, **found}
+    if role != "compile":
+        found["XLA_FLAGS"] = f"{found.get('XLA_FLAGS', '')} {_WITHOUT_AUTOTUNING}".strip()
+    return found | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 class Child:

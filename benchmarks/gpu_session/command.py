@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         cache=options.cache or output / "compiled",
         keep_going=options.keep_going,
     )
-    child = Child("small" if plan.small else "", settings("run", plan.cache, plan.small), output / "run.log")
+    child = Child("small" if plan.small else "", settings("check", plan.cache, plan.small), output / "run.log")
     answers = list(child.ask({"do": "hello"}, begin + min(_START_SECONDS, 60 * options.minutes)))
     told = next((answer for answer in answers if "kind" in answer), None)
     problem = _unusable(told, plan.small)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.gpu_session.children import Child, settings
+from benchmarks.gpu_session.children import Child, Role, settings
 from benchmarks.gpu_session.tasks import Task, of_kernels
 
 __all__ = ["Pool"]
@@ -88,6 +88,7 @@ class Pool:
 
     def _work(self) -> None:
         child: Child | None = None
+        role: Role | None = None
         try:
             while self._owner.left > 0:
                 try:
@@ -95,9 +96,13 @@ class Pool:
                 except IndexError:
                     return
                 plan = self._owner.plan
+                wanted: Role = "compile checks" if task.kind == "check" else "compile"
+                if child is not None and role != wanted and not plan.small:
+                    child.end()
+                    child = None
                 if child is None:
-                    mode = "lower" if plan.small else ""
-                    child = Child(mode, settings("compile", plan.cache, plan.small), self._owner.log("compile"))
+                    mode, role = "lower" if plan.small else "", wanted
+                    child = Child(mode, settings(role, plan.cache, plan.small), self._owner.log("compile"))
                 row = _asked(child, task, name, self._owner.left)
                 if row is None:
                     return

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_session.children import Child, settings
+from benchmarks.gpu_session.children import Child, Role, settings
 from benchmarks.gpu_session.compile_ahead import Pool
 from benchmarks.gpu_session.journal import Identity, Journal
 from benchmarks.gpu_session.summary import summary
@@ -59,6 +59,7 @@ class Session:
       plan, journal, identity: as given.
       versions: of each operation's kernels.
       child: the worker that runs tasks.
+      role: what that worker was started for.
       faults: names of rows of this call that are wrong.
       skipped: names of tasks that were not run.
       say: prints a line.
@@ -69,6 +70,7 @@ class Session:
     identity: Identity
     versions: Mapping[str, str]
     child: Child | None = None
+    role: Role = "check"
     faults: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     say: Callable[[str], None] = lambda line: print(line, flush=True)
@@ -87,6 +89,7 @@ class Session:
         try:
             for stage in self.plan.stages:
                 begin = time.monotonic()
+                self._begin("time" if stage in (2, 5) else "check")
                 if stage == 0 and 1 in self.plan.stages and not self.plan.small:
                     # While one process begins, the others compile what it needs next.
                     pool.add(task for task in ahead if task.stage in (0, 2))
@@ -110,6 +113,12 @@ class Session:
         finally:
             pool.stop()
             self.end()
+
+    def _begin(self, role: Role) -> None:
+        """Ends a worker that was started for something else, whose memory those that compile would lack."""
+        if role != self.role and not self.plan.small:
+            self.end()
+        self.role = role
 
     def end(self) -> None:
         if self.child is not None:
@@ -147,7 +156,7 @@ class Session:
         """Asks a child for rows; returns the names that have to be asked for again, after one hung or broke it."""
         if self.child is None:
             small = self.plan.small
-            self.child = Child("small" if small else "", settings("run", self.plan.cache, small), self.log("run"))
+            self.child = Child("small" if small else "", settings(self.role, self.plan.cache, small), self.log("run"))
         limit = _LIMITS[task.kind] * (5 if self.plan.small else 1)
         request = {
             "do": "run", "task": task.name, "names": list(names), "small": self.plan.small,

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import cache
@@ -63,6 +64,7 @@ def serve(small: bool, lower: bool) -> None:
                 else:
                     sick = _run(_named(small, lower)[request["task"]], request, send)
         except Exception as problem:
+            traceback.print_exc()
             send("row", {"failure": _words(problem)})
         send("done", {"sick": sick})
 
@@ -120,6 +122,7 @@ def _compile(task: Task, name: str, lower: bool) -> dict[str, Any]:
         else:
             _compiled(function, arguments)
     except Exception as problem:
+        traceback.print_exc()
         failure = _words(problem)
     return {"program": name, "seconds": round(time.monotonic() - begin, 2), "failure": failure}
 
@@ -171,6 +174,7 @@ def _check(check: Check, repetitions: int, send: Send) -> bool:
         row |= {"repetitions": repetitions, "differing": sum(not bool(x) for x in same)}
         row["wrong"] = bool(errors.largest > check.tolerance or errors.row > ROW_TOLERANCE or row["differing"])
     except Exception as problem:
+        traceback.print_exc()
         row |= {"failure": _words(problem), "wrong": True}
     send("row", row)
     return "failure" in row and not _healthy()
