@@ -130,9 +130,11 @@ class Scripted:
     """A child whose candidates named "hangs", "dies" and "poisons" do so."""
 
     started = 0
+    environments = []
 
-    def __init__(self, *_):
+    def __init__(self, mode, environ, log):
         Scripted.started += 1
+        Scripted.environments.append(environ)
 
     def ask(self, request, until):
         for name in request["names"]:
@@ -184,6 +186,16 @@ def test_what_hangs_dies_or_breaks_the_device_costs_its_own_row_alone(run):
     assert rows["matmul"]["microseconds"] == rows["pallas_gpu good"]["microseconds"] == 10.0
     assert Scripted.started == 4
     assert [name.rpartition(": ")[2] for name in own.faults] == ["pallas_gpu hangs", "pallas_gpu poisons"]
+
+
+def test_what_times_is_alone_on_the_device_and_has_xla_choose_its_products(run):
+    own, Scripted.environments = run(), []
+    own.run([replace(case_of(["matmul"]), stage=0), case_of(["matmul"])], [])
+    checks, times = Scripted.environments
+    assert checks["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    assert "autotune_level=0" in checks["XLA_FLAGS"]
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in times
+    assert "autotune_level" not in times.get("XLA_FLAGS", "")
 
 
 def test_a_later_call_runs_what_has_no_row_yet(run):

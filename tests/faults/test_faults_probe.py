@@ -127,6 +127,18 @@ def test_a_probe_that_is_killed(started, monkeypatch):
     kept("compile")
 
 
+def test_a_process_that_finds_no_memory_of_the_device_blames_no_kernel(started, monkeypatch):
+    """This process may hold nearly all of it, and has room for what the other could not even compile."""
+    words = "JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 16.49MiB"
+    monkeypatch.setattr(subprocess.Child, "tried", lambda self, *_: ("compile", words))
+    case = program("attention")
+    fn = autopallas.optimize(case.function, objective="always", strict=True)
+    case.same(fn(*case.operands))
+    assert fn.report().counts() == {"attention": 1}
+    assert started
+    assert {verdict.outcome for verdict in ProbeResults.current().entries()} == {"works"}
+
+
 def test_what_does_not_fit_is_not_run(inside, monkeypatch):
     runs = []
     monkeypatch.setattr(probe, "tried", lambda program, run: runs.append(run))

@@ -16,7 +16,7 @@ from autopallas.kernels.mixture_of_experts.site import ExpertsSite
 from autopallas.sites.calls import replaced_at, under_vmaps, vjp_at
 from autopallas.sites.declared import DeclaredSite
 from autopallas.sites.division import Division, PositionOperand, ShardableAxes
-from autopallas.sites.index_notation import Operand, Positions, Reader, layout, sources_in
+from autopallas.sites.index_notation import Operand, Positions, Reader, fill, layout, sources_in
 from autopallas.sites.indexed_site import IndexedSite
 
 FLOAT, INT = np.dtype(np.float32), np.dtype(np.int32)
@@ -152,3 +152,13 @@ def test_the_last_vmap_is_the_outermost():
     total, shared = run(x, y)
     np.testing.assert_array_equal(total, x + 1)
     assert shared.shape == (3, 2)
+
+
+def test_an_operand_without_axes_is_filled():
+    """As the scale of a loss is, on example inputs to measure with."""
+    operands = [np.full((), 7.0, np.float32), np.zeros((2, 3), np.float32)]
+    groups, sizes = ((0,), (1,)), (2, 3)
+    fill(Operand(0, ()), np.ones((1, 1), np.float32), operands, sizes, groups)
+    fill(Operand(1, ((0, (0,)), (0, (1,)))), np.ones((2, 3), np.float32), operands, sizes, groups)
+    assert [x.shape for x in operands] == [(), (2, 3)]
+    assert all((x == 1).all() for x in operands)
