@@ -96,24 +96,26 @@ def _exact(mask: str, *arguments: Any) -> Any:
     """The result and the gradients in float32, these with the result rounded to the query's dtype.
 
     A row of dS is p (dp - delta), where delta is the row's sum of p dp, or of the cotangent times the result.  Kernels
-    take the second, of the result that they have stored.  Where dq of a row is small, what rounding adds to delta is
-    most of its error: up to 0.23 of the row for D=256.  It is no fault, and is part of what is wanted here: delta + e is
-    had by a cotangent of -e for each row's logsumexp, whose gradient for the scores is p.  Where a gradient sums over
-    keys (bias), delta is summed from p dp.
+    take the second, of the result that they have stored.  Where dq of a row is small, what rounding adds to delta, e,
+    is most of its error, up to 0.23 of the row for D=256.  It is no fault, and part of what is wanted here: the
+    gradient of each row's logsumexp for the scores is p, so that its cotangent is -e.  Where a gradient sums over keys
+    (bias), delta is summed from p dp.
     """
     wide = [x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in arguments]
     with jax.default_matmul_precision("highest"):
 
-        def with_sizes(query: Any, key: Any, value: Any, *rest: Any) -> Any:
+        def with_logsumexp(query: Any, key: Any, value: Any, *rest: Any) -> Any:
             out = naive(mask, query, key, value, *rest)
-            return out, jax.nn.logsumexp(_scores(mask, query, key, *rest), axis=-1)
+            return out, jax.nn.logsumexp(_scores(mask, query, key, *rest), axis=-1)  # [B, N, T]
 
         def cotangents(results: Any) -> Any:
-            out, sizes = results
+            out, logsumexp = results
             added = out.astype(arguments[0].dtype).astype(out.dtype) - out
-            return wide[-1], jnp.zeros_like(sizes) if "bias" in mask else -jnp.einsum("btnd,btnd->bnt", wide[-1], added)
+            return wide[-1], jnp.zeros_like(logsumexp) if "bias" in mask else -jnp.einsum(
+                "btnd,btnd->bnt", wide[-1], added
+            )
 
-        (out, _), *gradients = _with_gradients(with_sizes, wide[:-1], cotangents)
+        (out, _), *gradients = _with_gradients(with_logsumexp, wide[:-1], cotangents)
     return out, *gradients
 
 
@@ -128,7 +130,7 @@ def _both(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_gradients(function: Callable[..., Any], given: Any, cotangents: Callable[[Any], Any]) -> tuple[Any, ...]:
-    """A function's results, and the gradients of all floating-point arguments from what ``cotangents`` makes of these."""
+    """A function's results, and gradients for floats among its arguments, from what ``cotangents`` makes of these."""
     active = tuple(n for n, x in enumerate(given) if jnp.issubdtype(x.dtype, jnp.floating))
 
     def of(*chosen: Any) -> Any:

@@ -7,6 +7,7 @@ import tarfile
 import time
 from dataclasses import replace
 from types import MappingProxyType
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -130,7 +131,7 @@ class Scripted:
     """A child whose candidates named "hangs", "dies" and "poisons" do so."""
 
     started = 0
-    environments = []
+    environments: ClassVar[list] = []
 
     def __init__(self, mode, environ, log):
         Scripted.started += 1
