@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Mapping
 from importlib import metadata
@@ -54,6 +55,15 @@ def backend() -> str:
 def device() -> str:
     """The device's own name."""
     return str(jax.devices()[0].device_kind)
+
+
+def backend_and_device() -> tuple[str, str]:
+    """:func:`backend` and :func:`device`, asked in a process of its own: this one leaves a GPU's memory to others."""
+    code = "import jax; print(jax.default_backend()); print(jax.devices()[0].device_kind)"
+    variables = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, check=True, stdout=subprocess.PIPE, text=True)
+    platform_name, kind = done.stdout.splitlines()[-2:]
+    return platform_name, kind
 
 
 def processor() -> str:

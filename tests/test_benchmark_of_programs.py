@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import autopallas
 from benchmarks import cli
 from benchmarks.programs import child, measure, missing, programs
 from benchmarks.programs import cli as programs_cli
@@ -133,6 +134,67 @@ def test_of_a_steps_state_the_change_is_compared() -> None:
     assert child.difference((good, jnp.zeros(())), (bad, jnp.zeros(())), (state,)) == pytest.approx(0.5)
     assert child.difference(np.ones(4), np.full(4, 1.5), (state,)) == pytest.approx(0.5)
     assert child.difference(jnp.zeros(3), jnp.ones(3), (jnp.ones(3),)) == pytest.approx(3**0.5)
+
+
+def test_on_a_gpu_wall_time_counts_and_a_quick_row_has_what_was_measured() -> None:
+    found = row(
+        clock="wall", device="NVIDIA H100 80GB HBM3", cpu_ratio=None, wall_ratio=[1.5, 1.4, 1.6],
+        device_ratio=[1.6, 1.6, 1.6], wall_seconds={"original": 0.15, "optimized": 0.1},
+        temporary_bytes={"original": 100, "optimized": 80}, first_step_wall_seconds={"original": 9.0, "searched": 20.0},
+    )  # fmt: skip
+    del found["vector_extensions"], found["first_step_cpu_seconds"]
+    assert measure.verdicts(found) == [], "of the first step without a search nothing is known"
+    assert "slower: 0.90" in measure.verdicts(found | {"wall_ratio": [0.9, 0.9, 0.9]})[0]
+    assert "1.50 [1.40, 1.60]  device 1.60  150.0 ms" in measure.line(found)
+    assert "1.50 times as fast; temporary memory 0.80; first step 2.22 with one" in measure.summary([found])
+    assert programs_cli._machine(found)[1] == "NVIDIA H100 80GB HBM3"
+
+
+def test_a_program_runs_where_it_is_sized_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+
+    def measured(program: Program, effort: measure.Effort, cache: Path) -> dict[str, Any]:
+        ran.append(f"{program.name} by {effort.clock} time")
+        return {"program": program.name, "failure": "not run"}
+
+    def built() -> Any:
+        raise AssertionError
+
+    chosen = [Program("one forward", (), built), Program("large train", (), built, "gpu", built)]
+    monkeypatch.setattr(programs_cli, "programs", lambda: chosen)
+    monkeypatch.setattr(measure, "measured", measured)
+    assert cli.main(["programs", "--list"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["one forward", "large train   (for a GPU)"]
+    for platform in ("cpu", "gpu"):
+        monkeypatch.setattr(programs_cli.environment, "backend_and_device", lambda of=platform: (of, "its kind"))
+        cli.main(["programs"])
+    assert ran == ["one forward by cpu time", "large train by wall time"]
+
+
+def test_a_quick_dry_run_goes_the_whole_way(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    arguments = ["--dry-run", "--quick", "--rounds", "2", "--filter", "plain mamba", "--output", str(file)]
+    assert cli.main(["programs", *arguments]) == 0, capsys.readouterr().out
+    (found,) = json.loads(file.read_text())
+    assert found["program"].endswith("(dry run)")
+    assert "recurrence" in {site["op"] for site in found["sites"]}
+    assert {"block_sizes_from", "measured", "reason", "implementation"} <= set(found["sites"][0])
+    assert found["tuning"] == {"searches": 0, "cache_hits": 0}
+    assert set(found["first_step_cpu_seconds"]) == {"original", "searched"}
+    assert found["difference"] < 0.05
+
+
+@pytest.mark.parametrize("program", [one for one in programs() if one.small], ids=lambda one: one.name)
+def test_a_program_for_a_gpu_keeps_its_results_at_small_sizes(program: Program) -> None:
+    if absent := missing(program):
+        pytest.skip(f"needs {', '.join(absent)}")
+    assert program.small is not None
+    function, arguments = program.small()
+    optimized = autopallas.optimize(function, objective="always")
+    assert child.difference(jax.jit(function)(*arguments), optimized(*arguments), arguments) < 0.05
+    assert len(optimized.report().sites) >= 3
 
 
 def test_a_program_is_measured_with_its_sites() -> None:

@@ -1,8 +1,9 @@
-"""Measures one program in a process of its own: ``python -m benchmarks.programs.child WHAT NAME ROUNDS``.
+"""Measures one program in a process of its own: ``python -m benchmarks.programs.child WHAT NAME ROUNDS [FLAG ...]``.
 
 WHAT is ``original`` or ``optimized``, whose first step is timed, ``steps``, for which both run in turns, or ``rows``,
-which lists the sites that have a kernel here and whether the tuned tables have a row for each, and runs nothing.  The
-result is one line of JSON, the last on standard output.
+which lists the sites that have a kernel here and whether the tuned tables have a row for each, and runs nothing.  FLAGs
+are ``quick``, with which ``steps`` leaves out what takes a compilation more and stops earlier, and ``small``, for the
+sizes of a dry run.  The result is one line of JSON, the last on standard output.
 """
 
 from __future__ import annotations
@@ -12,33 +13,45 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
 import autopallas
+from autopallas.report import Report
 from autopallas.sites.operation import operation_named
 from autopallas.tuning import measure
 from autopallas.tuning.measure import Timing
+from benchmarks import environment
 from benchmarks.programs import programs
 from benchmarks.programs.program import Built
 
 ORIGINAL, OPTIMIZED, MEMORY, ROWS = "original", "optimized", "memory", "rows"
+QUICK, SMALL = "quick", "small"
+
+_OF_SITE = (
+    "op", "kind", "direction", "verdict", "implementation", "reason", "block_sizes", "block_sizes_from", "measured",
+    "attempts",
+)  # fmt: skip
 
 
 def _first_step(built: Built, optimized: bool) -> dict[str, Any]:
     """Processor and wall time from the function to its first result: trace, lower, compile, run."""
     function, arguments = built
+    return _timed(autopallas.optimize(function) if optimized else jax.jit(function), arguments)[1]
+
+
+def _timed(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, dict[str, float]]:
     jax.block_until_ready(arguments)
-    candidate = autopallas.optimize(function) if optimized else jax.jit(function)
     wall, cpu = time.perf_counter(), time.process_time()
-    jax.block_until_ready(candidate(*arguments))
-    return {"cpu_seconds": time.process_time() - cpu, "wall_seconds": time.perf_counter() - wall}
+    result = jax.block_until_ready(function(*arguments))
+    return result, {"cpu_seconds": time.process_time() - cpu, "wall_seconds": time.perf_counter() - wall}
 
 
-def _median(timing: Timing) -> float | None:
-    spread = timing.spread("cpu")
+def _median(timing: Timing, clock: Any) -> float | None:
+    spread = timing.spread(clock)
     return spread and spread.median
 
 
@@ -64,36 +77,53 @@ def _change(before: Any, after: Any) -> Any:
     return after - before if jax.dtypes.issubdtype(after.dtype, np.inexact) else after
 
 
-def _steps(built: Built, rounds: int) -> dict[str, Any]:
+def _steps(built: Built, rounds: int, quick: bool = False) -> dict[str, Any]:
     function, arguments = built
-    optimized, smaller = autopallas.optimize(function), autopallas.optimize(function, objective="memory")
-    original = jax.jit(function)
-    differs = difference(original(*arguments), optimized(*arguments), arguments)
+    optimized, original = autopallas.optimize(function), jax.jit(function)
+    found, first = _timed(optimized, arguments)
+    report = optimized.report()
+    compiled = original.lower(*arguments).compile()
+    differs = difference(compiled(*arguments), found, arguments)
+    del found
     measured = measure(
-        {ORIGINAL: original, OPTIMIZED: optimized}, arguments,
-        baseline=ORIGINAL, repetitions=rounds, seconds=180.0,
+        {ORIGINAL: compiled, OPTIMIZED: optimized}, arguments,
+        baseline=ORIGINAL, repetitions=rounds, seconds=10.0 if quick else 180.0,
     )  # fmt: skip
-    ratios = {clock: measured.ratio(OPTIMIZED, clock=clock) for clock in ("cpu", "wall")}
+    clocks = ("cpu", "wall") if environment.backend() == "cpu" else ("wall", "device")
+    ratios = {clock: measured.ratio(OPTIMIZED, clock=clock) for clock in clocks}
     timing = measured[OPTIMIZED]
-    sites = optimized.report().sites
-    analysis = smaller.lower(*arguments).compile().memory_analysis()
+    memory = {ORIGINAL: measured[ORIGINAL].temporary_bytes, OPTIMIZED: timing.temporary_bytes}
+    if not quick:
+        smaller = autopallas.optimize(function, objective="memory")
+        analysis = smaller.lower(*arguments).compile().memory_analysis()
+        memory[MEMORY] = analysis and int(analysis.temp_size_in_bytes)
     return {
+        "clock": clocks[0],
         **{f"{clock}_ratio": r and [r.median, r.lower, r.upper] for clock, r in ratios.items()},
-        "cpu_seconds": {name: _median(measured[name]) for name in (ORIGINAL, OPTIMIZED)},
-        "temporary_bytes": {
-            ORIGINAL: measured[ORIGINAL].temporary_bytes, OPTIMIZED: timing.temporary_bytes,
-            MEMORY: analysis and int(analysis.temp_size_in_bytes),
+        **{
+            f"{clock}_seconds": {name: _median(measured[name], clock) for name in (ORIGINAL, OPTIMIZED)}
+            for clock in clocks
         },
-        "sites": [
-            {"op": site.op, "kind": site.kind, "direction": site.direction, "verdict": site.verdict,
-             "implementation": site.implementation, "reason": site.reason, "spec": site.spec_line} for site in sites
-        ],
-        "near_misses": [[miss.op, miss.reason] for miss in optimized.report().near_misses],
+        "first_step": first,
+        "temporary_bytes": memory,
+        **_of_report(report),
         "difference": differs,
-        "rounds": len(timing.cpu),
+        "rounds": len(timing.wall),
         "failure": timing.failure and str(timing.failure),
         "load": os.getloadavg()[0],
-    }  # fmt: skip
+    }
+
+
+def _of_report(report: Report) -> dict[str, Any]:
+    """What a report says of sites, and of the time that passes took: the search is in that of the plan."""
+    found: Any = report.to_dict()
+    return {
+        "sites": [{name: site[name] for name in _OF_SITE} | {"spec": site["spec_line"]} for site in found["sites"]],
+        "near_misses": [[miss["op"], miss["reason"]] for miss in found["near_misses"]],
+        "failures": found["failures"],
+        "tuning": found["tuning"],
+        "passes": {one.name: round(one.seconds, 3) for one in report.trace if one.seconds >= 0.01},
+    }
 
 
 def _rows(built: Built) -> dict[str, Any]:
@@ -110,13 +140,13 @@ def _rows(built: Built) -> dict[str, Any]:
 
 
 def main() -> None:
-    what, name, rounds = sys.argv[1:]
+    what, name, rounds, *flags = sys.argv[1:]
     (program,) = (one for one in programs() if one.name == name)
-    built = program.build()
+    built = program.small() if SMALL in flags and program.small else program.build()
     if what == ROWS:
         found = _rows(built)
     elif what == "steps":
-        found = _steps(built, int(rounds))
+        found = _steps(built, int(rounds), QUICK in flags)
     else:
         found = _first_step(built, what == OPTIMIZED)
     print(json.dumps(found))

@@ -1,4 +1,4 @@
-"""``python -m benchmarks programs``: unmodified programs of other libraries, by default options."""
+"""``python -m benchmarks programs``: programs of other libraries and of plain JAX, by default options."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ RESULTS = Path(__file__).parents[1] / "results" / "programs-cpu.json"
 _DESCRIPTION = """\
 Runs unmodified programs of other libraries as they are written and under autopallas.optimize with default options.
 
-Each row has the ratio of processor times (2.0: the original takes twice as long), temporary memory, and what the
-first step costs: without a search, with the quick search of a first run, and with what that search left in the cache.
-The libraries are those of the extra "programs"; a program whose library is missing is left out, and said.
+Each row has the ratio of times (2.0: the original takes twice as long; processor time on a CPU, else wall time),
+temporary memory, and what the first step costs: without a search, with the search of a first run, and with what that
+search left in the cache.  The libraries are those of the extra "programs"; a program whose library is missing is left
+out, and said.  Programs that are sized for a GPU run on GPUs, and the others on CPUs.
 """
 
 
@@ -45,6 +46,14 @@ def main(arguments: Sequence[str]) -> int:
         "--filter", action="append", default=[], metavar="WORDS",
         help="only programs whose names have all these words; given several times: any of them",
     )  # fmt: skip
+    parser.add_argument(
+        "--quick", action="store_true",
+        help="two processes for each program: the first step of the original; and that of the optimized one, with a\n"
+        'search in an empty cache, followed by both in turns; nothing under objective="memory"',
+    )  # fmt: skip
+    parser.add_argument(
+        "--dry-run", action="store_true", help="the programs for GPUs at small sizes, wherever; times mean nothing"
+    )
     parser.add_argument("--rounds", type=int, default=15, help="runs of each program, in turns (%(default)s)")
     parser.add_argument("--repeats", type=int, default=2, help="first steps of each kind (%(default)s)")
     parser.add_argument(
@@ -57,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--cache", type=Path, metavar="DIR", help="keeps what quick searches find; by default forgotten"
     )
-    stays = f"rows as JSON, such as {RESULTS.name}; rows of other machines and programs in it stay"
+    stays = f"rows as JSON, such as {RESULTS.name} or programs-gpu.json; rows of other machines and programs in it stay"
     parser.add_argument("--output", type=Path, metavar="FILE", help=stays)
     options = parser.parse_args(arguments)
     for name in ("rounds", "repeats"):
@@ -68,9 +77,14 @@ def main(arguments: Sequence[str]) -> int:
     chosen = [one for one in programs() if _selected(one.name, options.filter)]
     if options.list:
         for program in chosen:
-            absent = missing(program)
-            print(program.name + (f"   (needs {', '.join(absent)})" if absent else ""))
+            notes = ["for a GPU"] if program.platform == "gpu" else []
+            if absent := missing(program):
+                notes.append(f"needs {', '.join(absent)}")
+            print(program.name + (f"   ({'; '.join(notes)})" if notes else ""))
         return 0
+    platform, device = environment.backend_and_device()
+    sized_for = "cpu" if platform == "cpu" and not options.dry_run else "gpu"
+    chosen = [program for program in chosen if program.platform == sized_for]
     absent = {name for program in chosen for name in missing(program)}
     if absent:
         left = sum(bool(missing(program)) for program in chosen)
@@ -81,17 +95,21 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     if options.coverage:
         return _coverage(chosen)
+    effort = measure.Effort(
+        platform, device, options.rounds, options.repeats, options.quick, small=options.dry_run
+    )  # fmt: skip
     # As of an installed package: else each first step would read the syntax of ours, but not that of its libraries.
     compileall.compile_dir(Path(autopallas.__file__).parent, quiet=1)
     known = _read(options.output) if options.first_steps else {}
     rows: list[measure.Row] = []
     with tempfile.TemporaryDirectory() as forgotten:
         cache = options.cache or Path(forgotten)
+        machine = environment.vector_extensions() if platform == "cpu" else device
         for program in chosen:
             if not options.first_steps:
-                rows.append(measure.measured(program, options.rounds, options.repeats, cache))
-            elif row := known.get((program.name, environment.vector_extensions(), jax.__version__)):
-                rows.append(measure.with_first_steps(row, program, options.repeats, cache))
+                rows.append(measure.measured(program, effort, cache))
+            elif row := known.get((program.name, machine, jax.__version__)):
+                rows.append(measure.with_first_steps(row, program, effort, cache))
             else:
                 print(f"{program.name}: no row of this machine in {options.output}")
                 continue
@@ -124,7 +142,8 @@ def _selected(name: str, wanted: Sequence[str]) -> bool:
 
 
 def _machine(row: dict[str, Any]) -> tuple[str, ...]:
-    return row["program"], row["vector_extensions"], row["versions"]["jax"]
+    """The key of a row: program, vector extensions of a CPU or kind of another device, version of JAX."""
+    return row["program"], row.get("vector_extensions", row.get("device", "")), row["versions"]["jax"]
 
 
 def _read(path: Path) -> dict[tuple[str, ...], measure.Row]:

@@ -8,15 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.programs.program import Built, Program, images, tokens
+from benchmarks.programs.program import Built, Program, images, tokens, train_step
 
 __all__ = ["PROGRAMS"]
 
 
-def _encoder(length: int, dtype: Any) -> Built:
+def _encoder(length: int, dtype: Any, batch: int = 1, width: int = 512, layers: int = 2, train: bool = False) -> Built:
     from flax import nnx
 
-    rngs, width = nnx.Rngs(0), 512
+    rngs = nnx.Rngs(0)
 
     class Block(nnx.Module):
         def __init__(self) -> None:
@@ -30,7 +30,7 @@ def _encoder(length: int, dtype: Any) -> Built:
             x = x + self.attend(self.first(x))
             return x + self.down(jax.nn.gelu(self.up(self.second(x))))
 
-    blocks = [Block() for _ in range(2)]
+    blocks = [Block() for _ in range(layers)]
     definitions, states = zip(*map(nnx.split, blocks), strict=True)
 
     def forward(states: Any, x: jax.Array) -> jax.Array:
@@ -38,7 +38,11 @@ def _encoder(length: int, dtype: Any) -> Built:
             x = nnx.merge(definition, state)(x)
         return x
 
-    return forward, (states, images(1, length, width).astype(dtype))
+    def loss(states: Any, x: jax.Array, wanted: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.square(forward(states, x) - wanted).astype(jnp.float32))
+
+    x = images(batch, length, width).astype(dtype)
+    return (train_step(loss), (states, x, x)) if train else (forward, (states, x))
 
 
 def _mixture(batch: int, length: int) -> Built:
@@ -61,6 +65,11 @@ PROGRAMS = (
     Program("flax encoder forward B1 T4096 f32", ("flax",), functools.partial(_encoder, 4096, jnp.float32)),
     Program("flax encoder forward B1 T2048 bf16", ("flax",), functools.partial(_encoder, 2048, jnp.bfloat16)),
     Program(
+        "flax encoder train B8 T2048 bf16", ("flax",),
+        functools.partial(_encoder, 2048, jnp.bfloat16, 8, 1024, 4, True), "gpu",
+        functools.partial(_encoder, 16, jnp.bfloat16, 2, 64, 1, True),
+    ),
+    Program(
         "nano-moe mixture train B4 T256 f32", ("nano-moe-jax", "flax", "optax"), functools.partial(_mixture, 4, 256)
     ),
-)
+)  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from benchmarks.programs.program import Built, Program, images, labels, tokens, 
 __all__ = ["PROGRAMS"]
 
 _PACKAGES = ("transformers", "flax", "optax")
+_Sizes = Mapping[str, int]
 _VOCABULARY = 8192
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _NO_DROPOUT_IN_BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -30,23 +32,25 @@ def _next_token(model: Any) -> Any:
     return loss
 
 
-def _gpt2(batch: int, length: int, **rates: float) -> Built:
+def _gpt2(batch: int, length: int, dtype: Any = jnp.float32, sizes: _Sizes | None = None, **rates: float) -> Built:
     from transformers import FlaxGPT2LMHeadModel, GPT2Config
 
-    config = GPT2Config(n_layer=2, n_head=8, n_embd=512, n_positions=length, vocab_size=_VOCABULARY, **rates)
-    model = FlaxGPT2LMHeadModel(config, input_shape=(1, 8))
-    ids = tokens(batch, length, _VOCABULARY)
+    sizes = sizes or {"n_layer": 2, "n_head": 8, "n_embd": 512, "vocab_size": _VOCABULARY}
+    config = GPT2Config(n_positions=length, **sizes, **rates)
+    model = FlaxGPT2LMHeadModel(config, input_shape=(1, 8), dtype=dtype)
+    ids = tokens(batch, length, config.vocab_size)
     key = () if rates else (jax.random.PRNGKey(7),)  # by default all rates are 0.1, that of attention's weights too
     return train_step(_next_token(model)), (model.params, ids, jnp.ones_like(ids), *key)
 
 
-def _bert(batch: int, length: int) -> Any:
+def _bert(batch: int, length: int, sizes: _Sizes | None = None) -> Any:
     from transformers import BertConfig
 
-    return BertConfig(
-        num_hidden_layers=2, num_attention_heads=8, hidden_size=512, intermediate_size=2048,
-        max_position_embeddings=length, vocab_size=_VOCABULARY, **_NO_DROPOUT_IN_BERT,
-    )  # fmt: skip
+    sizes = sizes or {
+        "num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 512, "intermediate_size": 2048,
+        "vocab_size": _VOCABULARY,
+    }  # fmt: skip
+    return BertConfig(max_position_embeddings=length, **sizes, **_NO_DROPOUT_IN_BERT)
 
 
 def _bert_forward(batch: int, length: int, dtype: Any) -> Built:
@@ -62,13 +66,13 @@ def _bert_forward(batch: int, length: int, dtype: Any) -> Built:
     return forward, (model.params, ids, mask)
 
 
-def _bert_train(batch: int, length: int) -> Built:
+def _bert_train(batch: int, length: int, dtype: Any = jnp.float32, sizes: _Sizes | None = None) -> Built:
     import optax
     from flax.training.common_utils import onehot
     from transformers import FlaxBertForMaskedLM
 
-    model = FlaxBertForMaskedLM(_bert(batch, length), input_shape=(1, 8))
-    ids = tokens(batch, length, _VOCABULARY)
+    model = FlaxBertForMaskedLM(_bert(batch, length, sizes), input_shape=(1, 8), dtype=dtype)
+    ids = tokens(batch, length, model.config.vocab_size)
     wanted = jnp.where(jax.random.uniform(jax.random.key(4), ids.shape) < 0.15, ids, -100)
 
     def loss(parameters: Any, ids: jax.Array, mask: jax.Array, wanted: jax.Array) -> jax.Array:
@@ -80,15 +84,16 @@ def _bert_train(batch: int, length: int) -> Built:
     return train_step(loss), (model.params, ids, jnp.ones_like(ids), wanted)
 
 
-def _llama(batch: int, length: int, dtype: Any) -> Built:
+def _llama(batch: int, length: int, dtype: Any, sizes: _Sizes | None = None) -> Built:
     from transformers import FlaxLlamaForCausalLM, LlamaConfig
 
-    config = LlamaConfig(
-        num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, hidden_size=512, intermediate_size=1024,
-        max_position_embeddings=length, vocab_size=_VOCABULARY, attention_dropout=0.0,
-    )  # fmt: skip
+    sizes = sizes or {
+        "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 512,
+        "intermediate_size": 1024, "vocab_size": _VOCABULARY,
+    }  # fmt: skip
+    config = LlamaConfig(max_position_embeddings=length, attention_dropout=0.0, **sizes)
     model = FlaxLlamaForCausalLM(config, input_shape=(1, 8), dtype=dtype)
-    ids = tokens(batch, length, _VOCABULARY)
+    ids = tokens(batch, length, config.vocab_size)
     return train_step(_next_token(model)), (model.params, ids, jnp.ones_like(ids))
 
 
@@ -172,6 +177,14 @@ def _program(name: str, build: Any, *arguments: Any, **rates: float) -> Program:
     return Program(name, _PACKAGES, functools.partial(build, *arguments, **rates))
 
 
+def _of_gpu(name: str, build: Any, batch: int, length: int, sizes: _Sizes, small: _Sizes, **rates: float) -> Program:
+    build = functools.partial(build, dtype=jnp.bfloat16, **rates)
+    whole, dry = (
+        functools.partial(build, *of, sizes=given) for of, given in (((batch, length), sizes), ((2, 32), small))
+    )
+    return Program(name, _PACKAGES, whole, "gpu", dry)
+
+
 PROGRAMS = (
     _program("transformers GPT-2 train B1 T1024 f32", _gpt2, 1, 1024, **_NO_DROPOUT),
     _program("transformers GPT-2 train B4 T512 f32", _gpt2, 4, 512, **_NO_DROPOUT),
@@ -185,4 +198,23 @@ PROGRAMS = (
     _program("transformers BART train B4 T512 f32", _bart, 4, 512),
     _program("transformers ViT train B4 T197 f32", _vit, 4),
     _program("transformers Whisper encoder forward B1 T1500 f32", _whisper, 1, 3000),
-)
+    _of_gpu(
+        "transformers GPT-2 train B8 T1024 bf16", _gpt2, 8, 1024,
+        {"n_layer": 4, "n_head": 12, "n_embd": 768, "vocab_size": 50257},
+        {"n_layer": 1, "n_head": 2, "n_embd": 32, "vocab_size": 97}, **_NO_DROPOUT,
+    ),
+    _of_gpu(
+        "transformers Llama train B2 T2048 bf16", _llama, 2, 2048,
+        {"num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 4, "hidden_size": 2048,
+         "intermediate_size": 5632, "vocab_size": 32000},
+        {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64,
+         "intermediate_size": 64, "vocab_size": 97},
+    ),
+    _of_gpu(
+        "transformers BERT train B32 T512 bf16", _bert_train, 32, 512,
+        {"num_hidden_layers": 4, "num_attention_heads": 12, "hidden_size": 768, "intermediate_size": 3072,
+         "vocab_size": 30522},
+        {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 64,
+         "vocab_size": 97},
+    ),
+)  # fmt: skip

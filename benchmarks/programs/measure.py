@@ -11,22 +11,23 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from benchmarks import environment
-from benchmarks.programs.child import MEMORY, OPTIMIZED, ORIGINAL, ROWS
+from benchmarks.programs.child import MEMORY, OPTIMIZED, ORIGINAL, QUICK, ROWS, SMALL
 from benchmarks.programs.program import Program
 
-__all__ = ["covered", "measured", "summary", "verdicts"]
+__all__ = ["Effort", "covered", "measured", "summary", "verdicts"]
 
 Row = dict[str, Any]
 
-SECONDS = 900.0
-"""After which a process is given up."""
+SECONDS, QUICK_SECONDS = 900.0, 150.0
+"""After which a process is given up, and one of a quick run."""
 SLOWEST = 0.97
-"""Least ratio of processor time by default options."""
+"""Least ratio of times by default options."""
 MEMORY_MOST, MEMORY_PAID = 1.05, 1.3
 """More temporary memory than the first times the original's needs a gain in time of the second."""
 FIRST_STEP_MOST, FIRST_STEP_SECONDS = 1.15, 0.3
@@ -37,37 +38,72 @@ class _Failed(Exception):
     """A process that measures part of a program ended otherwise than with a result."""
 
 
-def measured(program: Program, rounds: int, repeats: int, cache: Path) -> Row:
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured, and where.
+
+    Attributes:
+      platform: "cpu", where processor time counts, or another one, where wall time does.
+      device: its kind.
+      rounds: how often both run in turns.
+      repeats: first steps of each kind.
+      quick: whether two processes do: one for the first step of the original, one for the first step with a search
+        and for both in turns.
+      small: whether programs are of the sizes of a dry run.
+    """
+
+    platform: str
+    device: str
+    rounds: int = 15
+    repeats: int = 2
+    quick: bool = False
+    small: bool = False
+
+    @property
+    def clock(self) -> str:
+        return "cpu" if self.platform == "cpu" else "wall"
+
+
+def measured(program: Program, effort: Effort, cache: Path) -> Row:
     """One row: a program as it is written and under default options.
 
     Processes come in this order: the first step of both, without a search, ``repeats`` times each, of which the least
     counts; the first step with the quick search and ``cache``, as a user's first run has it; the same again, with what
-    that search found; and both in turns, with that too.
+    that search found; and both in turns, with that too.  A quick run has less, as :class:`Effort` says.
 
     Args:
       program: what to measure.
-      rounds: how often both run in turns.
-      repeats: first steps of each kind.
+      effort: how much of it.
       cache: the folder in which results of searches are kept.
     """
     row: Row = {
-        "program": program.name, "direction": program.direction,
+        "program": program.name + (" (dry run)" if effort.small else ""),
+        "direction": program.direction, "device": effort.device,
         "processor": environment.processor(), "vector_extensions": environment.vector_extensions(),
         "versions": environment.versions() | {name: metadata.version(name) for name in program.packages},
         "date": datetime.date.today().isoformat(),
     }  # fmt: skip
+    if effort.platform != "cpu":
+        del row["vector_extensions"]
     try:
-        row |= _first_steps(program, repeats, cache)
-        row |= _child("steps", program, rounds, cache, searches=True)
+        if not effort.quick:
+            row |= _first_steps(program, effort, cache)
+            row |= _child("steps", program, effort, cache)
+            del row["first_step"]
+            return row
+        row |= _child("steps", program, effort, cache)
+        searched = row.pop("first_step")
+        original = _child(ORIGINAL, program, effort, cache)
+        row |= {f"first_step_{clock}": {ORIGINAL: original[clock], "searched": searched[clock]} for clock in searched}
     except _Failed as failure:
         row["failure"] = str(failure)
     return row
 
 
-def with_first_steps(row: Row, program: Program, repeats: int, cache: Path) -> Row:
+def with_first_steps(row: Row, program: Program, effort: Effort, cache: Path) -> Row:
     """The row of a program that was measured before, with first steps of today."""
     try:
-        return row | _first_steps(program, repeats, cache)
+        return row | _first_steps(program, effort, cache)
     except _Failed as failure:
         return row | {"failure": str(failure)}
 
@@ -80,37 +116,40 @@ def covered(program: Program) -> tuple[list[Mapping[str, Any]], str]:
     """
     try:
         with tempfile.TemporaryDirectory() as empty:
-            return _child(ROWS, program, 0, Path(empty), searches=False)["sites"], ""
+            return _child(ROWS, program, Effort("", ""), Path(empty), searches=False)["sites"], ""
     except _Failed as failure:
         return [], str(failure)
 
 
-def _first_steps(program: Program, repeats: int, cache: Path) -> Row:
+def _first_steps(program: Program, effort: Effort, cache: Path) -> Row:
     first: dict[str, list[float]] = {ORIGINAL: [], OPTIMIZED: []}
-    for _ in range(repeats):
+    clock = f"{effort.clock}_seconds"
+    for _ in range(effort.repeats):
         with tempfile.TemporaryDirectory() as empty:
             for what, seconds in first.items():
-                seconds.append(_child(what, program, 0, Path(empty), searches=False)["cpu_seconds"])
+                seconds.append(_child(what, program, effort, Path(empty), searches=False)[clock])
     found = {what: min(seconds) for what, seconds in first.items()}
     for what in ("searched", "cached"):
-        found[what] = _child(OPTIMIZED, program, 0, cache, searches=True)["cpu_seconds"]
-    return {"first_step_cpu_seconds": found, "first_step_date": datetime.date.today().isoformat()}
+        found[what] = _child(OPTIMIZED, program, effort, cache)[clock]
+    return {f"first_step_{clock}": found, "first_step_date": datetime.date.today().isoformat()}
 
 
-def _child(what: str, program: Program, rounds: int, cache: Path, searches: bool) -> Mapping[str, Any]:
+def _child(what: str, program: Program, effort: Effort, cache: Path, searches: bool = True) -> Mapping[str, Any]:
     variables = {
-        **environment.ALLOCATOR_SETTINGS, **os.environ,
+        **(environment.ALLOCATOR_SETTINGS if effort.platform == "cpu" else {}), **os.environ,
         "AUTOPALLAS_CACHE_DIR": str(cache), "KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "3",
     }  # fmt: skip
     if not searches:
         variables["AUTOPALLAS_AUTOTUNE"] = "0"
-    command = [sys.executable, "-m", "benchmarks.programs.child", what, program.name, str(rounds)]
+    flags = [flag for flag, on in ((QUICK, effort.quick), (SMALL, effort.small)) if on]
+    command = [sys.executable, "-m", "benchmarks.programs.child", what, program.name, str(effort.rounds), *flags]
+    limit = QUICK_SECONDS if effort.quick else SECONDS
     try:
         done = subprocess.run(
-            command, env=variables, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=SECONDS
+            command, env=variables, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=limit
         )
     except subprocess.TimeoutExpired:
-        raise _Failed(f"{what}: no result within {SECONDS:.0f} seconds") from None
+        raise _Failed(f"{what}: no result within {limit:.0f} seconds") from None
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         said = done.stderr.strip().splitlines()
@@ -119,18 +158,31 @@ def _child(what: str, program: Program, rounds: int, cache: Path, searches: bool
     return found
 
 
+def _ratio(row: Row) -> list[float]:
+    found: list[float] = row[f"{row.get('clock', 'cpu')}_ratio"]
+    return found
+
+
+def _first(row: Row) -> Mapping[str, float]:
+    """The first steps of a row, which has no "optimized", that without a search, where the run was quick."""
+    found: Mapping[str, float] = row[f"first_step_{row.get('clock', 'cpu')}_seconds"]
+    return found
+
+
 def verdicts(row: Row) -> list[str]:
     """What a row falls short of, in words; empty where it passes."""
     if row.get("failure"):
         return [f"failed: {row['failure']}"]
     found = []
-    ratio, memory = row["cpu_ratio"][0], row["temporary_bytes"]
+    ratio, memory = _ratio(row)[0], row["temporary_bytes"]
     if ratio < SLOWEST:
         found.append(f"slower: {ratio:.2f} times as fast")
     if memory[OPTIMIZED] > MEMORY_MOST * memory[ORIGINAL] and ratio < MEMORY_PAID:
         found.append(f"temporary memory {memory[OPTIMIZED] / memory[ORIGINAL]:.2f}")
-    first = row["first_step_cpu_seconds"]
-    if first[OPTIMIZED] > max(FIRST_STEP_MOST * first[ORIGINAL], first[ORIGINAL] + FIRST_STEP_SECONDS):
+    first = _first(row)
+    if OPTIMIZED in first and first[OPTIMIZED] > max(
+        FIRST_STEP_MOST * first[ORIGINAL], first[ORIGINAL] + FIRST_STEP_SECONDS
+    ):
         steps = paid_after(row)
         paid = "never paid" if steps is None else f"paid after {steps} steps"
         found.append(f"first step {first[OPTIMIZED] / first[ORIGINAL]:.2f}, {paid}")
@@ -139,7 +191,7 @@ def verdicts(row: Row) -> list[str]:
 
 def paid_after(row: Row) -> int | None:
     """The number of steps after which a longer first step is gained back; None where a step gains nothing."""
-    first, step = row["first_step_cpu_seconds"], row["cpu_seconds"]
+    first, step = _first(row), row[f"{row.get('clock', 'cpu')}_seconds"]
     longer = first[OPTIMIZED] - first[ORIGINAL]
     if longer <= 0:
         return 0
@@ -151,15 +203,24 @@ def line(row: Row) -> str:
     """A row as one line of text."""
     if row.get("failure"):
         return f"{row['program']:52} {row['failure'][:100]}"
-    median, lower, upper = row["cpu_ratio"]
-    memory, first = row["temporary_bytes"], row["first_step_cpu_seconds"]
+    median, lower, upper = _ratio(row)
+    memory, first = row["temporary_bytes"], _first(row)
     by_verdict = Counter((site["kind"] or site["op"], site["verdict"]) for site in row["sites"])
     sites = ", ".join(f"{n} {op} {verdict}" for (op, verdict), n in sorted(by_verdict.items()))
+    device, step = row.get("device_ratio"), row.get("wall_seconds")
+    times = f"first step {first[ORIGINAL]:.1f} s, searching {first['searched']:.1f} s"
+    if OPTIMIZED in first:
+        times = (
+            f"first step {first[OPTIMIZED] / first[ORIGINAL]:.2f} of {first[ORIGINAL]:.1f} s  "
+            f"searching {first['searched']:.1f} s, afterwards {first['cached']:.1f} s"
+        )
     parts = (
         f"{row['program']:48} {median:5.2f} [{lower:.2f}, {upper:.2f}]",
-        f"memory {memory[OPTIMIZED] / memory[ORIGINAL]:.2f} (smallest {memory[MEMORY] / memory[ORIGINAL]:.2f})",
-        f"first step {first[OPTIMIZED] / first[ORIGINAL]:.2f} of {first[ORIGINAL]:.1f} s",
-        f"searching {first['searched']:.1f} s, afterwards {first['cached']:.1f} s",
+        *([f"device {device[0]:.2f}"] if device else ()),
+        *([f"{1e3 * step[ORIGINAL]:.1f} ms"] if step and step[ORIGINAL] else ()),
+        f"memory {memory[OPTIMIZED] / memory[ORIGINAL]:.2f}"
+        + (f" (smallest {memory[MEMORY] / memory[ORIGINAL]:.2f})" if MEMORY in memory else ""),
+        times,
         f"difference {row['difference']:.1e}",
         sites,
     )
@@ -172,15 +233,17 @@ def summary(rows: Sequence[Row]) -> str:
     if not ran:
         return "no program ran"
     memory = [row["temporary_bytes"] for row in ran]
-    first = [row["first_step_cpu_seconds"] for row in ran]
+    first = [_first(row) for row in ran]
     decided = [site for row in ran for site in row["sites"]]
-    faster = _mean(row["cpu_ratio"][0] for row in ran)
-    used, least = (_mean(m[name] / m[ORIGINAL] for m in memory) for name in (OPTIMIZED, MEMORY))
-    begin, cached = (_mean(f[name] / f[ORIGINAL] for f in first) for name in (OPTIMIZED, "cached"))
+    faster, used = _mean(_ratio(row)[0] for row in ran), _mean(m[OPTIMIZED] / m[ORIGINAL] for m in memory)
+    said = f"{len(ran)} programs, geometric means: {faster:.2f} times as fast; temporary memory {used:.2f}"
+    if all(MEMORY in m for m in memory):
+        said += f', and {_mean(m[MEMORY] / m[ORIGINAL] for m in memory):.2f} under objective "memory"'
+    kinds = {OPTIMIZED: "without a search", "searched": "with one", "cached": "with what an earlier one found"}
+    shown = [kind for kind in kinds if all(kind in f for f in first)]
+    steps = ", ".join(f"{_mean(f[kind] / f[ORIGINAL] for f in first):.2f} {kinds[kind]}" for kind in shown)
     return (
-        f"{len(ran)} programs, geometric means: {faster:.2f} times as fast; temporary memory {used:.2f}, and "
-        f'{least:.2f} under objective "memory"; first step {begin:.2f} without a search, {cached:.2f} with what an '
-        "earlier one found. "
+        f"{said}; first step {steps}. "
         f"{sum(site['verdict'] == 'applied' for site in decided)} of {len(decided)} sites are replaced."
     )
 

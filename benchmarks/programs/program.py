@@ -1,14 +1,16 @@
-"""What a program of another library is, for the benchmark."""
+"""What a program is, for the benchmark."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
-__all__ = ["Built", "Program", "images", "labels", "tokens", "train_step"]
+__all__ = ["Built", "Platform", "Program", "images", "labels", "tokens", "train_step"]
+
+Platform = Literal["cpu", "gpu"]
 
 Built = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -21,11 +23,15 @@ class Program:
       name: model, direction, sizes and dtype, to be read and to select by.
       packages: the distributions that hold it, by their names on a package index.
       build: returns a function and its arguments; imports the library.
+      platform: what it is sized for: a "cpu" of a few cores, or a large "gpu", which stands for all accelerators.
+      small: the same as ``build``, of the sizes of a dry run; None for programs that are small anyway.
     """
 
     name: str
     packages: tuple[str, ...]
     build: Callable[[], Built]
+    platform: Platform = "cpu"
+    small: Callable[[], Built] | None = None
 
     @property
     def direction(self) -> str:
