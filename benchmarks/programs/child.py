@@ -3,7 +3,8 @@
 WHAT is ``original`` or ``optimized``, whose first step is timed, ``steps``, for which both run in turns, or ``rows``,
 which lists the sites that have a kernel here and whether the tuned tables have a row for each, and runs nothing.  FLAGs
 are ``quick``, with which ``steps`` leaves out what takes a compilation more and stops earlier, and ``small``, for the
-sizes of a dry run.  The result is one line of JSON, the last on standard output.
+sizes of a dry run.  Results are JSON objects, a line each, on standard output: what ``steps`` knows after the first
+step, it says then.
 """
 
 from __future__ import annotations
@@ -77,11 +78,14 @@ def _change(before: Any, after: Any) -> Any:
     return after - before if jax.dtypes.issubdtype(after.dtype, np.inexact) else after
 
 
-def _steps(built: Built, rounds: int, quick: bool = False) -> dict[str, Any]:
+def _steps(
+    built: Built, rounds: int, quick: bool = False, say: Callable[[Any], None] = lambda found: None
+) -> dict[str, Any]:
     function, arguments = built
     optimized, original = autopallas.optimize(function), jax.jit(function)
     found, first = _timed(optimized, arguments)
-    report = optimized.report()
+    of_first = {"first_step": first, **_of_report(optimized.report())}
+    say(of_first)
     compiled = original.lower(*arguments).compile()
     differs = difference(compiled(*arguments), found, arguments)
     del found
@@ -104,9 +108,8 @@ def _steps(built: Built, rounds: int, quick: bool = False) -> dict[str, Any]:
             f"{clock}_seconds": {name: _median(measured[name], clock) for name in (ORIGINAL, OPTIMIZED)}
             for clock in clocks
         },
-        "first_step": first,
         "temporary_bytes": memory,
-        **_of_report(report),
+        **of_first,
         "difference": differs,
         "rounds": len(timing.wall),
         "failure": timing.failure and str(timing.failure),
@@ -146,10 +149,14 @@ def main() -> None:
     if what == ROWS:
         found = _rows(built)
     elif what == "steps":
-        found = _steps(built, int(rounds), QUICK in flags)
+        found = _steps(built, int(rounds), QUICK in flags, _say)
     else:
         found = _first_step(built, what == OPTIMIZED)
-    print(json.dumps(found))
+    _say(found)
+
+
+def _say(found: dict[str, Any]) -> None:
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import math
@@ -24,7 +25,7 @@ __all__ = ["Effort", "covered", "measured", "summary", "verdicts"]
 
 Row = dict[str, Any]
 
-SECONDS, QUICK_SECONDS = 900.0, 150.0
+SECONDS, QUICK_SECONDS = 900.0, 240.0
 """After which a process is given up, and one of a quick run."""
 SLOWEST = 0.97
 """Least ratio of times by default options."""
@@ -35,7 +36,15 @@ FIRST_STEP_MOST, FIRST_STEP_SECONDS = 1.15, 0.3
 
 
 class _Failed(Exception):
-    """A process that measures part of a program ended otherwise than with a result."""
+    """A process that measures part of a program ended otherwise than with a result.
+
+    Attributes:
+      found: what it had said by then.
+    """
+
+    def __init__(self, reason: str, found: Mapping[str, Any]):
+        super().__init__(reason)
+        self.found = found
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +94,7 @@ def measured(program: Program, effort: Effort, cache: Path) -> Row:
     }  # fmt: skip
     if effort.platform != "cpu":
         del row["vector_extensions"]
+        row["flags"] = environment.flags()
     try:
         if not effort.quick:
             row |= _first_steps(program, effort, cache)
@@ -96,7 +106,7 @@ def measured(program: Program, effort: Effort, cache: Path) -> Row:
         original = _child(ORIGINAL, program, effort, cache)
         row |= {f"first_step_{clock}": {ORIGINAL: original[clock], "searched": searched[clock]} for clock in searched}
     except _Failed as failure:
-        row["failure"] = str(failure)
+        row |= {**failure.found, "failure": str(failure)}
     return row
 
 
@@ -148,13 +158,22 @@ def _child(what: str, program: Program, effort: Effort, cache: Path, searches: b
         done = subprocess.run(
             command, env=variables, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=limit
         )
-    except subprocess.TimeoutExpired:
-        raise _Failed(f"{what}: no result within {limit:.0f} seconds") from None
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        said = done.stderr.strip().splitlines()
-        raise _Failed(f"{what}: {said[-1] if said else f'status {done.returncode}'}")
-    found: Mapping[str, Any] = json.loads(lines[-1])
+    except subprocess.TimeoutExpired as expired:
+        said = (expired.stdout or b"").decode()
+        raise _Failed(f"{what}: no result within {limit:.0f} seconds", _results(said)) from None
+    found = _results(done.stdout)
+    if done.returncode or not found:
+        errors = done.stderr.strip().splitlines()
+        raise _Failed(f"{what}: {errors[-1] if errors else f'status {done.returncode}'}", found)
+    return found
+
+
+def _results(said: str) -> dict[str, Any]:
+    """What a process said, of which libraries may have said something else."""
+    found: dict[str, Any] = {}
+    for line in said.splitlines():
+        with contextlib.suppress(ValueError):
+            found |= json.loads(line) if line.startswith("{") else {}
     return found
 
 
@@ -202,7 +221,7 @@ def paid_after(row: Row) -> int | None:
 def line(row: Row) -> str:
     """A row as one line of text."""
     if row.get("failure"):
-        return f"{row['program']:52} {row['failure'][:100]}"
+        return f"{row['program']:52} {row['failure'][:300]}"
     median, lower, upper = _ratio(row)
     memory, first = row["temporary_bytes"], _first(row)
     by_verdict = Counter((site["kind"] or site["op"], site["verdict"]) for site in row["sites"])
