@@ -280,7 +280,7 @@ class _Plan(NamedTuple):
         found = [*(of_columns if self.flipped else of_rows), *(of_rows if self.flipped else of_columns)]
         shape = *query.shape[:3], spec.query_length
         numbers = [padded(jnp.broadcast_to(x, shape), rows) for x in (scaled.shift, scaled.delta)]
-        if self.unmasked:
+        if self.unmasked and rows > spec.query_length:
             numbers[0] = jnp.where(np.arange(rows) < spec.query_length, numbers[0], jnp.inf)
         if self.halved:
             assert units is not None
@@ -289,8 +289,9 @@ class _Plan(NamedTuple):
             unit = units.keys if self.flipped else units.rows
             back = 1 / (unit * jnp.expand_dims(scale, tuple(range(2, unit.ndim))))
             both = [padded(x, columns if self.flipped else rows) for x in (unit, back)]
-            found += [layouts[name].padded(copy, length, d), jnp.stack(both, axis=-2)]
-        found += [jnp.stack(numbers, axis=-2)]
+            found += [layouts[name].padded(copy, length, d), *both]
+        # Without the barrier XLA would compute the sums of products within the copy that stacks them, one at a time.
+        found += [jnp.stack(lax.optimization_barrier(numbers), axis=-2)]
         found += self.visits.operands
         return [
             *found,
@@ -365,7 +366,7 @@ class _Memory(NamedTuple):
 
     home: _Pair
     streamed: _Pair
-    units: Ref
+    units: tuple[Ref, ...]
     numbers: Ref
     table: Ref
     sides: tuple[Ref, ...]
@@ -395,7 +396,7 @@ class _Memory(NamedTuple):
         return _Memory(
             home=home,
             streamed=streamed,
-            units=given(plan.halved),
+            units=tuple(next(left) for _ in range(2 * plan.halved)),
             numbers=next(left),
             table=given(bool(plan.visits.operands)),
             sides=tuple(next(left) for _ in plan.spec.sides),
@@ -455,7 +456,7 @@ class _Block(NamedTuple):
         """Returns for each position at home the unit of gradients of scores (0), or the factor that takes their
         products to the unit 1 (1); it need not be kept in registers."""
         outer, first = self.window(again=True)
-        return vector(self.memory.units, (*outer, which, pl.ds(first, WARPGROUP_ROWS)), "along_0")
+        return vector(self.memory.units[which], (*outer, pl.ds(first, WARPGROUP_ROWS)), "along_0")
 
     def address(self, n: Number, loop: Loop) -> tuple[tuple[Number, ...], Number]:
         """Returns what step ``n`` streams: the indices of batch entry and heads, and the first position."""

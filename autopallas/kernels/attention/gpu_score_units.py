@@ -115,7 +115,9 @@ def halves(operand: Array) -> tuple[Array, Array]:
     What is 2**-32 of that or more has all bits that bfloat16 has.
     """
     wide, inner = operand.astype(F32), tuple(range(2, operand.ndim))
-    scale = _power(jnp.max(_finite(jnp.abs(wide)), axis=inner))
+    # In one step, XLA would write down the sizes in float32 first.
+    by_position = lax.optimization_barrier(jnp.max(_finite(jnp.abs(wide)), axis=-1))
+    scale = _power(jnp.max(by_position, axis=inner[:-1]))
     return (wide * jnp.expand_dims(scale, inner)).astype(F16), scale
 
 
@@ -131,8 +133,8 @@ def _power(bound: Array) -> Array:
     return jnp.where(bound > 0, lax.bitcast_convert_type(bits, F32), 1.0)
 
 
-_BLOCK = 64
-"""Positions of which what they see is found together."""
+_LEAST_BLOCK, _MOST_BLOCKS = 16, 512
+"""Positions of which what they see is found together, at least; such blocks along an axis, at most."""
 _MOST_PARTIAL = 4
 """Blocks of which a position sees a part; each costs a comparison for each pair of positions."""
 
@@ -141,23 +143,40 @@ class _Seen(NamedTuple):
     """What blocks of positions at home see of those of the other axis.
 
     Attributes:
+      block: positions in a block.
       full: whether a block sees all of another, [home blocks, away blocks].
       partial: numbers of the blocks of which it sees a part, [home blocks, n]; the first one where there are fewer.
     """
 
+    block: int
     full: np.ndarray
     partial: np.ndarray
+
+    def blocks_of(self, array: Array) -> Array:
+        """Cuts the last axis of an array, of positions of the other axis, into blocks."""
+        count = self.full.shape[1]
+        return padded(array, self.block * count).reshape(*array.shape[:-1], count, self.block)
+
+
+def _block_of(spec: AttentionSpec) -> int:
+    """Returns a size of blocks with which pairs of blocks, and pairs of positions in partial ones, are few."""
+    block, longest = _LEAST_BLOCK, max(spec.query_length, spec.key_length)
+    while block**3 < longest or block * _MOST_BLOCKS < longest:
+        block *= 2
+    return block
 
 
 @cache
 def _seen(spec: AttentionSpec, flipped: bool) -> _Seen | None:
     """Returns what is seen; None where too many blocks are seen in part."""
-    states = tile_map(spec, edges(spec.query_length, _BLOCK), edges(spec.key_length, _BLOCK))
+    block = _block_of(spec)
+    states = tile_map(spec, edges(spec.query_length, block), edges(spec.key_length, block))
     partial = (states.T if flipped else states) == PARTIAL
     most = int(np.max(np.sum(partial, axis=1)))
     if most > _MOST_PARTIAL or (most and spec.live is None):
         return None
-    found = _Seen((states.T if flipped else states) == FULL, np.argsort(~partial, axis=1, kind="stable")[:, :most])
+    order = np.argsort(~partial, axis=1, kind="stable")[:, :most]
+    found = _Seen(block, (states.T if flipped else states) == FULL, order)
     # A row without a live key may see those that are hidden from the others.
     if not flipped and most and not _every_row_sees(spec, found):
         return None
@@ -168,18 +187,18 @@ def _every_row_sees(spec: AttentionSpec, seen: _Seen) -> bool:
     """Returns whether each row has a live key."""
     some = np.flatnonzero(~np.any(seen.full, axis=1))
     with jax.ensure_compile_time_eval():
-        row, key, live = _lives(spec, some, seen.partial[some], flipped=False)
+        row, key, live = _lives(spec, some, seen.partial[some], seen.block, flipped=False)
         sees = np.any(np.asarray(live & (key < spec.key_length)), axis=(1, 3))
     return bool(np.all(sees | (row[:, 0, :, 0] >= spec.query_length)))
 
 
 def _lives(
-    spec: AttentionSpec, home: np.ndarray, away: np.ndarray, flipped: bool
+    spec: AttentionSpec, home: np.ndarray, away: np.ndarray, block: int, flipped: bool
 ) -> tuple[np.ndarray, np.ndarray, Array]:
-    """Returns positions of blocks at home [h] and of others [h, n], and which are live, each [h, n|1, 64|1, 64|1]."""
+    """Returns positions of blocks at home [h] and of others [h, n], and which are live, each [h, n|1, b|1, b|1]."""
     assert spec.live is not None
-    here = home.astype(np.int32)[:, None, None, None] * _BLOCK + np.arange(_BLOCK, dtype=np.int32)[:, None]
-    there = away.astype(np.int32)[:, :, None, None] * _BLOCK + np.arange(_BLOCK, dtype=np.int32)
+    here = home.astype(np.int32)[:, None, None, None] * block + np.arange(block, dtype=np.int32)[:, None]
+    there = away.astype(np.int32)[:, :, None, None] * block + np.arange(block, dtype=np.int32)
     query, key = (jnp.asarray(x) for x in ((there, here) if flipped else (here, there)))
     return here, there, spec.live.evaluate(None, query, key, ())
 
@@ -188,12 +207,11 @@ def _greatest_seen(spec: AttentionSpec, away: Array, flipped: bool) -> Array:
     """Returns, for each position at home, the greatest of the numbers [B, K, T or S] of those that it sees."""
     seen, length = _seen(spec, flipped), spec.key_length if flipped else spec.query_length
     assert seen is not None
-    count = seen.full.shape[1]
-    blocks = padded(away, _BLOCK * count).reshape(*away.shape[:-1], count, _BLOCK)
+    blocks = seen.blocks_of(away)
     found = jnp.max(jnp.where(seen.full, jnp.max(blocks, axis=-1)[..., None, :], 0), axis=-1)[..., None]
     if seen.partial.size:
-        *_, live = _lives(spec, np.arange(len(seen.full)), seen.partial, flipped)
+        *_, live = _lives(spec, np.arange(len(seen.full)), seen.partial, seen.block, flipped)
         part = jnp.where(live, blocks[..., seen.partial, :][..., None, :], 0)
         found = jnp.maximum(found, jnp.max(part, axis=(-3, -1)))
-    found = jnp.broadcast_to(found, (*found.shape[:-1], _BLOCK))
+    found = jnp.broadcast_to(found, (*found.shape[:-1], seen.block))
     return found.reshape(*found.shape[:-2], -1)[..., :length]

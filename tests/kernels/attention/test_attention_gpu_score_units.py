@@ -13,7 +13,7 @@ from attention_cases import QUERY, SCORE, Case, promoted_spec, traced
 from test_attention_implementations import BY_NAME, both
 from test_attention_pallas_gpu import needs_interpreter, racing
 
-from autopallas.kernels.attention import gpu_backward, gpu_block_sizes, pallas_gpu, reference
+from autopallas.kernels.attention import gpu_backward, gpu_block_sizes, gpu_score_units, pallas_gpu, reference
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.gpu_score_units import Units, fit, halves, norm, slope
 from autopallas.kernels.attention.operands import Cotangents, Operands
@@ -132,6 +132,28 @@ def test_in_its_unit_a_gradient_of_a_score_is_as_exact_as_in_tf32(name):
     unit = np.asarray(units.keys, np.float64)
     found = np.einsum("bkgts,bkgtd->bksd", rounded(unit[:, :, None, None, :]), copy)
     assert by_rows(found / (unit * scale[..., None])[..., None], np.einsum("bkgts,bkgtd->bksd", gradient, q)) < 2**-9
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_is_seen_is_found_in_blocks_of_every_size(name, flipped, monkeypatch):
+    case = replace(SHAPES[name], query_length=140)
+    spec = case.spec(BF16)
+    i, j = np.arange(140)[:, None], np.arange(150)
+    live = np.ones((140, 150), bool) if spec.live is None else spec.live.evaluate(None, jnp.asarray(i), j, ())
+    live = np.asarray(live).T if flipped else np.asarray(live)
+    away = np.random.default_rng(0).permutation(2 * live.shape[1]).reshape(1, 2, live.shape[1]).astype(np.float32)
+    wanted = np.max(np.where(live, away[:, :, None], 0), axis=-1)
+    for block in (16, 64, 256):
+        monkeypatch.setattr(gpu_score_units, "_LEAST_BLOCK", block)
+        gpu_score_units._seen.cache_clear()
+        np.testing.assert_array_equal(gpu_score_units._greatest_seen(spec, jnp.asarray(away), flipped), wanted)
+    gpu_score_units._seen.cache_clear()
+
+
+@pytest.mark.parametrize("length", [4096, 16384, 2**17])
+def test_gradients_fit_however_long_the_rows_are(length):
+    assert fit(replace(BY_NAME["causal"], query_length=length, key_length=length).spec(BF16))
 
 
 @pytest.mark.parametrize("factor", [0.0, 2.0**-126, 2.0**-60, 2.0**60, 2.0**110])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -79,6 +80,27 @@ def test_kernels_are_lowered_for_a_gpu(name):
         program = jax.jit(step).trace(Operands(*types), residuals, Cotangents(out))
         text = program.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu") >= 3
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", ["causal", "full"])
+def test_sums_over_a_row_are_computed_before_they_are_stacked(name):
+    """XLA would compute them within the copy, a number at a time."""
+    case = replace(BY_NAME[name], batch=1, query_length=256, key_length=256, head_size=64, value_head_size=64)
+    *types, out = jax.eval_shape(lambda: case.operands(BF16))
+    residuals = Residuals(out, jax.ShapeDtypeStruct(out.shape[:-1], F32))
+    with compile_gpu.H100.targeted():
+        run = partial(pallas_gpu.backward, case.spec(BF16), BlockSizes(128, 128))
+        jaxpr = jax.make_jaxpr(run)(Operands(*types), residuals, Cotangents(out)).jaxpr
+    behind = {id(x) for e in jaxpr.eqns if e.primitive.name == "optimization_barrier" for x in e.outvars}
+    summed = {id(x) for e in jaxpr.eqns if e.primitive.name == "reduce_sum" for x in e.outvars}
+    stacks = [e for e in jaxpr.eqns if e.outvars[0].aval.shape == (1, *out.shape[1:3], 2, 256)]
+    assert summed
+    assert stacks
+    for equation in jaxpr.eqns:  # what follows from a sum, up to a barrier
+        if any(id(x) in summed for x in equation.invars) and not any(id(x) in behind for x in equation.outvars):
+            summed |= {id(x) for x in equation.outvars}
+            assert equation not in stacks
 
 
 @needs_mosaic
