@@ -101,9 +101,9 @@ def kernel(case: Case) -> Callable[..., Any]:
         if case.mask == _SHARED:
             query, key = query[:, :, None], key[:, :, None]
         _, *lead, columns = value.shape
-        wide = (x.astype(jnp.float32) for x in (decay, key, value, query))
         initial = jnp.zeros((*lead, key.shape[-1], columns), jnp.float32)
-        y, _ = chunked(Recurrence(*wide, initial), CHUNK, False, of_chunks)
+        given = Recurrence(decay.astype(jnp.float32), key, value, query, initial)
+        y, _ = chunked(given, CHUNK, False, of_chunks)
         return y.astype(value.dtype)
 
     return in_direction(case, run)

@@ -25,13 +25,14 @@ from jax import lax
 from autopallas.kernels.recurrence.chunk_kinds import Channels, Decays, Form, Heads, Kind, Operands
 from autopallas.kernels.recurrence.corrected import Corrected
 
-__all__ = ["OfChunks", "Recurrence", "by_scans", "chunked"]
+__all__ = ["OfChunks", "Recurrence", "by_heads", "by_scans", "chunked"]
 
 Array: TypeAlias = jax.Array
 
 
 class Recurrence(NamedTuple):
-    """The arrays of a recurrence, in its accumulation dtype.
+    """The arrays of a recurrence, in its accumulation dtype, which is that of the initial state; keys, values, queries,
+    probes and writes may have a narrower one.
 
     Attributes:
       decay: [T, G, H], or [T, G, H, N] where each row of the state has its own.
@@ -55,8 +56,9 @@ class Recurrence(NamedTuple):
 
 
 OfChunks: TypeAlias = Callable[[bool, Recurrence], tuple[Array, Array]]
-"""Computes (y [T / C, G, H, C, P], the last state) from whether y reads the states before their steps, and arrays whose
-steps are split into chunks, [T / C, G, H, C, ...]; with a derivative of its own."""
+"""Computes (y [T / C, C, G, H, P], the last state) from whether y reads the states before their steps, and arrays whose
+steps are split into chunks, [T / C, C, G, H, ...]; with a derivative of its own.  The last state has the accumulation
+dtype, and y that one or the dtype of the query."""
 
 
 def chunked(given: Recurrence, chunk: int, before: bool, of_chunks: OfChunks) -> tuple[Array, Array]:
@@ -80,11 +82,15 @@ def chunked(given: Recurrence, chunk: int, before: bool, of_chunks: OfChunks) ->
         given = given._replace(**longer)
     if given.decay.ndim == 4 or given.probe is not None:
         shape = (*given.value.shape[:3], given.key.shape[3])
-        rows = {n: jnp.broadcast_to(x, shape) for n in _OF_ROWS if (x := getattr(given, n)) is not None}
+        wide = given.initial.dtype  # in which cotangents are summed
+        rows = {n: jnp.broadcast_to(x.astype(wide), shape) for n in _OF_ROWS if (x := getattr(given, n)) is not None}
         given = given._replace(**rows)
-    split = {n: _split(x, chunk) for n in _OF_STEPS if (x := getattr(given, n)) is not None}
+    split = {
+        n: x.reshape(x.shape[0] // chunk, chunk, *x.shape[1:])
+        for n in _OF_STEPS
+        if (x := getattr(given, n)) is not None
+    }
     y, last = of_chunks(before, given._replace(**split))
-    y = jnp.moveaxis(y, 3, 1)
     return y.reshape(-1, *y.shape[2:])[:steps], last
 
 
@@ -96,14 +102,23 @@ def _lengthened(x: Array, count: int, value: float) -> Array:
     return jnp.pad(x, ((0, count), *((0, 0) for _ in x.shape[1:])), constant_values=value)
 
 
-def _split(x: Array, chunk: int) -> Array:
-    """Returns [T / C, G, H, C, ...] of [T, G, H, ...]."""
-    return jnp.moveaxis(x.reshape(x.shape[0] // chunk, chunk, *x.shape[1:]), 1, 3)
+def by_heads(of_chunks: OfChunks) -> OfChunks:
+    """Returns what computes chunks from a function of wide arrays [T / C, G, H, C, ...] that gives such a y."""
+
+    def run(before: bool, given: Recurrence) -> tuple[Array, Array]:
+        moved = {
+            n: jnp.moveaxis(x.astype(given.initial.dtype), 1, 3)
+            for n in _OF_STEPS
+            if (x := getattr(given, n)) is not None
+        }
+        y, last = of_chunks(before, given._replace(**moved))
+        return jnp.moveaxis(y, 3, 1), last
+
+    return run
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def by_scans(before: bool, given: Recurrence) -> tuple[Array, Array]:
-    """Computes chunks one after the other, in plain JAX (:data:`OfChunks`)."""
+def _scans(before: bool, given: Recurrence) -> tuple[Array, Array]:
     form = _form(given)
     last, y = lax.scan(
         lambda state, own: form.step(before, state, own),
@@ -123,7 +138,7 @@ def _operands(given: Recurrence) -> Operands:
 
 
 def _forward(before: bool, given: Recurrence) -> tuple[tuple[Array, Array], Recurrence]:
-    return by_scans(before, given), given
+    return _scans(before, given), given
 
 
 def _backward(before: bool, given: Recurrence, cotangents: tuple[Array, Array]) -> tuple[Recurrence]:
@@ -147,4 +162,7 @@ def _backward(before: bool, given: Recurrence, cotangents: tuple[Array, Array]) 
     return (gradients,)
 
 
-by_scans.defvjp(_forward, _backward)
+_scans.defvjp(_forward, _backward)
+
+by_scans = by_heads(_scans)
+"""Computes chunks one after the other, in plain JAX (:data:`OfChunks`)."""

@@ -9,8 +9,11 @@ warpgroup computes those of queries, and another one, with transposed tiles, tho
 The products of decays over the segments of a chunk are made in registers, each of two factors: see
 :class:`autopallas.kernels.recurrence.products.HalvedProducts`.
 
-Letters: X chunks, C steps of a chunk, G groups, H heads of a group, J heads of keys and queries (H or 1), N rows of a
-state, P columns, L sizes of blocks of steps.
+Queries, keys, values, results and their cotangents are read and written in the layout of the loop, steps first: TMA
+moves a chunk of one head, of which the steps are as far apart as the program has them.
+
+Letters: T steps, X chunks, C steps of a chunk, G groups, H heads of a group, J heads of keys and queries (H or 1), N
+rows of a state, P columns, L sizes of blocks of steps.
 
 This module imports Pallas, so it is imported only where a kernel is called.
 """
@@ -30,31 +33,40 @@ from autopallas.kernels.gpu import array_bytes, call, mosaic, store, tile, unrav
 from autopallas.kernels.recurrence.gpu_sizes import CHUNK, FROM_START, LEVELS, NUMBERS, PART, TO_END
 from autopallas.kernels.refs import Ref
 from autopallas.sites.interpret import interpretation
+from autopallas.sites.spec import Dtype
 
 __all__ = ["gradients", "results", "states"]
 
 Array: TypeAlias = jax.Array
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
-_STAGES = 3
-"""Chunks that are loaded ahead: with 128 columns two blocks then have room on a multiprocessor."""
+
+
+def _stages(columns: int) -> int:
+    """Returns how many chunks are loaded ahead, with which two blocks have room on a multiprocessor."""
+    return 4 if columns <= PART else 3
 
 
 # ---------------------------------------------------------------------- states
 
 
-def states(key: Array, value: Array, total: Array, initial: Array, reverse: bool = False) -> tuple[Array, Array]:
+def states(
+    key: Array, value: Array, numbers: Array, total: Array, initial: Array, reverse: bool = False
+) -> tuple[Array, Array]:
     """Returns the states before all chunks [X, G, H, N, P] in bfloat16, and the last one [G, H, N, P].
 
     Args:
-      key: [X, G, J, C, N].
-      value: [X, G, H, C, P], times the decays from after each step to the end of the chunk.
+      key: [T, G, J, N].
+      value: [T, G, H, P].
+      numbers: [X, G, H, L + 2, C], see :data:`autopallas.kernels.recurrence.gpu_sizes.NUMBERS`, of which keys are
+        multiplied by those to the end of the chunk.
       total: [X, G, H], the decay of whole chunks.
       initial: [G, H, N, P].
-      reverse: whether the last chunk comes first.
+      reverse: whether the last chunk comes first, and keys are multiplied by the numbers from its start.
     """
-    chunks, groups, heads, _, columns = value.shape
-    rows = key.shape[-1]
+    _, groups, heads, columns = value.shape
+    chunks, rows = total.shape[0], key.shape[-1]
+    stages = _stages(columns)
     plgpu = mosaic()
     kernel = call(
         partial(_states_kernel, reverse),
@@ -65,24 +77,26 @@ def states(key: Array, value: Array, total: Array, initial: Array, reverse: bool
             jax.ShapeDtypeStruct((groups, heads, rows, columns), _F32),
         ),
         scratch=[
-            tile((_STAGES, CHUNK, PART), _BF16),
-            tile((_STAGES, CHUNK, columns), _BF16),
+            tile((stages, CHUNK, PART), _BF16),
+            tile((stages, CHUNK, columns), _BF16),
+            plgpu.SMEM((stages, CHUNK), _F32),
             tile((2, PART, columns), _BF16),
-            plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
-            plgpu.Barrier(num_arrivals=1, num_barriers=_STAGES),
+            plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=1, num_barriers=stages),
         ],
-        warpgroups=2,
+        warpgroups=3,
         by_lanes=True,
         flops=2 * chunks * groups * heads * CHUNK * rows * columns,
         bytes_accessed=array_bytes(key, value, total) + (2 * chunks + 8) * groups * heads * rows * columns,
     )
-    entering, last = kernel(key, value, total.reshape(-1), initial)
+    entering, last = kernel(key, value, numbers, total.reshape(-1), initial)
     return entering, last
 
 
 def _states_kernel(reverse: bool, *refs: Ref) -> None:
-    key, value, total, initial, entering, last, keys, values, stored, full, free = refs
-    plgpu = mosaic()
+    key, value, numbers, total, initial, entering, last, keys, values, weights, stored, full, weighted, free = refs
+    plgpu, stages = mosaic(), keys.shape[0]
     chunks, groups, heads, rows, _ = entering.shape
     head, part = unravelled(lax.axis_index("block"), rows // PART)
     g, h = unravelled(head, heads)
@@ -97,21 +111,34 @@ def _states_kernel(reverse: bool, *refs: Ref) -> None:
     def produce() -> None:
         @pl.loop(0, chunks)
         def load(i: Array) -> None:
-            slot, x = lax.rem(i, jnp.int32(_STAGES)), place(i)
-            pl.when(i >= _STAGES)(lambda: plgpu.barrier_wait(free.at[slot]))
-            plgpu.copy_gmem_to_smem(key.at[x, g, j, :, across], keys.at[slot], full.at[slot])
-            plgpu.copy_gmem_to_smem(value.at[x, g, h], values.at[slot], full.at[slot])
+            slot, x = lax.rem(i, jnp.int32(stages)), place(i)
+            pl.when(i >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+            number = numbers.at[x, g, h, FROM_START if reverse else TO_END]
+            plgpu.copy_gmem_to_smem(number, weights.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(key.at[_steps_of(x), g, j, across], keys.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(value.at[_steps_of(x), g, h], values.at[slot], full.at[slot])
 
-        held = min(chunks, _STAGES)
+        held = min(chunks, stages)
 
         @pl.loop(0, held)
         def drain(i: Array) -> None:
-            plgpu.barrier_wait(free.at[lax.rem(chunks - held + i, jnp.int32(_STAGES))])
+            plgpu.barrier_wait(free.at[lax.rem(chunks - held + i, jnp.int32(stages))])
+
+    @pl.when(warpgroup == 2)
+    def weigh() -> None:
+        @pl.loop(0, chunks)
+        def multiply(i: Array) -> None:
+            slot = lax.rem(i, jnp.int32(stages))
+            plgpu.barrier_wait(full.at[slot])
+            own = _loaded(keys.at[slot])
+            keys.at[slot][...] = (own * _along(weights, slot, own.shape, 0)).astype(_BF16)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(weighted.at[slot])
 
     @pl.when(warpgroup == 0)
     def consume() -> None:
         def advance(i: Array, state: Array) -> Array:
-            slot, x = lax.rem(i, jnp.int32(_STAGES)), place(i)
+            slot, x = lax.rem(i, jnp.int32(stages)), place(i)
             buffer = stored.at[lax.rem(i, jnp.int32(2))]
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             buffer[...] = state.astype(_BF16)
@@ -119,6 +146,7 @@ def _states_kernel(reverse: bool, *refs: Ref) -> None:
             plgpu.copy_smem_to_gmem(buffer, entering.at[x, g, h, across])
             factor = total[(x * groups + g) * heads + h]
             plgpu.barrier_wait(full.at[slot])
+            plgpu.barrier_wait(weighted.at[slot])
             after = _added(factor * state, keys.at[slot].transpose((1, 0)), values.at[slot])
             plgpu.barrier_arrive(free.at[slot])
             return after
@@ -126,6 +154,29 @@ def _states_kernel(reverse: bool, *refs: Ref) -> None:
         first = plgpu.load(initial.at[g, h, across], layout=plgpu.Layout.WGMMA, optimized=False)
         store(last.at[g, h, across], lax.fori_loop(0, chunks, advance, first))
         plgpu.wait_smem_to_gmem(0)
+
+
+def _steps_of(chunk: Array) -> slice | pl.Slice:
+    """Returns the steps of a chunk."""
+    return pl.ds(chunk * CHUNK, CHUNK)
+
+
+def _loaded(shared: Ref) -> Array:
+    """Returns a matrix in shared memory, in float32 and registers."""
+    plgpu = mosaic()
+    found: Array = plgpu.load(shared, layout=plgpu.Layout.WGMMA)
+    return found.astype(_F32)
+
+
+def _stored(target: Ref, value: Array, shared: Ref) -> None:
+    """Stores a matrix, through shared memory that nothing else needs any longer where it is rounded to bfloat16."""
+    plgpu = mosaic()
+    if target.dtype != _BF16:
+        store(target, value)
+        return
+    shared[...] = value.astype(_BF16)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(shared, target)
 
 
 # ---------------------------------------------------------------------- results
@@ -145,13 +196,16 @@ def _chunk_shapes(rows: int, columns: int) -> list[tuple[int, ...]]:
     return [(CHUNK, rows), (CHUNK, rows), (CHUNK, columns), (rows, columns)]
 
 
-def results(before: bool, query: Array, key: Array, value: Array, numbers: Array, entering: Array) -> Array:
-    """Returns y [X, G, H, C, P].
+def results(
+    before: bool, dtype: Dtype, query: Array, key: Array, value: Array, numbers: Array, entering: Array
+) -> Array:
+    """Returns y [T, G, H, P].
 
     Args:
       before: whether y reads the states before their steps.
-      query, key: [X, G, J, C, N].
-      value: [X, G, H, C, P].
+      dtype: that of y, bfloat16 or float32.
+      query, key: [T, G, J, N].
+      value: [T, G, H, P].
       numbers: [X, G, H, L + 2, C], see :data:`autopallas.kernels.recurrence.gpu_sizes.NUMBERS`.
       entering: [X, G, H, N, P], the states before the chunks.
     """
@@ -161,7 +215,7 @@ def results(before: bool, query: Array, key: Array, value: Array, numbers: Array
         partial(_results_kernel, before),
         name="autopallas_recurrence_results",
         grid={"block": chunks * groups * heads},
-        out_type=jax.ShapeDtypeStruct(value.shape, _F32),
+        out_type=jax.ShapeDtypeStruct(value.shape, dtype),
         scratch=[
             *(tile(shape, _BF16) for shape in _chunk_shapes(rows, columns)),
             plgpu.SMEM((NUMBERS, CHUNK), _F32),
@@ -171,7 +225,7 @@ def results(before: bool, query: Array, key: Array, value: Array, numbers: Array
         warpgroups=1,
         by_lanes=True,
         flops=2 * chunks * groups * heads * CHUNK * (CHUNK * (rows + columns) + rows * columns),
-        bytes_accessed=array_bytes(query, key, value, numbers, entering) + 4 * value.size,
+        bytes_accessed=array_bytes(query, key, value, numbers, entering) + dtype.itemsize * value.size,
     )
     found: Array = kernel(query, key, value, numbers, entering)
     return found
@@ -196,7 +250,9 @@ def _results_kernel(before: bool, *refs: Ref) -> None:
     plgpu = mosaic()
     x, g, h = _place(entering.shape)
     j = h if key.shape[2] == entering.shape[2] else 0
-    places = (query.at[x, g, j], key.at[x, g, j], value.at[x, g, h], entering.at[x, g, h], numbers.at[x, g, h])
+    steps = _steps_of(x)
+    of_steps = (query.at[steps, g, j], key.at[steps, g, j], value.at[steps, g, h])
+    places = (*of_steps, entering.at[x, g, h], numbers.at[x, g, h])
     for place, own in zip(places, tiles, strict=True):
         plgpu.copy_gmem_to_smem(place, own, barrier)
     plgpu.barrier_wait(barrier)
@@ -210,10 +266,11 @@ def _results_kernel(before: bool, *refs: Ref) -> None:
 
     scores, read = pl.run_scoped(products, plgpu.ACC((CHUNK, CHUNK), _F32), plgpu.ACC((CHUNK, columns), _F32))
     read = read * _along(tiles.numbers, FROM_START, read.shape, 0)
-    store(out.at[x, g, h], _multiplied(scores.astype(_BF16), tiles.value, read, staged))
+    _stored(out.at[steps, g, h], _multiplied(scores.astype(_BF16), tiles.value, read, staged), tiles.value)
+    plgpu.wait_smem_to_gmem(0)
 
 
-def _along(numbers: Ref, number: int, shape: tuple[int, ...], axis: int) -> Array:
+def _along(numbers: Ref, number: int | Array, shape: tuple[int, ...], axis: int) -> Array:
     """Returns one of the numbers of each step as a tile whose axis are the steps."""
     plgpu = mosaic()
     found = plgpu.load(numbers.at[number], layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
@@ -290,28 +347,31 @@ def gradients(
     dout: Array,
     leaving: Array,
 ) -> tuple[Array, ...]:
-    """Returns the cotangents of each head's queries and keys [X, G, H, C, N] and values [X, G, H, C, P]; and those of
-    the numbers of levels with that of the decays from the start, as far as queries give them, and with that of the
-    decays to the end, as far as keys give them, [X, G, H, L + 1, C] each.
+    """Returns the cotangents of each head's queries and keys [T, G, H, N] and values [T, G, H, P], in bfloat16; and
+    those of the numbers of levels with that of the decays from the start, as far as queries give them, with the parts
+    of that of the chunk's decay, [X, G, H, L + 2, C]; and with that of the decays to the end, as far as keys give them,
+    [X, G, H, L + 1, C].
 
     Args:
       before, query, key, value, numbers, entering: as :func:`results` has them.
-      dout: [X, G, H, C, P], the cotangent of y.
+      dout: [T, G, H, P], the cotangent of y.
       leaving: [X, G, H, N, P], that of the states after the chunks.
     """
     chunks, groups, heads, rows, columns = entering.shape
     plgpu = mosaic()
-    lead = chunks, groups, heads
-    shapes = [(CHUNK, rows), (CHUNK, rows), (CHUNK, columns), *[(LEVELS + 1, CHUNK)] * 2]
+    matrices = [(CHUNK, rows), (CHUNK, rows), (CHUNK, columns)]
     kernel = call(
         partial(_gradients_kernel, before),
         name="autopallas_recurrence_gradients",
         grid={"block": chunks * groups * heads},
-        out_type=tuple(jax.ShapeDtypeStruct((*lead, *shape), _F32) for shape in shapes),
+        out_type=(
+            *(jax.ShapeDtypeStruct((dout.shape[0], groups, heads, shape[1]), _BF16) for shape in matrices),
+            *(jax.ShapeDtypeStruct((chunks, groups, heads, LEVELS + more, CHUNK), _F32) for more in (2, 1)),
+        ),
         scratch=[
             *(tile(shape, _BF16) for shape in _chunk_shapes(rows, columns)),
             plgpu.SMEM((NUMBERS, CHUNK), _F32),
-            *(tile(shape, _BF16) for shape in ((CHUNK, columns), (rows, columns))),
+            *(tile(shape, _BF16) for shape in ((CHUNK, columns), (rows, columns), *matrices)),
             *_staging(2),
             plgpu.Barrier(num_arrivals=7),
         ],
@@ -319,7 +379,7 @@ def gradients(
         by_lanes=True,
         flops=2 * chunks * groups * heads * CHUNK * (CHUNK * (4 * rows + 3 * columns) + 3 * rows * columns),
         bytes_accessed=array_bytes(query, key, value, numbers, entering, dout, leaving)
-        + 4 * chunks * groups * heads * CHUNK * (2 * rows + columns),
+        + 2 * chunks * groups * heads * CHUNK * (2 * rows + columns),
     )
     found: tuple[Array, ...] = kernel(query, key, value, numbers, entering, dout, leaving)
     return found
@@ -328,16 +388,18 @@ def gradients(
 def _gradients_kernel(before: bool, *refs: Ref) -> None:
     (query, key, value, numbers, entering, dout, leaving), outs, shared = refs[:7], refs[7:12], refs[12:]
     dquery, dkey, dvalue, of_queries, of_keys = outs
-    tiles, (dy, after), barrier = _Tiles(*shared[:5]), shared[5:7], shared[-1]
+    tiles, (dy, after), found, barrier = _Tiles(*shared[:5]), shared[5:7], shared[7:10], shared[-1]
     plgpu = mosaic()
     x, g, h = _place(entering.shape)
     j = h if key.shape[2] == entering.shape[2] else 0
+    steps = _steps_of(x)
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == 0)
     def load() -> None:
-        of_head = (value, entering, numbers, dout, leaving)
-        places = (query.at[x, g, j], key.at[x, g, j], *(ref.at[x, g, h] for ref in of_head))
+        of_chunk = (ref.at[x, g, h] for ref in (entering, numbers))
+        of_steps = (query.at[steps, g, j], key.at[steps, g, j], value.at[steps, g, h])
+        places = (*of_steps, *of_chunk, dout.at[steps, g, h], leaving.at[x, g, h])
         for place, own in zip(places, (*tiles, dy, after), strict=True):
             plgpu.copy_gmem_to_smem(place, own, barrier)
 
@@ -345,7 +407,8 @@ def _gradients_kernel(before: bool, *refs: Ref) -> None:
 
     @pl.when(warpgroup == 0)
     def of_query() -> None:
-        staged = shared[7].at[0] if len(shared) > 8 else None
+        staged = shared[10].at[0] if len(shared) > 11 else None
+        _store_products(tiles.state, after, of_queries.at[x, g, h])
         scores, dweights, read = _products(
             (tiles.query, tiles.key.transpose((1, 0))),
             (dy, tiles.value.transpose((1, 0))),
@@ -355,11 +418,11 @@ def _gradients_kernel(before: bool, *refs: Ref) -> None:
         _store_sum(read, tiles.query, of_queries.at[x, g, h])
         dscores = (dweights * _weights(tiles.numbers, before, False)).astype(_BF16)
         read = read * _along(tiles.numbers, FROM_START, read.shape, 0)
-        store(dquery.at[x, g, h], _multiplied(dscores, tiles.key, read, staged))
+        _stored(dquery.at[steps, g, h], _multiplied(dscores, tiles.key, read, staged), found[0])
 
     @pl.when(warpgroup == 1)
     def of_key() -> None:
-        staged = shared[7].at[1] if len(shared) > 8 else None
+        staged = shared[10].at[1] if len(shared) > 11 else None
         scores, dweights, added = _products(
             (tiles.key, tiles.query.transpose((1, 0))),
             (tiles.value, dy.transpose((1, 0))),
@@ -369,10 +432,14 @@ def _gradients_kernel(before: bool, *refs: Ref) -> None:
         _store_sum(added, tiles.key, of_keys.at[x, g, h])
         weights = _weights(tiles.numbers, before, True)
         added = added * _along(tiles.numbers, TO_END, added.shape, 0)
-        store(dkey.at[x, g, h], _multiplied((dweights * weights).astype(_BF16), tiles.query, added, staged))
+        dscores = (dweights * weights).astype(_BF16)
+        _stored(dkey.at[steps, g, h], _multiplied(dscores, tiles.query, added, staged), found[1])
         (of_value,) = _products((tiles.key, after))
         of_value = of_value * _along(tiles.numbers, TO_END, of_value.shape, 0)
-        store(dvalue.at[x, g, h], _multiplied((scores * weights).astype(_BF16), dy, of_value, staged))
+        scores = (scores * weights).astype(_BF16)
+        _stored(dvalue.at[steps, g, h], _multiplied(scores, dy, of_value, staged), found[2])
+
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _products(*pairs: tuple[Ref | Array, Ref]) -> tuple[Array, ...]:
@@ -398,6 +465,13 @@ def _store_levels(cotangents: Array, numbers: Ref, transposed: bool, target: Ref
         own = (lax.shift_right_logical(differing, jnp.int32(level)) == 1) & (later > earlier)
         found = jnp.where(own, cotangents * _of_level(numbers, level, 1), _full(0.0))
         store(target.at[level], jnp.sum(found, axis=1))
+
+
+def _store_products(first: Ref, second: Ref, target: Ref) -> None:
+    """Stores the sums of the products of two matrices along rows, in parts of as many rows as a chunk has steps."""
+    parts = [pl.ds(start, CHUNK) for start in range(0, first.shape[0], CHUNK)]
+    sums = [jnp.sum(_loaded(first.at[part]) * _loaded(second.at[part]), axis=1) for part in parts]
+    store(target.at[LEVELS + 1], sum(sums[1:], sums[0]))
 
 
 def _store_sum(product: Array, factor: Ref, target: Ref) -> None:

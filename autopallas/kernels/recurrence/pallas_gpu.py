@@ -21,13 +21,13 @@ from autopallas.kernels.gpu import reason_against, rounded
 from autopallas.kernels.recurrence import directions
 from autopallas.kernels.recurrence.block_sizes import BlockSizes
 from autopallas.kernels.recurrence.chunks import Recurrence, by_scans
-from autopallas.kernels.recurrence.gpu_sizes import CHUNK, FROM_START, LARGEST, LEVELS, PART, TO_END
+from autopallas.kernels.recurrence.gpu_sizes import CHUNK, LARGEST, LEVELS, NUMBERS, PART
 from autopallas.kernels.recurrence.products import halved_products
 from autopallas.kernels.recurrence.spec import RecurrenceSpec
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
-from autopallas.sites.spec import Sizes
+from autopallas.sites.spec import Dtype, Sizes
 
 if TYPE_CHECKING:
     from autopallas.kernels.recurrence.site import RecurrenceSite
@@ -94,26 +94,31 @@ def of_chunks(before: bool, given: Recurrence) -> tuple[Array, Array]:
     What the kernels do not have, such as a second and smaller state with a decay for each row, is plain JAX's.
     """
     rows, columns = given.initial.shape[2:]
-    if given.decay.ndim == 5 or given.probe is not None or max(rows, columns) > LARGEST or given.decay.shape[3] > CHUNK:
+    if given.decay.ndim == 5 or given.probe is not None or max(rows, columns) > LARGEST or given.decay.shape[1] > CHUNK:
         return by_scans(before, given)
-    steps = given.decay.shape[3]
+    chunks, steps, groups, heads = given.decay.shape
     missing = CHUNK - steps
-    decay = _behind(given.decay, 3, missing, 1.0)
-    excess = None if given.excess is None else _behind(given.excess, 3, missing)[..., None]
-    products = halved_products(decay[..., None], excess)
-    levels, from_start, to_end, total = (x[..., 0] for x in products)
+    flat = (chunks, CHUNK, groups * heads)
+    decay = _behind(given.decay, 1, missing, 1.0).reshape(flat)
+    excess = None if given.excess is None else _behind(given.excess, 1, missing).reshape(flat)
+    levels, from_start, to_end, total = halved_products(decay, excess, unrolled=True)
     if not before:  # a state after a step has decayed once more
         second = (np.arange(CHUNK) & (1 << np.arange(LEVELS))[:, None]) > 0
-        levels = jnp.where(second[:, None, None, None], levels * decay, levels)
+        levels = jnp.where(second[:, None, :, None], levels * decay, levels)
         from_start = from_start * decay
-    numbers = jnp.stack([*levels, from_start, to_end], 3)
+    numbers = jnp.stack([x.swapaxes(1, 2) for x in (*levels, from_start, to_end)], 2)
+    numbers = numbers.reshape(chunks, groups, heads, NUMBERS, CHUNK)
     key, query, value = (
-        _behind(_behind(x, 3, missing), 4, rounded(x.shape[4], PART) - x.shape[4])
+        _behind(_behind(x, 1, missing), 4, rounded(x.shape[4], PART) - x.shape[4])
+        .reshape(chunks * CHUNK, *x.shape[2:4], -1)
+        .astype(_BF16)
         for x in (given.key, given.query, given.value)
     )
-    initial = _behind(_behind(given.initial, 2, key.shape[4] - rows), 3, value.shape[4] - columns)
-    y, last = _computed(before, _Chunks(query, key, value, numbers, total, initial))
-    return y[:, :, :, :steps, :columns], last[:, :, :rows, :columns]
+    initial = _behind(_behind(given.initial, 2, key.shape[3] - rows), 3, value.shape[3] - columns)
+    dtype = _BF16 if given.query.dtype == _BF16 else np.dtype(jnp.float32)
+    total = total.reshape(chunks, groups, heads)
+    y, last = _computed(before, dtype, _Chunks(query, key, value, numbers, total, initial))
+    return y.reshape(chunks, CHUNK, *y.shape[1:])[:, :steps, ..., :columns], last[:, :, :rows, :columns]
 
 
 def _behind(x: Array, axis: int, count: int, value: float = 0.0) -> Array:
@@ -122,11 +127,11 @@ def _behind(x: Array, axis: int, count: int, value: float = 0.0) -> Array:
 
 
 class _Chunks(NamedTuple):
-    """What the kernels compute from, in float32.
+    """What the kernels compute from: matrices in bfloat16, numbers and first states in float32.
 
     Attributes:
-      query, key: [X, G, J, C, N].
-      value: [X, G, H, C, P].
+      query, key: [T, G, J, N].
+      value: [T, G, H, P].
       numbers: [X, G, H, L + 2, C], of :data:`autopallas.kernels.recurrence.gpu_sizes.NUMBERS`.
       total: [X, G, H], the decays of whole chunks.
       initial: [G, H, N, P].
@@ -140,41 +145,41 @@ class _Chunks(NamedTuple):
     initial: Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _computed(before: bool, given: _Chunks) -> tuple[Array, Array]:
-    """Returns (y [X, G, H, C, P], the last state [G, H, N, P])."""
-    return _computed_forward(before, given)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _computed(before: bool, dtype: Dtype, given: _Chunks) -> tuple[Array, Array]:
+    """Returns (y [T, G, H, P] in a dtype, the last state [G, H, N, P])."""
+    return _computed_forward(before, dtype, given)[0]
 
 
-def _computed_forward(before: bool, given: _Chunks) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+def _computed_forward(before: bool, dtype: Dtype, given: _Chunks) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
     from autopallas.kernels.recurrence import gpu_kernels as kernels
 
-    query, key, value = (x.astype(_BF16) for x in given[:3])
-    weighted = (given.value * given.numbers[:, :, :, TO_END, :, None]).astype(_BF16)
-    entering, last = _by_groups(kernels.states, (1, 1, 1, 0), (1, 0))(key, weighted, given.total, given.initial)
-    (y,) = _by_groups(lambda *x: (kernels.results(before, *x),), (1,) * 5, (1,))(
-        query, key, value, given.numbers, entering
+    query, key, value, numbers, total, initial = given
+    entering, last = _by_groups(kernels.states, (1, 1, 1, 1, 0), (1, 0))(key, value, numbers, total, initial)
+    (y,) = _by_groups(lambda *x: (kernels.results(before, dtype, *x),), (1,) * 5, (1,))(
+        query, key, value, numbers, entering
     )
-    return (y, last), (query, key, value, given.numbers, given.total, entering)
+    return (y, last), (query, key, value, numbers, total, entering)
 
 
-def _computed_backward(before: bool, saved: tuple[Array, ...], cotangents: tuple[Array, Array]) -> tuple[_Chunks]:
+def _computed_backward(
+    before: bool, dtype: Dtype, saved: tuple[Array, ...], cotangents: tuple[Array, Array]
+) -> tuple[_Chunks]:
     from autopallas.kernels.recurrence import gpu_kernels as kernels
 
     query, key, value, numbers, total, entering = saved
-    dy, dlast = cotangents
-    into = (dy * numbers[:, :, :, FROM_START, :, None]).astype(_BF16)
+    dy, dlast = cotangents[0].astype(_BF16), cotangents[1]
     backwards = functools.partial(kernels.states, reverse=True)
-    leaving, dinitial = _by_groups(backwards, (1, 1, 1, 0), (1, 0))(query, into, total, dlast)
+    leaving, dinitial = _by_groups(backwards, (1, 1, 1, 1, 0), (1, 0))(query, dy, numbers, total, dlast)
     found = _by_groups(functools.partial(kernels.gradients, before), (1,) * 7, (1,) * 5)(
-        query, key, value, numbers, entering, dy.astype(_BF16), leaving
+        query, key, value, numbers, entering, dy, leaving
     )
     dquery, dkey, dvalue, of_queries, of_keys = found
     if query.shape[2] == 1:
-        dquery, dkey = (jnp.sum(x, 2, keepdims=True) for x in (dquery, dkey))
-    dtotal = jnp.sum(entering.astype(jnp.float32) * leaving.astype(jnp.float32), (-2, -1))
+        dquery, dkey = (jnp.sum(x, 2, keepdims=True, dtype=jnp.float32).astype(_BF16) for x in (dquery, dkey))
+    dtotal = jnp.sum(of_queries[:, :, :, -1], -1)
     levels = of_queries[:, :, :, :LEVELS] + of_keys[:, :, :, :LEVELS]
-    dnumbers = jnp.concatenate([levels, of_queries[:, :, :, LEVELS:], of_keys[:, :, :, LEVELS:]], 3)
+    dnumbers = jnp.concatenate([levels, of_queries[:, :, :, LEVELS:-1], of_keys[:, :, :, LEVELS:]], 3)
     return (_Chunks(dquery, dkey, dvalue, dnumbers, dtotal, dinitial),)
 
 

@@ -7,7 +7,7 @@ its error would grow with the length of the segment.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -162,25 +162,27 @@ class HalvedProducts(NamedTuple):
     total: Array
 
 
-def halved_products(decay: Array, excess: Array | None = None) -> HalvedProducts:
+def halved_products(decay: Array, excess: Array | None = None, unrolled: bool = False) -> HalvedProducts:
     """Splits the segments of a chunk at the middles of blocks of 2, 4, 8, ... steps.
 
-    The sizes are the steps of one loop, and every array has the shape of the decays: XLA compiles one size alone.
+    Every array has the shape of the decays.  The sizes are the steps of one loop, so that XLA compiles one size alone;
+    or they stand one after the other, which takes fewer passes over small arrays.
 
     Args:
       decay: [..., C, N], the decays of a chunk; C is a power of two.
       excess: the difference of the decays from one, where that is known more exactly than from them. It has no
         derivative: that of the decay stands for both.
+      unrolled: whether the sizes stand one after the other.
     """
-    return _halved(decay, decay - 1 if excess is None else excess)
+    return _halved(unrolled, decay, decay - 1 if excess is None else excess)
 
 
-@jax.custom_vjp
-def _halved(decay: Array, excess: Array) -> HalvedProducts:
-    return _halved_forward(decay, excess)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _halved(unrolled: bool, decay: Array, excess: Array) -> HalvedProducts:
+    return _halved_forward(unrolled, decay, excess)[0]
 
 
-def _halved_forward(decay: Array, excess: Array) -> tuple[HalvedProducts, tuple[Array, Array]]:
+def _halved_forward(unrolled: bool, decay: Array, excess: Array) -> tuple[HalvedProducts, tuple[Array, Array]]:
     """Returns the products, and for the backward those to the middles and of the halves of blocks of each size."""
 
     def longer(found: Segments, size: tuple[Array, Array]) -> tuple[Segments, _Level]:
@@ -188,11 +190,22 @@ def _halved_forward(decay: Array, excess: Array) -> tuple[HalvedProducts, tuple[
         joined, level = found.joined(late, partial(_of_steps, places=other_half))
         return joined, (level, found.total[0])
 
-    found, levels = lax.scan(longer, Segments.of_steps(decay, excess), _halves(decay.shape[-2]))
+    found = Segments.of_steps(decay, excess)
+    levels: _Level
+    if unrolled:
+        parts = []
+        for late, other_half in _each_halves(decay.shape[-2]):
+            total = found.total[0]
+            found, level = found.joined(late, other_half)
+            parts.append((level, total))
+        of_levels, totals = zip(*parts, strict=True)
+        levels = jnp.stack(of_levels), jnp.stack(totals)
+    else:
+        found, levels = lax.scan(longer, found, _halves(decay.shape[-2]))
     return HalvedProducts(levels[0], found.before[0], found.after[0], found.total[0][..., 0, :]), levels
 
 
-def _halved_backward(levels: _Level, cotangents: HalvedProducts) -> tuple[Array, Array]:
+def _halved_backward(unrolled: bool, levels: _Level, cotangents: HalvedProducts) -> tuple[Array, Array]:
     """Returns the cotangent of the decays, and none of what they exceed one by."""
 
     def shorter(found: SegmentCotangents, size: tuple[Array, ...]) -> tuple[SegmentCotangents, None]:
@@ -201,9 +214,13 @@ def _halved_backward(levels: _Level, cotangents: HalvedProducts) -> tuple[Array,
 
     is_first = np.arange(cotangents.to_end.shape[-2])[:, None] == 0
     total = jnp.where(is_first, cotangents.total[..., None, :], 0)
-    sizes = (*_halves(total.shape[-2]), *levels, cotangents.levels)
-    first = SegmentCotangents(cotangents.from_start, cotangents.to_end, total)
-    found, _ = lax.scan(shorter, first, sizes, reverse=True)
+    found = SegmentCotangents(cotangents.from_start, cotangents.to_end, total)
+    if unrolled:
+        each = [*zip(_each_halves(total.shape[-2]), *levels, cotangents.levels, strict=True)]
+        for (late, other_half), *own in reversed(each):
+            found = found.halved(late, other_half, *own)
+    else:
+        found, _ = lax.scan(shorter, found, (*_halves(total.shape[-2]), *levels, cotangents.levels), reverse=True)
     return found.total, jnp.zeros_like(found.total)
 
 
@@ -215,6 +232,18 @@ def _halves(count: int) -> tuple[Array, Array]:
     sizes = np.array([1 << level for level in range((count - 1).bit_length())], np.int32)[:, None]
     steps = np.arange(count, dtype=np.int32)
     return jnp.asarray((steps & sizes > 0)[..., None]), jnp.asarray(steps ^ sizes)
+
+
+def _each_halves(count: int) -> Iterator[tuple[Array, Callable[[Array], Array]]]:
+    """Yields the same for one size after the other, with a function for the places."""
+    steps = np.arange(count)[:, None]
+    for size in (1 << level for level in range((count - 1).bit_length())):
+        yield jnp.asarray(steps & size > 0), partial(_other_halves, size=size)
+
+
+def _other_halves(x: Array, size: int) -> Array:
+    """Returns for each step of [..., C, N] what its counterpart in the other half of a block of twice the size has."""
+    return jnp.flip(x.reshape(*x.shape[:-2], -1, 2, size, x.shape[-1]), -3).reshape(x.shape)
 
 
 def pairs(count: int) -> Array:

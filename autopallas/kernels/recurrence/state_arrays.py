@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from autopallas.kernels.recurrence.chunks import OfChunks, Recurrence, chunked
@@ -41,6 +42,9 @@ class StateArrays:
         self.steps, self.state, self.sizes, self.dtype = steps, state, sizes, dtype
         self.counts = [update.substeps(sizes) for update in state.updates]
         """The number of substeps of each update."""
+        queries = [query for readout in state.readouts for query in readout.queries]
+        self.read_once = len(queries) == 1 and not queries[0].over
+        """Whether chunks are computed once; else their cotangents are summed, and not in a narrow dtype."""
 
     def run(self, chunk: int, of_chunks: OfChunks) -> Array:
         """Makes the readouts known; returns the last state."""
@@ -56,7 +60,7 @@ class StateArrays:
         for readout in state.readouts:
             found = self._free(readout)
             for query in readout.queries:
-                y, last = self._read(given, query, chunk, of_chunks)
+                y, last = self._read(given, query, variables[readout.variable].aval.dtype, chunk, of_chunks)
                 labels = (*query.over, *state.groups, *state.heads, *state.columns)
                 y = y.reshape(y.shape[0], *(self.sizes[a] for a in labels))
                 found = found + self._in_axes(y, labels, readout.axes) * self._spread(query.factor, readout)
@@ -105,15 +109,16 @@ class StateArrays:
         return self._grouped(x, (), self.state.groups, self.state.heads, *([inner] if inner else []))
 
     def _of_rows(self, term: Term, over: Labels = ()) -> Array:
-        """Returns a product of factors with labels of rows, [T, R, G, 1, N]."""
+        """Returns a product of factors with labels of rows, [T, R, G, 1, N], as narrow as :meth:`_narrow` has it."""
         groups, rows = self.state.groups, self.state.rows
-        return self._grouped(self._array(term, (*over, *groups, *rows)), over, groups, (), rows)
+        return self._grouped(self._narrow(term, (*over, *groups, *rows)), over, groups, (), rows)
 
     def _value(self, update: Update) -> Array:
-        """Returns the values of an update, [T, R, G, H, P]."""
+        """Returns the values of an update, [T, R, G, H, P], as narrow as :meth:`_narrow` has them."""
         groups, heads, columns = self.state.groups, self.state.heads, self.state.columns
         labels = (*update.over, *groups, *heads, *columns)
-        found = sum(self._array(term, labels) for term in update.value)
+        of_term = self._narrow if len(update.value) == 1 else self._array
+        found = sum(of_term(term, labels) for term in update.value)
         if not update.value:
             found = jnp.zeros((1,) * (1 + len(labels)), self.dtype)
         return self._grouped(jnp.asarray(found), update.over, groups, heads, columns)
@@ -155,9 +160,13 @@ class StateArrays:
 
     # ------------------------------------------------------------------ readouts
 
-    def _read(self, given: Recurrence, query: Query, chunk: int, of_chunks: OfChunks) -> tuple[Array, Array]:
-        """Returns what a query reads in each step, [T, R, G, H, P] of R rows that it reads, and the last state."""
+    def _read(
+        self, given: Recurrence, query: Query, dtype: Dtype, chunk: int, of_chunks: OfChunks
+    ) -> tuple[Array, Array]:
+        """Returns what a query reads in each step, [T, R, G, H, P] of R rows that it reads, and the last state; in the
+        dtype of the readout at least."""
         own = self._of_rows(query.query, query.over)
+        own = own if own.dtype == dtype else own.astype(self.dtype)
         before, substeps = query.updates == 0, sum(self.counts)
         place = sum(self.counts[: query.updates]) - (not before)
 
@@ -227,16 +236,18 @@ class StateArrays:
     def _grouped(self, x: Array, *groups: Labels) -> Array:
         """Merges axes into one for each group, and repeats what does not vary."""
         sizes = [self.sizes[a] for group in groups for a in group]
-        x = jnp.broadcast_to(x, (self.steps.loop.length, *sizes))
+        shape = (self.steps.loop.length, *sizes)
+        if x.shape != shape:  # the cotangents of which are summed, and not in a narrow dtype
+            x = jnp.broadcast_to(x.astype(self.dtype), shape)
         return x.reshape(x.shape[0], *map(self._extent, groups))
 
-    def _array(self, term: Term, labels: Labels) -> Array:
+    def _array(self, term: Term, labels: Labels, dtype: Dtype | None = None) -> Array:
         """Returns a term with an axis of steps and one for each label, of size 1 where it does not vary."""
         letters = dict(zip(dict.fromkeys((*labels, *sorted(term.labels))), ascii_letters[1:], strict=False))
         arrays: list[Array] = []
         subscripts: list[str] = []
         for factor in term.factors:
-            array, varies = self._factor(factor)
+            array, varies = self._factor(factor, dtype or self.dtype)
             arrays.append(array)
             subscripts.append("a" * varies + "".join(letters[a] for a in factor.axes if a is not None))
         varying = any("a" in own for own in subscripts)
@@ -252,7 +263,20 @@ class StateArrays:
         shape = [next(sizes) if a in present else 1 for a in labels]
         return found.reshape(found.shape[0] if varying else 1, *shape)
 
-    def _factor(self, factor: Factor) -> tuple[Array, bool]:
+    def _narrow(self, term: Term, labels: Labels) -> Array:
+        """Returns :meth:`_array`, but of a term that is no more than a variable in the variable's own dtype.
+
+        A kernel then reads what the program has, and not a wider copy of it.
+        """
+        if not self.read_once or term.coefficient != 1 or len(term.factors) != 1 or not term.labels <= set(labels):
+            return self._array(term, labels)
+        (factor,) = term.factors
+        dtype = np.dtype(self.steps.loop.variables[factor.variable].aval.dtype)
+        is_plain = not factor.inverse and factor.case is None and jnp.issubdtype(dtype, jnp.floating)
+        exact = is_plain and jnp.promote_types(dtype, self.dtype) == self.dtype
+        return self._array(term, labels, dtype if exact else None)
+
+    def _factor(self, factor: Factor, dtype: Dtype) -> tuple[Array, bool]:
         """Returns the array of a factor, and whether it has an axis of steps."""
         variable = self.steps.loop.variables[factor.variable]
         varies = variable in self.steps.varying
@@ -261,5 +285,5 @@ class StateArrays:
         array = array[(slice(None), *chosen) if varies else chosen]
         if factor.case is not None:
             array = jnp.equal(array, jnp.asarray(factor.case, array.dtype))
-        array = array.astype(self.dtype)
+        array = array.astype(dtype)
         return (1 / array if factor.inverse else array), varies

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from autopallas.kernels.recurrence.chunk_kinds import Operands, advanced, stepped
-from autopallas.kernels.recurrence.chunks import Recurrence
+from autopallas.kernels.recurrence.chunks import Recurrence, by_heads
 from autopallas.kernels.recurrence.corrected import corrected_advance, corrected_step
 from autopallas.kernels.recurrence.tpu_tiles import ChannelChunk, HeadChunk, channel_chunk, head_chunks
 from autopallas.kernels.refs import Ref
@@ -41,8 +41,7 @@ _MOST_HEADS = 8
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def by_kernels(before: bool, given: Recurrence) -> tuple[Array, Array]:
-    """Computes chunks in one kernel (:data:`~.chunks.OfChunks`)."""
+def _kernels(before: bool, given: Recurrence) -> tuple[Array, Array]:
     sizes = _Sizes.of(given)
     arrays = sizes.flat(given)
     y, last = sizes.call("forward", partial(_forward_kernel, before), arrays, ("value", "state"))
@@ -50,7 +49,7 @@ def by_kernels(before: bool, given: Recurrence) -> tuple[Array, Array]:
 
 
 def _forward(before: bool, given: Recurrence) -> tuple[tuple[Array, Array], Recurrence]:
-    return by_kernels(before, given), given
+    return _kernels(before, given), given
 
 
 def _backward(before: bool, given: Recurrence, cotangents: tuple[Array, Array]) -> tuple[Recurrence]:
@@ -82,7 +81,10 @@ def _backward(before: bool, given: Recurrence, cotangents: tuple[Array, Array]) 
     return (found,)
 
 
-by_kernels.defvjp(_forward, _backward)
+_kernels.defvjp(_forward, _backward)
+
+by_kernels = by_heads(_kernels)
+"""Computes chunks in one kernel (:data:`~.chunks.OfChunks`)."""
 
 
 # ---------------------------------------------------------------------- blocks

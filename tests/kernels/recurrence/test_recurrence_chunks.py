@@ -111,6 +111,21 @@ DECAYS = {
 }
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["rounded", "excess"])
+def test_sizes_of_blocks_one_after_the_other_give_the_same_products(known):
+    random = np.random.default_rng(4)
+    decay, *weights = (jnp.asarray(random.uniform(0.5, 1, (2, 16, 3)), jnp.float32) for _ in range(3))
+    excess = decay - 1 + 1e-3 if known else None
+
+    def run(decay, unrolled):
+        found = halved_products(decay, excess, unrolled)
+        return jnp.sum(jnp.sin(found.levels) * weights[0]) + jnp.sum(found.total * found.from_start[:, 3]), found
+
+    one, other = (jax.jit(jax.grad(run, has_aux=True), static_argnums=1)(decay, own) for own in (False, True))
+    for found, expected in zip(jax.tree.leaves(other), jax.tree.leaves(one), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", DECAYS)
 @pytest.mark.parametrize("channels", [False, True], ids=["scalar", "channel"])
 def test_any_decay_is_as_exact_as_in_the_loop(channels, kind):

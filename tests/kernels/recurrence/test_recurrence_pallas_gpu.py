@@ -63,14 +63,20 @@ def arrays(decay: np.ndarray, rows: int = 64, columns: int = 64, shared: bool = 
     return Recurrence(rounded(decay), key, value, rounded(query * rows**-0.5), initial)
 
 
-def check(given: Recurrence, before: bool) -> None:
-    """Values, last state and all gradients are within twice the error of the loop in bfloat16, or its last digit."""
+def check(given: Recurrence, before: bool, as_bfloat16: bool = False) -> None:
+    """Values, last state and all gradients are within twice the error of the loop in bfloat16, or its last digit;
+    where keys, values and queries are given in bfloat16, so are the values and their gradients."""
     random = np.random.default_rng(1)
     weights = [
         jnp.asarray(random.standard_normal(x.shape), jnp.bfloat16).astype(jnp.float32)
         for x in (given.value, given.initial)
     ]
-    ours = with_gradients(lambda x: chunked(x, 64, before, pallas_gpu.of_chunks), given, weights)
+    narrow = {name: getattr(given, name).astype(jnp.bfloat16) for name in ("key", "value", "query")}
+    own = given._replace(**narrow) if as_bfloat16 else given
+    ours = with_gradients(lambda x: chunked(x, 64, before, pallas_gpu.of_chunks), own, weights)
+    (y, last), gradients = ours
+    assert (y.dtype, last.dtype) == (own.query.dtype, jnp.float32)
+    assert [x.dtype for x in gradients] == [x.dtype for x in own if x is not None]
     narrow = Recurrence(*(None if x is None else x.astype(jnp.bfloat16) for x in given))
     theirs = with_gradients(lambda x: loop(x, before), narrow, weights)
     with jax.enable_x64(True):
@@ -102,6 +108,12 @@ def test_chunks_compute_what_the_loop_does(interpreted, shape, shared, before):
     steps, groups, heads, rows, columns = SHAPES[shape]
     decay = np.random.default_rng(2).uniform(0.5, 1, (steps, groups, heads))
     check(arrays(decay, rows, columns, shared), before)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("shared", (False, True) if EVERYTHING else (True,))
+def test_what_the_program_has_in_bfloat16_is_read_and_written_in_it(interpreted, shared):
+    check(arrays(np.random.default_rng(2).uniform(0.5, 1, (128, 2, 2)), 64, 64, shared), False, as_bfloat16=True)
 
 
 @needs_interpreter
@@ -146,7 +158,7 @@ def test_what_the_kernels_lack_is_plain_jax():
     """A smaller state of another kind may stand beside the one that was asked about."""
     random = np.random.default_rng(0)
     given = Recurrence(
-        *(jnp.asarray(random.uniform(0.5, 1, (1, 1, 2, 8, 4)), jnp.float32) for _ in range(4)), jnp.zeros((1, 2, 4, 4))
+        *(jnp.asarray(random.uniform(0.5, 1, (1, 8, 1, 2, 4)), jnp.float32) for _ in range(4)), jnp.zeros((1, 2, 4, 4))
     )
     for found, true in zip(pallas_gpu.of_chunks(False, given), by_scans(False, given), strict=True):
         np.testing.assert_array_equal(found, true)
