@@ -2,9 +2,9 @@
 
 WHAT is ``original`` or ``optimized``, whose first step is timed, ``steps``, for which both run in turns, or ``rows``,
 which lists the sites that have a kernel here and whether the tuned tables have a row for each, and runs nothing.  FLAGs
-are ``quick``, with which ``steps`` leaves out what takes a compilation more and stops earlier, and ``small``, for the
-sizes of a dry run.  Results are JSON objects, a line each, on standard output: what ``steps`` knows after the first
-step, it says then.
+are ``quick``, with which ``steps`` leaves out what takes a compilation more and stops earlier, ``small``, for the
+sizes of a dry run, and a number: the option ``tune_seconds``.  Results are JSON objects, a line each, on standard
+output: what ``steps`` knows after the first step, it says then.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -146,12 +147,14 @@ def main() -> None:
     what, name, rounds, *flags = sys.argv[1:]
     (program,) = (one for one in programs() if one.name == name)
     built = program.small() if SMALL in flags and program.small else program.build()
-    if what == ROWS:
-        found = _rows(built)
-    elif what == "steps":
-        found = _steps(built, int(rounds), QUICK in flags, _say)
-    else:
-        found = _first_step(built, what == OPTIMIZED)
+    seconds = [float(flag) for flag in flags if flag not in (QUICK, SMALL)]
+    with autopallas.options(tune_seconds=seconds[0]) if seconds else nullcontext():
+        if what == ROWS:
+            found = _rows(built)
+        elif what == "steps":
+            found = _steps(built, int(rounds), QUICK in flags, _say)
+        else:
+            found = _first_step(built, what == OPTIMIZED)
     _say(found)
 
 

@@ -59,6 +59,7 @@ class Effort:
       quick: whether two processes do: one for the first step of the original, one for the first step with a search
         and for both in turns.
       small: whether programs are of the sizes of a dry run.
+      tune_seconds: the option of that name; None for its default.
     """
 
     platform: str
@@ -67,6 +68,7 @@ class Effort:
     repeats: int = 2
     quick: bool = False
     small: bool = False
+    tune_seconds: float | None = None
 
     @property
     def clock(self) -> str:
@@ -94,7 +96,7 @@ def measured(program: Program, effort: Effort, cache: Path) -> Row:
     }  # fmt: skip
     if effort.platform != "cpu":
         del row["vector_extensions"]
-        row["flags"] = environment.flags()
+        row |= {"flags": environment.flags(), "tune_seconds": effort.tune_seconds}
     try:
         if not effort.quick:
             row |= _first_steps(program, effort, cache)
@@ -152,6 +154,8 @@ def _child(what: str, program: Program, effort: Effort, cache: Path, searches: b
     if not searches:
         variables["AUTOPALLAS_AUTOTUNE"] = "0"
     flags = [flag for flag, on in ((QUICK, effort.quick), (SMALL, effort.small)) if on]
+    if effort.tune_seconds is not None:
+        flags.append(str(effort.tune_seconds))
     command = [sys.executable, "-m", "benchmarks.programs.child", what, program.name, str(effort.rounds), *flags]
     limit = QUICK_SECONDS if effort.quick else SECONDS
     try:
