@@ -174,6 +174,7 @@ def _stored(target: Ref, value: Array, shared: Ref) -> None:
     if target.dtype != _BF16:
         store(target, value)
         return
+    plgpu.commit_smem()  # the other warps have multiplied by it, too
     shared[...] = value.astype(_BF16)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(shared, target)
