@@ -14,25 +14,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import SCORE, Case, errors, named, oracle, traced
+from attention_cases import KEY, QUERY, SCORE, Case, errors, named, oracle, traced
 from test_attention_implementations import BY_NAME, TOLERANCES, AttentionImplementation, both, computed
 
 import autopallas
 from autopallas import compat
 from autopallas.compile import gpu as compile_gpu
 from autopallas.kernels import gpu
-from autopallas.kernels.attention import gpu_block_sizes, gpu_forward, pallas_gpu, reference
+from autopallas.kernels.attention import gpu_block_sizes, gpu_forward, gpu_side_gradient, pallas_gpu, reference
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.gpu_elements import primitives, scale_of
 from autopallas.kernels.attention.gpu_grid import Visits
-from autopallas.kernels.attention.operands import Cotangents, Operands, Residuals
+from autopallas.kernels.attention.operands import Cotangents, Operands, Residuals, ScaledRows
 from autopallas.kernels.attention.operation import OPERATION
+from autopallas.kernels.attention.programs import causal
 from autopallas.kernels.attention.schedule import edges
-from autopallas.kernels.attention.spec import Layouts, Weight
+from autopallas.kernels.attention.spec import Layouts, SideSpec, Weight
 from autopallas.kernels.attention.tiles import DEAD, FULL, tile_map
 from autopallas.kernels.attention.tuned_block_sizes import infer_block_sizes
 from autopallas.kernels.gpu import PROGRAM_PRIMITIVES, SHARED_MEMORY, too_few_threads
 from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Side
 from autopallas.sites.interpret import mode
 from autopallas.sites.operation import Supported, Unsupported
 
@@ -253,6 +255,29 @@ def test_gradients_of_wide_heads_that_share_keys(name, dtype, rounded):
         found = computed(pallas_gpu, case, np.dtype(dtype), SIZES, **changes)
     for part, value in oracle(case, np.dtype(dtype)).items():
         assert errors(found[part], value)[0] <= TOLERANCES[dtype][part.startswith("d")], part
+
+
+@needs_interpreter
+@pytest.mark.parametrize("length", [256, 192])
+def test_the_gradient_of_a_bias_is_summed_over_several_examples(length):
+    """Tile after tile, some of which no row sees; with two warpgroups and two tiles at a time, and with one."""
+    bias = SideSpec(BF16, (False, True, False, True, True))
+    score = traced(lambda s, b, i, j: jnp.where(i >= j, s + b.astype(F32), -jnp.inf), SCORE, Side(0, BF16), QUERY, KEY)
+    case = Case("bias", 3, 2, 1, length, length, score=score, live=causal(), sides=(bias,), draw="n")
+    query, key, value, (side,), _, dout = case.operands(BF16)
+    q, k, v, b, d = (np.asarray(x, np.float64) for x in (query, key, value, side, dout))
+    x = np.where(np.tri(length, dtype=bool), np.einsum("bkgtd,bksd->bkgts", q, k) + b, -np.inf)
+    shift = np.log(np.sum(np.exp(x), axis=-1))
+    p, dp = np.exp(x - shift[..., None]), np.einsum("bkgtd,bksd->bkgts", d, v)
+    delta = np.sum(p * dp, axis=-1)
+    wanted = np.sum(p * (dp - delta[..., None]), axis=0, keepdims=True)
+    rows = ScaledRows(dout, jnp.asarray(shift, F32), jnp.asarray(delta, F32))
+    with racing():
+        found = gpu_side_gradient.tile_gradient(case.spec(BF16), 0, Operands(query, key, value, (side,), None), rows)
+    assert found.dtype == BF16
+    by_row = np.linalg.norm(np.asarray(found, np.float64) - wanted, axis=-1)
+    assert np.all(by_row <= 2**-7 * np.linalg.norm(wanted, axis=-1) + 1e-6)
+    assert not np.any(np.triu(np.asarray(found, F32), 1))
 
 
 @needs_interpreter
