@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopallas
-from autopallas.kernels.attention import pallas_gpu
+from autopallas.kernels.attention import cudnn, pallas_gpu
 from autopallas.kernels.attention.api import attention
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.operands import Cotangents, Operands, Residuals
@@ -26,7 +26,8 @@ from autopallas.kernels.attention.tuned_block_sizes import table_key
 from autopallas.kernels.gpu import array_bytes
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import Index, Score, Side
-from benchmarks.gpu_benchmark import MATMUL, ORIGINAL, Check, Timed
+from autopallas.sites.operation import Kernel
+from benchmarks.gpu_benchmark import MATMUL, ORIGINAL, Check, Peer, Timed
 from benchmarks.gpu_session import peers
 
 IMPLEMENTATION = "pallas_gpu"
@@ -53,6 +54,8 @@ _HEADLINES = (
     (4, 4096, 16, 128, "causal", True), (4, 4096, 16, 64, "causal", False), (4, 4096, 16, 64, "causal", True),
     (1, 16384, 16, 128, "full", False), (1, 16384, 16, 128, "full", True), (2, 4096, 16, 128, "mask + bias", True),
 )  # fmt: skip
+_CUDNN = "cudnn implementation"
+"""The candidate that is what a site runs where cuDNN is chosen; "cudnn" is the library's own call."""
 _PLACES = (0, 1, 2, 3, 12, 13, 14, 15, 16)
 """Places of these among the headlines of all operations."""
 
@@ -175,7 +178,7 @@ def _check(shape: tuple[int, ...], mask: str, dtype: str, small: bool) -> Check:
 def _check_of_blocks(shape: tuple[int, ...], mask: str, dtype: str, blocks: BlockSizes) -> Check:
     """The kernels themselves with these block sizes, which no table might choose."""
     b, t, n, _, d = shape
-    function = _both(_ours(_spec(b, t, n, d, mask), blocks))
+    function = _both(_of_implementation(pallas_gpu, _spec(b, t, n, d, mask), blocks))
     given = partial(operands, b, t, n, n, d, mask, dtype, True)
     name = f"B{b} T{t} N{n} D{d} {mask}, blocks {blocks.query_block} x {blocks.key_block}"
     return Check(name, dtype, "forward+backward", function, partial(_exact, mask), given, 4e-2)
@@ -267,9 +270,16 @@ def _timed(b: int, t: int, n: int, d: int, mask: str, count: int, backward: bool
     operations = 2.0 * b * n * t * t * d * (7 if backward else 2) * share
     sizes = {str(tuple(c.to_dict().values())): c for c in pallas_gpu.candidates(spec, Device.current())[:count]}
     candidates = {ORIGINAL: wrapped(partial(naive, mask)), MATMUL: _products(operations)}
-    candidates |= {f"pallas_gpu {name}": wrapped(_ours(spec, choice)) for name, choice in sizes.items()}
+    candidates |= {
+        f"pallas_gpu {name}": wrapped(_of_implementation(pallas_gpu, spec, choice)) for name, choice in sizes.items()
+    }
+    others = {}
     if Device.current().platform == "gpu" and mask != "segments":
         candidates["cudnn"] = wrapped(partial(_cudnn, mask))
+        if cudnn.reduced(spec) is not None:
+            (choice,) = cudnn.candidates(spec, Device.current())
+            candidates[_CUDNN] = wrapped(_of_implementation(cudnn, spec, choice))
+            others[_CUDNN] = Peer(table_key(spec, "cudnn", direction), choice)
     if importlib.util.find_spec("tokamax") is not None and mask in ("full", "causal"):
         candidates["tokamax"] = wrapped(partial(_tokamax, mask))
     if Device.current().platform == "gpu" and mask in ("full", "causal") and not backward:
@@ -290,11 +300,12 @@ def _timed(b: int, t: int, n: int, d: int, mask: str, count: int, backward: bool
         bytes_moved=float(array_bytes(*given, *jax.tree.leaves(results))),
         expansion=1 / share,  # of the original's T x T numbers in memory nothing is counted
         priority=_PLACES[_HEADLINES.index(headline)] if headline in _HEADLINES else 100,
+        peers=others,
     )
 
 
-def _ours(spec: AttentionSpec, sizes: BlockSizes) -> Callable[..., Any]:
-    """The kernels with these sizes, differentiable, from and to [B, T, N, D]."""
+def _of_implementation(own: Kernel, spec: AttentionSpec, sizes: BlockSizes) -> Callable[..., Any]:
+    """An implementation with these sizes, differentiable, from and to [B, T, N, D]."""
 
     def canonical(arguments: Any) -> Operands:
         query, key, value, *rest = arguments
@@ -306,14 +317,14 @@ def _ours(spec: AttentionSpec, sizes: BlockSizes) -> Callable[..., Any]:
 
     @jax.custom_vjp
     def attend(given: Operands) -> Any:
-        return pallas_gpu.forward(spec, sizes, given).out
+        return own.forward(spec, sizes, given).out
 
     def forwards(given: Operands) -> Any:
-        found = pallas_gpu.forward(spec, sizes, given)
+        found = own.forward(spec, sizes, given)
         return found.out, (given, found.residuals)
 
     def backwards(saved: tuple[Operands, Residuals], dout: Any) -> Any:
-        return (Operands(*pallas_gpu.backward(spec, sizes, *saved, Cotangents(dout))),)
+        return (Operands(*own.backward(spec, sizes, *saved, Cotangents(dout))),)
 
     attend.defvjp(forwards, backwards)
     return lambda *arguments: jnp.moveaxis(attend(canonical(arguments))[:, :, 0], 1, 2)

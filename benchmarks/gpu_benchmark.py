@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from autopallas.tuning.table import Key
 
-__all__ = ["MATMUL", "ORIGINAL", "Arguments", "Check", "GpuBenchmark", "Timed"]
+__all__ = ["MATMUL", "ORIGINAL", "Arguments", "Check", "GpuBenchmark", "Peer", "Timed"]
 
 ORIGINAL, MATMUL = "xla", "matmul"
 """Candidates that every case may have."""
@@ -30,6 +30,13 @@ class Check:
     tolerance: float
 
 
+class Peer(NamedTuple):
+    """What the table has of a candidate that is an implementation of the operation, but not the benchmark's own."""
+
+    key: Key
+    block_sizes: Any
+
+
 @dataclass(frozen=True)
 class Timed:
     """One case that is timed.
@@ -37,10 +44,13 @@ class Timed:
     Attributes:
       name, dtype, direction: say what it is.
       candidates: name -> function; "xla" is what ratios refer to, "matmul" the ceiling.
-      block_sizes: of those candidates that may become a row of the table.
+      block_sizes: of those candidates that are the benchmark's own implementation; the fastest may become a row of the
+        table.
       arguments: of all functions.
       operations: floating-point operations that the case cannot do without.
-      key: the table's, or None.
+      key: the table's of that implementation, or None.
+      peers: the candidates that are other implementations of the operation; each may become a row too.
+      batch: the row's: how many independent parts the case has, where its table asks for that.
       bytes_moved: of memory that it cannot do without reading or writing.
       expansion: how many times as much of both the original does, where that is known; for estimates.
       lean: a candidate that the table has as that of least memory where nothing was measured, and how many times as
@@ -60,6 +70,8 @@ class Timed:
     expansion: float = 1.0
     lean: tuple[str, float] | None = None
     priority: int = 100
+    peers: Mapping[str, Peer] = field(default_factory=dict)
+    batch: int = 1
 
 
 class GpuBenchmark(Protocol):

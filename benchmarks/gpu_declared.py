@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,8 @@ import autopallas
 from autopallas.sites.declared import DeclaredOperation, declared_named, declared_names
 from autopallas.sites.declared_call import operand_names
 from autopallas.sites.spec import NoBlockSizes
-from autopallas.workbench.cases import DIRECTIONS, PLAIN, Case, DeclaredCases, Direction
+from autopallas.tuning.table import Key
+from autopallas.workbench.cases import DIRECTIONS, PLAIN, Case, DeclaredCases, Direction, only_match
 from benchmarks.gpu_benchmark import ORIGINAL, Check, GpuBenchmark, Timed
 
 __all__ = ["DECLARED", "DeclaredGpuBenchmark", "offered"]
@@ -34,6 +35,16 @@ _SMALL_ROWS, _SMALL = 12, 128
 _ODD_ROWS = 1001
 _FIRST_PRIORITY = 20
 """Behind the headlines of the operations that have a benchmark of their own."""
+
+
+def _gated_mlp(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """In the dtype of its operands throughout; a reference has products in float32, which takes XLA longer."""
+    (x,), (gate,), (up,), (down,) = x, gate, up, down
+    return ((jax.nn.silu(x @ gate) * (x @ up)) @ down)[None]
+
+
+_WRITTEN: Mapping[str, Callable[..., jax.Array]] = {"gated_mlp": _gated_mlp}
+"""Originals as people write them, where a sample's reference is no such program; of the sample's operands."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,7 @@ class DeclaredGpuBenchmark:
         for times in (1,) if small else (_MANY, 1):
             for number, direction in enumerate(DIRECTIONS[:1] if small else DIRECTIONS):
                 case = self._case(self._rows * times, "bfloat16", small, direction)
-                yield self._timed(case, first + number if times > 1 else 100)
+                yield self._timed(case, first + number if times > 1 else 100, small)
 
     # ------------------------------------------------------------------ one case
 
@@ -103,6 +114,18 @@ class DeclaredGpuBenchmark:
         assert direct is not None
         return self.cases.in_direction(case, partial(direct, implementation=self.IMPLEMENTATION))
 
+    def _original(self, case: Case) -> Callable[..., Any]:
+        """What is timed as the original, in the direction of the case."""
+        return self.cases.in_direction(case, _WRITTEN.get(self.operation.name, self.cases.ORIGINALS[PLAIN]))
+
+    def _key(self, case: Case) -> Key | None:
+        """The table's of the site that the original is, where the operation has a table."""
+        if not self.operation.has("tuned_block_sizes"):
+            return None
+        match = only_match(self._original(case), self.cases.types(case), self.operation.name)
+        tables = self.operation.part("tuned_block_sizes")
+        return tables.table_key(match.spec, self.IMPLEMENTATION, match.direction)
+
     def _exact(self, case: Case, *given: jax.Array) -> Any:
         """The reference in float32 at the highest precision."""
         wide = [x.astype(jnp.float32) for x in given]
@@ -131,20 +154,25 @@ class DeclaredGpuBenchmark:
         return Check(case.shape, case.dtype, case.direction, function, partial(self._exact, case),
                      partial(self._arguments, case), _TOLERANCE[case.dtype])  # fmt: skip
 
-    def _timed(self, case: Case, priority: int) -> Timed:
-        original = self.cases.in_direction(case, self.cases.ORIGINALS[PLAIN])
+    def _timed(self, case: Case, priority: int, small: bool) -> Timed:
+        original, written = self._original(case), self.operation.name in _WRITTEN
+        own = self._own(case)
+        if written and not small:
+            own = autopallas.optimize(
+                original, implementation=self.IMPLEMENTATION, objective="always", autotune=False, strict=True
+            )
         types = self.cases.types(case)
         counted = jax.jit(original).lower(*types).cost_analysis()
         read_and_written = (*types, *jax.tree.leaves(jax.eval_shape(original, *types)))
         return Timed(
-            name=case.shape,
+            name=f"{case.shape} as written" if written else case.shape,
             dtype=case.dtype,
             direction=case.direction,
-            candidates={ORIGINAL: original, self.IMPLEMENTATION: self._own(case)},
+            candidates={ORIGINAL: original, self.IMPLEMENTATION: own},
             block_sizes={self.IMPLEMENTATION: NoBlockSizes()},
             arguments=partial(self._arguments, case),
             operations=float((counted or {}).get("flops", 0.0)),
-            key=None,
+            key=self._key(case),
             bytes_moved=float(sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in read_and_written)),
             priority=priority,
         )

@@ -1,9 +1,6 @@
 """Recurrences on a GPU: what is checked, repeated and timed.
 
 Letters: T steps, B sequences, H heads, N rows and P columns of a state.
-
-Cases have no row in the tables: on a GPU rows hold for any number of states, and a loop's time hardly depends on that
-number, while the kernels' does.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import autopallas
 from autopallas.kernels.recurrence.block_sizes import BlockSizes
@@ -21,8 +19,10 @@ from autopallas.kernels.recurrence.cases import in_direction, types
 from autopallas.kernels.recurrence.chunks import Recurrence, chunked
 from autopallas.kernels.recurrence.gpu_sizes import CHUNK
 from autopallas.kernels.recurrence.pallas_gpu import of_chunks
+from autopallas.kernels.recurrence.spec import RecurrenceSpec
+from autopallas.kernels.recurrence.tuned_block_sizes import table_key
 from benchmarks.case import DIRECTIONS, Case, Direction
-from benchmarks.gpu_benchmark import ORIGINAL, Check, Timed
+from benchmarks.gpu_benchmark import ORIGINAL, Check, Peer, Timed
 
 IMPLEMENTATION = "pallas_gpu"
 CHUNKED = "chunked"
@@ -76,6 +76,14 @@ def _scanned(reads: str, *given: jax.Array) -> jax.Array:
     first = jnp.zeros((*value.shape[1:3], key.shape[-1], value.shape[-1]), value.dtype)
     found: jax.Array = jax.lax.scan(step, first, given)[1]
     return found
+
+
+def spec_of(case: Case) -> RecurrenceSpec:
+    """Returns what recognition makes of the original."""
+    t, b, h, n, p = (case.size(letter) for letter in "TBHNP")
+    bf16 = np.dtype(jnp.bfloat16)
+    groups, heads = (b, h) if case.mask == _SHARED else (b * h, 1)
+    return RecurrenceSpec(t, groups, heads, n, p, "scalar", 0, 1, 1, 0, bf16, bf16)
 
 
 def original(case: Case) -> Callable[..., Any]:
@@ -165,17 +173,20 @@ def timed(small: bool) -> Iterator[Timed]:
 def _timed(case: Case, priority: int) -> Timed:
     chunks = autopallas.optimize(original(case), implementation="xla", objective="always", autotune=False, strict=True)
     t, b, h, n, p = (case.size(letter) for letter in "TBHNP")
+    described, sizes = spec_of(case), BlockSizes(CHUNKED, CHUNKED, CHUNK)
     backwards = 3 if case.direction == "forward+backward" else 1
     return Timed(
         name=f"{case.shape} {case.mask}",
         dtype=case.dtype,
         direction=case.direction,
         candidates={ORIGINAL: original(case), CHUNKED: chunks, IMPLEMENTATION: kernel(case)},
-        block_sizes={IMPLEMENTATION: BlockSizes(CHUNKED, CHUNKED, CHUNK)},
+        block_sizes={IMPLEMENTATION: sizes},
         arguments=partial(operands, case),
         # A step multiplies a state by its decay, adds a product to it, and reads it.
         operations=5.0 * t * b * h * n * p * backwards,
-        key=None,
+        key=table_key(described, IMPLEMENTATION, case.direction),
+        peers={CHUNKED: Peer(table_key(described, "xla", case.direction), sizes)},
+        batch=b * h,
         bytes_moved=2.0 * t * b * (2 * n * (1 if case.mask == _SHARED else h) + 2 * h * p + h) * backwards,
         priority=priority,
     )

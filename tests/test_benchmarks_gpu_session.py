@@ -20,7 +20,9 @@ from autopallas.kernels.gpu import too_few_threads
 from autopallas.sites.interpret import mode
 from autopallas.sites.operation import operation_named, operation_names
 from autopallas.tuning.key import kernel_version
+from autopallas.workbench.cases import only_match
 from benchmarks import cli
+from benchmarks.gpu_benchmark import ORIGINAL
 from benchmarks.gpu_declared import DECLARED, DeclaredGpuBenchmark
 from benchmarks.gpu_session import command, session
 from benchmarks.gpu_session.errors import ROW_TOLERANCE, compared, same_bits
@@ -151,6 +153,7 @@ class Scripted:
             yield {
                 "event": "row", "candidate": name, "microseconds": 10.0, "clock": "loop",
                 "ours": name.startswith("pallas_gpu"), "wrong": False, "times_as_fast": 3.0, "temporary_bytes": 5,
+                "best": next((n for n in request["names"] if n.startswith("pallas_gpu")), None),
                 "block_sizes": {"query_block": 128, "key_block": 128},
             }  # fmt: skip
         yield {"event": "done", "sick": False}
@@ -229,15 +232,89 @@ def test_tables_come_from_the_journal_of_the_present_kernels(run, tmp_path, caps
     own = run(versions=versions)
     chosen = [t for t in tasks(False, H100) if "B1 T16384 N16 D128 causal bfloat16 forward" in t.name]
     own.run([t for t in chosen if t.stage == 2 and "+" not in t.name], [])
-    ((place, found),) = tuned_rows(own.journal.rows).items()
+    ((place, found),) = tuned_rows(own.journal.rows).rows.items()
     assert place == ("attention", "NVIDIA H100")
-    ((key, tuned),) = found.items()
-    assert key[:2] == ("pallas_gpu", "forward")
-    assert (tuned.kernel_us, tuned.original_us, tuned.evidence) == (10.0, 30.0, "measured")
+    assert {key[:2] for key in found} == {("pallas_gpu", "forward"), ("cudnn", "forward")}
+    for tuned in found.values():
+        assert (tuned.kernel_us, tuned.original_us, tuned.evidence) == (10.0, 30.0, "measured")
     assert cli.main(["gpu", "--tables", str(tmp_path)]) == 0
     assert "10.0,30.0" in capsys.readouterr().out
-    assert not tuned_rows([r | {"kernel_version": "older"} for r in own.journal.rows])
+    old = tuned_rows([r | {"kernel_version": "older"} for r in own.journal.rows])
+    assert not old.rows
+    assert "of another version of the kernels" in old.notes[0]
     assert "10.0 |" in summary(own.journal.rows, IDENTITY)
+
+
+def timed(task, candidate, microseconds, **more):
+    """A row of a journal, of the present kernels."""
+    operation = task.split()[1]
+    return row(
+        kernel=operation, kernel_version=kernel_version(operation), evidence="measured", date="2026-11-27", task=task,
+        part="time", candidate=candidate, microseconds=microseconds, temporary_bytes=5, **more,
+    )  # fmt: skip
+
+
+CAUSAL = "attention {} B4 T4096 N16 D{} causal bfloat16 forward"
+
+
+def of_case(name, ours, cudnn, original=None, times_as_fast=10.0, **more):
+    best = min(ours, key=ours.get)
+    sizes = {"query_block": 128, "key_block": 128}
+    found = [timed(f"2 {name.format('time')}", n, us, ours=True, block_sizes=sizes) for n, us in ours.items()]
+    found.append(timed(f"2 {name.format('time')}", "cudnn implementation", cudnn, ours=False))
+    if original is not None:
+        task = f"2 {name.format('original')}"
+        found.append(timed(task, "xla", original, best=best, times_as_fast=times_as_fast, **more))
+    return found
+
+
+def test_each_implementation_has_a_row_beside_the_same_original():
+    ours = {"pallas_gpu (128, 128)": 200.0, "pallas_gpu (128, 64)": 300.0}
+    found = tuned_rows(of_case(CAUSAL.replace("D{}", "D128"), ours, 100.0, 9999.0))
+    rows = {key[0]: row for key, row in found.rows["attention", "NVIDIA H100"].items()}
+    assert {name: (row.kernel_us, row.original_us) for name, row in rows.items()} == {
+        "pallas_gpu": (200.0, 2000.0), "cudnn": (100.0, 2000.0),
+    }, "the original by its ratio to what was timed beside it"  # fmt: skip
+    assert not found.notes
+    assert rows["cudnn"].block_sizes == rows["cudnn"].block_sizes.get_default()
+
+
+@pytest.mark.parametrize("original, more, kept, said", [
+    (None, {}, set(), "the original was not timed"),
+    (9999.0, {"wrong": True}, {"cudnn"}, "the original's results were others"),
+])  # fmt: skip
+def test_what_has_no_row_is_named(original, more, kept, said):
+    found = tuned_rows(of_case(CAUSAL.replace("D{}", "D128"), {"pallas_gpu (128, 128)": 9.0}, 5.0, original, **more))
+    assert {key[0] for rows in found.rows.values() for key in rows} == kept
+    assert said in found.notes[0]
+
+
+@pytest.mark.parametrize("gains", [(4.0, 3.0), (3.0, 4.0)])
+def test_of_cases_with_one_key_the_lesser_gain_counts_and_it_is_said(gains):
+    """States of 128 x 64 and 128 x 128 are in one bucket."""
+    names = ["T4096 B4 H16 N128 P64 shared", "T4096 B4 H16 N128 P128 scalar"]
+    rows = []
+    for name, gain in zip(names, gains, strict=True):
+        time, original = (f"2 recurrence {kind} {name} bfloat16 forward" for kind in ("time", "original"))
+        sizes = {"forward": "chunked", "backward": "chunked", "chunk": 64}
+        rows += [timed(time, "pallas_gpu", 10.0, ours=True, block_sizes=sizes)]
+        rows += [timed(original, "xla", 99.0, best="pallas_gpu", times_as_fast=gain)]
+    found = tuned_rows(rows)
+    ((key, kept),) = found.rows["recurrence", "NVIDIA H100"].items()
+    assert (kept.speedup, kept.batch, key[:2]) == (3.0, 64, ("pallas_gpu", "forward"))
+    assert all(name in found.notes[0] for name in names)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_case_is_filed_as_the_site_that_its_original_is(operation):
+    cases = [t.case for t in tasks(False, H100) if t.operation == operation and t.kind == "time" and t.stage == 2]
+    cases = [case for case in cases if case.key is not None]
+    assert cases
+    tables = operation_named(operation).part("tuned_block_sizes")
+    for case in cases:
+        match = only_match(case.candidates[ORIGINAL], jax.eval_shape(case.arguments), operation)
+        for key in (case.key, *(peer.key for peer in case.peers.values())):
+            assert tables.table_key(match.spec, key[0], match.direction) == key, case.name
 
 
 # ---------------------------------------------------------------------- the list of tasks

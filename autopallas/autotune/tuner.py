@@ -3,6 +3,9 @@
 The sources are ordered by how reliable they are: a result of this very machine; the table's row of the exact bucket;
 what a search finds now, where one is allowed; the table's nearest row; the default.
 
+A search that nobody asked for is left out of an implementation that restates the original, and on GPUs where the table
+has a measured row for one of a site's implementations: the journal that gave it has one for each that was timed.
+
 On CPUs a search that nobody asked for is a quick one: it tries the two best guesses, within a few seconds, and only for
 sites whose original takes long.
 """
@@ -53,6 +56,13 @@ _QUICK_LEAST = 1.0
 
 _searching = threading.Lock()
 """Searches of one process take turns, since they would disturb each other's times."""
+
+
+def _is_measured(found: Choice | _Miss) -> bool:
+    """Returns whether a table's row decides about the site's own bucket, and was measured."""
+    if isinstance(found, _Miss) or found.row is None:
+        return False
+    return found.source == "table" and found.exact and found.row.evidence == "measured"
 
 
 class Tuner:
@@ -110,6 +120,9 @@ class Tuner:
         if self._quick:
             budget = min(budget, _QUICK_SECONDS * len(implementations), self._quick_seconds)
         looked_up = {name: self._looked_up(match, name, budget / len(implementations)) for name in implementations}
+        unasked = self._options.autotune is None and self._device.platform == "gpu"
+        if unasked and any(_is_measured(found) for found in looked_up.values()):
+            looked_up = {n: found.otherwise if isinstance(found, _Miss) else found for n, found in looked_up.items()}
         open_ = sum(isinstance(found, _Miss) for found in looked_up.values())
         part, left = budget / max(open_, 1), budget
         choices: dict[str, Choice] = {}
@@ -128,6 +141,8 @@ class Tuner:
         """Returns what is known without a search; ``seconds`` is the least that one would have."""
         source = self._shared or self._cache
         search = self._may_search and not (self._quick and self._cannot_pay(match, implementation, seconds))
+        if self._options.autotune is None and operation_named(match.op).only_restates(implementation):
+            search = False
         key = self._key(match, implementation) if search or source.usable() else None
         entry = None if key is None else source.get(key)
         if entry is not None:

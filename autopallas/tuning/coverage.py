@@ -6,7 +6,9 @@ processors differ in how they multiply 16-bit numbers.  A row says nothing about
 measured.
 
 An operation declares what its rows depend on by a function ``conditions(match)`` in its module of tuned block sizes;
-without one its rows depend only on the processor.
+without one its rows depend only on the processor.  On GPUs a row was measured where the whole device was busy; what is
+left of its gain at a site that is smaller, or has more independent parts, an operation bounds by ``share_of_gain(match,
+row)``.
 """
 
 from __future__ import annotations
@@ -73,9 +75,22 @@ def form_of(match: Workload, device: Device) -> str:
     return conditions_of(match).form if device.platform == "cpu" else ""
 
 
+_LEAST_OF_SHARE = 2.0
+"""Smallest gain that has to be left by the bound on a GPU: the original of a small site may fit into caches."""
+
+
+def _gap_on_gpu(row: Row[object], match: Workload) -> str:
+    tables = operation_named(match.op).part("tuned_block_sizes")
+    share: float = tables.share_of_gain(match, row) if hasattr(tables, "share_of_gain") else 1.0
+    if share >= 1.0 or row.assured_gain * share >= _LEAST_OF_SHARE:
+        return ""
+    left = f"of its {row.assured_gain:.3g}x, {row.assured_gain * share:.2g}x may be left"
+    return f"no row for this size: the table's was measured with a GPU's usual work, and {left}"
+
+
 def gap(row: Row[object], match: Workload, device: Device, own_form: bool = False) -> str:
-    """Returns why a row of the table does not hold for a match, or an empty string; checks nothing on devices other
-    than CPUs.  The match needs ``op``, ``spec``, ``direction`` and ``original``.
+    """Returns why a row of the table does not hold for a match, or an empty string; checks nothing on TPUs.  The match
+    needs ``op``, ``spec``, ``direction`` and ``original``.
 
     Args:
       row: the row.
@@ -83,6 +98,8 @@ def gap(row: Row[object], match: Workload, device: Device, own_form: bool = Fals
       device: where it will run.
       own_form: whether the row was measured for originals of the site's own form.
     """
+    if device.platform == "gpu":
+        return _gap_on_gpu(row, match)
     if device.platform != "cpu":
         return ""
     asked = conditions_of(match)

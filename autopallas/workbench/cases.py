@@ -24,7 +24,7 @@ from autopallas.sites.declared_call import operand_names, parameters, shape_in_l
 from autopallas.sites.operation import operation_folders, operation_named, registered
 from autopallas.sites.spec import Spec
 
-__all__ = ["DIRECTIONS", "Case", "Cases", "DeclaredCases", "Direction", "cases_of", "match_of"]
+__all__ = ["DIRECTIONS", "Case", "Cases", "DeclaredCases", "Direction", "cases_of", "match_of", "only_match"]
 
 Direction: TypeAlias = Literal["forward", "forward+backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "forward+backward")
@@ -240,7 +240,19 @@ def match_of(case: Case) -> Match:
     function = offered.in_direction(case, offered.ORIGINALS[case.mask])
     kind = case.mask.partition(":")[0]
     wanted = kind if kind in operation_named(case.kernel).kinds else case.kernel
-    matches, misses = find(Graph(flatten(compat.make_jaxpr(function, *offered.types(case)))), (wanted,), True)
+    try:
+        return only_match(function, offered.types(case), wanted)
+    except ValueError as error:
+        raise ValueError(f"{case}: {error}") from None
+
+
+def only_match(function: ArrayFunction, types: Sequence[jax.ShapeDtypeStruct], wanted: str) -> Match:
+    """Returns the one site of a function that is of an operation, or of a kind of sites.
+
+    Raises:
+      ValueError: no site is recognised, or several are.
+    """
+    matches, misses = find(Graph(flatten(compat.make_jaxpr(function, *types))), (wanted,), True)
     if len(matches) != 1:
-        raise ValueError(f"{case}: {len(matches)} sites were recognised, not one: {[m.reason for m in misses]}")
+        raise ValueError(f"{len(matches)} sites were recognised, not one: {[m.reason for m in misses]}")
     return matches[0]

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns 1 where something is wrong, and 2 where nothing can be measured."""
     options = _parser().parse_args(arguments)
     if options.tables:
-        return _tables(options.tables, options.write)
+        return _tables(options.tables, options.write, options.op or OPERATIONS)
     begin = time.monotonic()
     jax.config.update("jax_platforms", "cpu")  # the children have the GPU
     if options.output is None:
@@ -112,8 +112,8 @@ def _commit() -> str:
         return ""
 
 
-def _tables(paths: Sequence[Path], write: bool) -> int:
-    """Prints the tables of journals; ``write``: also writes the tuned tables' rows."""
+def _tables(paths: Sequence[Path], write: bool, operations: Sequence[str]) -> int:
+    """Prints the tables of journals; ``write``: also writes the tuned tables' rows, of the named operations."""
     files = [path / journals.JOURNAL if path.is_dir() else path for path in paths]
     if missing := [file for file in files if not file.exists()]:
         print(f"there is no journal {missing[0]}")
@@ -122,7 +122,10 @@ def _tables(paths: Sequence[Path], write: bool) -> int:
     last = {row["device"]: row for row in rows}
     for device, row in last.items():
         print(summary(rows, Identity(row["commit"], row["jax"], device)))
-    for (operation, device), found in tuned_rows(rows).items():
+    tuned = tuned_rows([row for row in rows if row["kernel"] in operations])
+    for note in tuned.notes:
+        print(f"- {note}")
+    for (operation, device), found in tuned.rows.items():
         table = importlib.import_module(f"autopallas.kernels.{operation}.tuned_block_sizes").TABLE
         if write:
             print(f"wrote {len(found)} rows into {table.files.write(device, found)}")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from autopallas.sites.device import Device
+from autopallas.sites.operation import operation_named
 from autopallas.tuning.table import Key, Row, table_device
+from benchmarks.gpu_benchmark import ORIGINAL, Timed
 from benchmarks.gpu_session.journal import Identity
-from benchmarks.gpu_session.tasks import tasks
+from benchmarks.gpu_session.tasks import OPERATIONS, Task, tasks
 
-__all__ = ["summary", "tuned_rows"]
+__all__ = ["Tuned", "summary", "tuned_rows"]
 
 Rows = Iterable[Mapping[str, Any]]
 
@@ -68,39 +70,96 @@ def _name(row: Mapping[str, Any]) -> str:
     return str(row.get("task") or row.get("of") or row["part"])
 
 
-def tuned_rows(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict[Key, Row[Any]]]:
-    """Returns rows for the tuned tables, by (operation, the table's device).
+@dataclass
+class Tuned:
+    """Rows for the tuned tables.
 
-    A case gives one where it has a key, the kernels have their present version, and the original was timed too: that
-    it could not run says nothing of how much is gained.
+    Attributes:
+      rows: by (operation, the table's device), then by key.
+      cases: the case that each row was measured with, in the same order of keys.
+      notes: what was measured and has no row, and where cases share a key, in words.
+    """
+
+    rows: dict[tuple[str, str], dict[Key, Row[Any]]] = field(default_factory=lambda: defaultdict(dict))
+    cases: dict[tuple[str, str, Key], str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, operation: str, device: str, case: str, key: Key, row: Row[Any]) -> None:
+        """Adds a row; of two cases that have one key, what depends on more than that, the lesser gain is kept."""
+        known, place = self.rows[operation, device].get(key), (operation, device, key)
+        if known is not None:
+            told = f"{self.cases[place]} ({known.speedup:.3g}x), {case} ({row.speedup:.3g}x)"
+            self.notes.append(
+                f"{operation}, {' '.join(key)}: several cases have this key, the least gain counts: {told}"
+            )
+            if known.speedup <= row.speedup:
+                return
+        self.rows[operation, device][key] = row
+        self.cases[place] = case
+
+
+def tuned_rows(rows: Sequence[Mapping[str, Any]]) -> Tuned:
+    """Returns rows for the tuned tables: of each implementation of a case that was timed, beside the same original.
+
+    A case gives rows where it has keys, the kernels have their present version, and the original was timed too: that
+    it could not run says nothing of how much is gained.  Where it gave other results than our kernel, only other
+    implementations have rows.
     """
     from autopallas.tuning.key import kernel_version
 
-    found: dict[tuple[str, str], dict[Key, Row[Any]]] = defaultdict(dict)
+    found = Tuned()
     for kind in sorted({row["device"] for row in rows if row["evidence"] == "measured"}):
         device = Device("gpu", kind)
         measured = [row for row in _latest(rows, Identity("", "", kind)) if row["evidence"] == "measured"]
-        named = {(row.get("task"), row.get("candidate")): row for row in measured if row.get("microseconds")}
+        versions = {name: kernel_version(name) for name in OPERATIONS}
+        named: dict[tuple[str, str], Mapping[str, Any]] = {}
+        for row in measured:
+            if row.get("task") and row.get("microseconds"):
+                if row["kernel_version"] == versions.get(row["kernel"]):
+                    named[row["task"], row["candidate"]] = row
+                elif row.get("ours"):
+                    found.notes.append(f"{row['task']}, {row['candidate']}: of another version of the kernels")
         for task in tasks(False, device):
-            case = task.case
-            if task.kind != "time" or case is None or case.key is None:
-                continue
-            version = kernel_version(task.operation)
-            ours = [named[task.name, name] for name in case.block_sizes if (task.name, name) in named]
-            ours = [row for row in ours if row["kernel_version"] == version]
-            original = named.get((task.name.replace(" time ", " original "), "xla"))
-            if not ours or original is None or original["kernel_version"] != version or original.get("wrong"):
-                continue
-            best = min(ours, key=lambda row: float(row["microseconds"]))
-            sizes = importlib.import_module(f"autopallas.kernels.{task.operation}.tuned_block_sizes").BlockSizes
-            found[task.operation, table_device(device)][case.key] = Row(
-                sizes(**best["block_sizes"]),
-                best["microseconds"],
-                float(f"{best['microseconds'] * original['times_as_fast']:.4g}"),
-                best["temporary_bytes"],
-                original["temporary_bytes"],
-                "measured",
-                best["date"],
-                f"jax {best['jax']}",
-            )
-    return dict(found)
+            if task.kind == "time" and task.case is not None and (task.case.key or task.case.peers):
+                _add_case(found, task, task.case, table_device(device), named)
+    return found
+
+
+def _add_case(
+    found: Tuned, task: Task, case: Timed, device: str, named: Mapping[tuple[str, str], Mapping[str, Any]]
+) -> None:
+    beside = task.name.replace(" time ", " original ")
+    timed = {n: row for n in case.candidates if (row := named.get((task.name, n)) or named.get((beside, n)))}
+    ours = {n: timed[n] for n in case.block_sizes if n in timed}
+    original = timed.get(ORIGINAL)
+    if original is None or original.get("best") not in ours:
+        if ours:
+            found.notes.append(f"{task.name}: no rows, since the original was not timed")
+        return
+    original_us = _digits(ours[original["best"]]["microseconds"] * original["times_as_fast"])
+
+    def add(key: Key, row: Mapping[str, Any], sizes: Any) -> None:
+        known = Row(
+            sizes, row["microseconds"], original_us, row["temporary_bytes"], original["temporary_bytes"], "measured",
+            row["date"], f"jax {row['jax']}", batch=case.batch,
+        )  # fmt: skip
+        found.add(task.operation, device, f"{case.name} {case.direction}", key, known)
+
+    if original.get("wrong"):
+        found.notes.append(f"{task.name}: no row of our kernel, since the original's results were others")
+    elif case.key is not None:
+        best = min(ours, key=lambda name: float(ours[name]["microseconds"]))
+        add(case.key, ours[best], _sizes(task.operation, case.key[0], case.block_sizes[best]))
+    for name, peer in case.peers.items():
+        if name in timed:
+            add(peer.key, timed[name], _sizes(task.operation, peer.key[0], peer.block_sizes))
+
+
+def _sizes(operation: str, implementation: str, block_sizes: Any) -> Any:
+    """Returns block sizes as the table has them: the default where an implementation reads none."""
+    own = operation_named(operation)
+    return block_sizes if own.reads_block_sizes(implementation) else own.part("block_sizes").BlockSizes.get_default()
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.4g}")

@@ -157,7 +157,7 @@ def test_block_sizes_of_the_declaration_are_the_operations_and_its_best_guess_th
     kind = block_sizes_class("some", {"block": 1, "fast": True}, lambda spec: [{"block": spec.rows}, {"fast": False}])
     operation = dataclasses.replace(small(OPERATIONS[0], {"rows": 12}), block_sizes=kind)
     assert operation.part("block_sizes").BlockSizes is kind
-    assert operation.part("tuned_block_sizes").infer_block_sizes(operation.sample) == kind(block=12)
+    assert operation.default("tuned_block_sizes").infer_block_sizes(operation.sample) == kind(block=12)
     assert kind.candidates(operation.sample) == (kind(block=12), kind(fast=False))
     assert kind(block=3).fitted(operation.sample) == kind(block=12)
     assert kind(fast=False).fitted(operation.sample).to_dict() == {"block": 1, "fast": False}

@@ -195,7 +195,12 @@ def test_it_says_what_it_cannot_compute(op, change, words):
 
 @each_norm
 def test_without_a_measured_row_no_norm_is_replaced_on_a_gpu(op):
-    """It gains nothing that would be measured alone, so no first step waits for a search either."""
+    """A row says nothing of other sizes, and no first step waits for a quick search."""
     operation = operation_named(op)
     assert not operation.may_gain("pallas_gpu", "time")
-    assert operation.part("tuned_block_sizes").find(operation.sample, "pallas_gpu", "forward", H100) is None
+    tables = operation.part("tuned_block_sizes")
+    (bucket,) = {key[3] for key in tables.TABLE["NVIDIA H100"] if key[3].endswith("N1024") and ">=32768" in key[3]}
+    measured = replace(operation.sample, rows=65536)
+    assert tables.table_key(measured, "pallas_gpu", "forward")[3] == bucket
+    assert tables.find(measured, H100, "pallas_gpu", "forward+backward").source == "table"
+    assert tables.find(replace(measured, columns=8192), H100, "pallas_gpu", "forward+backward") is None

@@ -9,10 +9,12 @@ times more than ratios of paired runs, so that numbers should be compared only w
 Rows of TPUs were simulated, with scores in float32, by ``autopallas tune attention --target tpu-v6e --table``.  The
 original's time there is a lower bound, if that suffices: the main-memory traffic of its T x S numbers.
 
-Rows of the H100 that are "estimated" were written by ``python -m benchmarks gpu --op attention --estimate`` on a
-machine without one: bytes as the compiler reports them, times from the matrix products at 800 TFLOP/s or the memory at
-3 TB/s, whichever is longer.  With a causal mask the original multiplies both halves; the memory traffic of its T x S
-numbers is not counted.  These rows replace nothing; they are starting points for a measurement.
+Measured rows of the H100 are of cases of ``benchmarks/gpu_attention.py``, each implementation against the same original
+(``python -m benchmarks gpu --tables``).  Those that are "estimated" were written by ``python -m benchmarks gpu --op
+attention --estimate`` on a machine without one: bytes as the compiler reports them, times from the matrix products at
+800 TFLOP/s or the memory at 3 TB/s, whichever is longer.  With a causal mask the original multiplies both halves; the
+memory traffic of its T x S numbers is not counted.  These rows replace nothing; they are starting points for a
+measurement.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.fills import mask_class
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.spec import AttentionSpec, AttentionSumSpec
+from autopallas.sites.operation import HOME
 from autopallas.sites.workload import Workload
 from autopallas.tuning.coverage import Conditions, products
-from autopallas.tuning.table import Bucket, Table, table_device
+from autopallas.tuning.table import Bucket, Row, Table, table_device
 
-__all__ = ["BUCKETS", "TABLE", "conditions", "find", "infer_block_sizes", "table_device", "table_key"]
+__all__ = ["BUCKETS", "TABLE", "conditions", "find", "infer_block_sizes", "share_of_gain", "table_device", "table_key"]
 
 _ANY = 2**62
 
@@ -53,8 +56,13 @@ _OF_BOTH = ("xla", "xla_heads")
 """Implementations whose rows distinguish masks that positions decide in part and side inputs in part."""
 
 
+_HEAD_SIZES = (32, 64, 128)
+"""Largest head sizes of the classes by which GPUs' rows are filed, which are those of the kernels' registers."""
+
+
 def _filed(spec: AttentionSpec, implementation: str, direction: str) -> tuple[str, dict[str, int], str]:
-    """Files a spec by direction, sizes, and as invariants the mask class and whether a T x S side input is read."""
+    """Files a spec by direction, sizes, and as invariants the mask class and whether a T x S side input is read; of
+    GPUs also the class of the head size, on which it depends how their implementations compare."""
     # A bias or mask that fills tiles has to be read: measurements without one do not apply.
     reads_tiles = any(side.varies[3] and side.varies[4] for side in spec.sides)
     mask = mask_class(spec, implementation)
@@ -63,6 +71,9 @@ def _filed(spec: AttentionSpec, implementation: str, direction: str) -> tuple[st
     invariants = f"{mask}, T x S input" if reads_tiles else mask
     if isinstance(spec, AttentionSumSpec):  # the original multiplies the sum of all maps with the values once
         invariants = f"{invariants}, sum of {spec.maps} maps"
+    if HOME.get(implementation) == "gpu":
+        widest = max(spec.head_size, spec.value_head_size)
+        invariants = f"{invariants}, D{next((size for size in _HEAD_SIZES if widest <= size), 256)}"
     return direction, {"T": spec.query_length, "S": spec.key_length}, invariants
 
 
@@ -107,6 +118,19 @@ def conditions(match: Workload) -> Conditions:
     holds_from = _HOLDS_FROM.get((match.direction, spec.mask_class), math.inf)
     elsewhere_from = _ELSEWHERE_FROM[match.direction, batched]
     return Conditions(spec.batch, spelling, holds_from, elsewhere_from, "batched" if batched else "")
+
+
+_ROWS, _PROCESSORS = 128, 132
+"""Rows of a GPU kernel's block, and the processors of an H100, each of which computes a block at a time."""
+
+
+def share_of_gain(match: Workload, row: Row[object]) -> float:
+    """Returns the least share of a row's gain that a site has on a GPU: where there are fewer blocks than processors, a
+    kernel takes no less time, and the original at best so much less."""
+    spec = match.spec
+    assert isinstance(spec, AttentionSpec)
+    blocks = spec.batch * spec.key_heads * spec.groups * -(-spec.query_length // _ROWS)
+    return min(1.0, blocks / _PROCESSORS)
 
 
 TABLE = Table(OPERATION, BUCKETS, _filed, BlockSizes)

@@ -17,12 +17,15 @@ Rows of TPUs were simulated by ``autopallas tune grouped_matmul --target tpu-v6e
 
 from __future__ import annotations
 
+from typing import cast
+
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.operation import OPERATION
 from autopallas.kernels.grouped_matmul.spec import ProductSpec
-from autopallas.tuning.table import Bucket, Table, table_device
+from autopallas.sites.workload import Workload
+from autopallas.tuning.table import Bucket, Row, Table, table_device
 
-__all__ = ["BUCKETS", "TABLE", "find", "infer_block_sizes", "table_device", "table_key"]
+__all__ = ["BUCKETS", "TABLE", "find", "infer_block_sizes", "share_of_gain", "table_device", "table_key"]
 
 _ANY = 2**62
 _SMALL = 2**15
@@ -52,6 +55,21 @@ def _filed(spec: ProductSpec, implementation: str, direction: str) -> tuple[str,
         direction = "forward+backward"  # in which it was measured
     sizes = {"G": spec.original_times_rows, "M/G": spec.rows_per_group}
     return direction, sizes, f"{spec.original_form} {weights}".lstrip()
+
+
+_LEAST_MICROSECONDS = 20.0
+"""Time that the launches of a GPU's kernels take at most, whatever they compute."""
+_OPERATIONS, _BYTES = 6e8, 3e6
+"""What an H100 multiplies and adds, and what it reads, in a microsecond."""
+
+
+def share_of_gain(match: Workload, row: Row[object]) -> float:
+    """Returns the least share of a row's gain that a site has on a GPU: a small product takes no less time than the
+    launches do."""
+    spec = cast(ProductSpec, match.spec)
+    operations = 2.0 * spec.rows * spec.contracting * spec.columns
+    weights = spec.groups * spec.contracting * spec.columns * spec.widest_dtype.itemsize
+    return min(1.0, max(operations / _OPERATIONS, weights / _BYTES) / _LEAST_MICROSECONDS)
 
 
 TABLE = Table(OPERATION, BUCKETS, _filed, BlockSizes)

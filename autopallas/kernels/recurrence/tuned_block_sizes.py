@@ -1,4 +1,7 @@
-"""Tuned forms of recurrences."""
+"""Tuned forms of recurrences.
+
+Rows of the H100 are of cases of ``benchmarks/gpu_recurrence.py``; their ``batch`` is the number of states.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ from autopallas.kernels.recurrence.operation import OPERATION
 from autopallas.kernels.recurrence.spec import RecurrenceSpec
 from autopallas.sites.workload import Workload
 from autopallas.tuning.coverage import Conditions
-from autopallas.tuning.table import Bucket, Table, table_device
+from autopallas.tuning.table import Bucket, Row, Table, table_device
 
-__all__ = ["BUCKETS", "TABLE", "conditions", "find", "infer_block_sizes", "table_device", "table_key"]
+__all__ = ["BUCKETS", "TABLE", "conditions", "find", "infer_block_sizes", "share_of_gain", "table_device", "table_key"]
 
 _ANY = 2**62
 
@@ -45,6 +48,14 @@ def conditions(match: Workload) -> Conditions:
     if spec.substeps > 1:
         parts += f", {spec.substeps} products a step"
     return Conditions(batch, parts, float("inf"))
+
+
+def share_of_gain(match: Workload, row: Row[object]) -> float:
+    """Returns the least share of a row's gain that a site has on a GPU: a loop's time hardly depends on the number of
+    states, and the kernels' is at most proportional to it; of loops with more than one state no row says anything."""
+    spec = match.spec
+    assert isinstance(spec, RecurrenceSpec)
+    return min(1.0, row.batch / (spec.groups * spec.heads)) if spec.is_single else 0.0
 
 
 TABLE = Table(OPERATION, BUCKETS, _filed, BlockSizes)
