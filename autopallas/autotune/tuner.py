@@ -3,15 +3,15 @@
 The sources are ordered by how reliable they are: a result of this very machine; the table's row of the exact bucket;
 what a search finds now, where one is allowed; the table's nearest row; the default.
 
-A search that nobody asked for is left out of an implementation that restates the original, and on GPUs where the table
-has a measured row for one of a site's implementations: the journal that gave it has one for each that was timed.
-
-On CPUs a search that nobody asked for is a quick one: it tries the two best guesses, within a few seconds, and only for
-sites whose original takes long.
+A search that nobody asked for is left out of sites whose original takes little time, of an implementation that restates
+the original, and on GPUs where the table has a measured row for one of a site's implementations: the journal that gave it
+has one for each that was timed.  All of them together have a limited time.  On CPUs it is a quick one: it tries the two
+best guesses, within a few seconds.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -49,10 +49,10 @@ class _Miss:
 
 _QUICK_SECONDS = 3.0
 """Time limit of a quick search for one kind of site."""
-_QUICK_SECONDS_OF_PROGRAM = 10.0
-"""Time limit of all quick searches of a program."""
-_QUICK_LEAST = 1.0
-"""Smallest budget with which a quick search begins."""
+_SECONDS_OF_PROGRAM, _SECONDS_OF_PROGRAM_ON_CPUS = 60.0, 10.0
+"""Time limit of all searches of a program that nobody asked for."""
+_LEAST_SECONDS, _LEAST_SECONDS_ON_CPUS = 5.0, 1.0
+"""Smallest budget with which one begins."""
 
 _searching = threading.Lock()
 """Searches of one process take turns, since they would disturb each other's times."""
@@ -88,7 +88,11 @@ class Tuner:
         self.searches = 0
         self.cache_hits = 0
         self._quick = self._alone and runs and self._wants_quick()
-        self._quick_seconds = _QUICK_SECONDS_OF_PROGRAM
+        self._unasked = options.autotune is None
+        on_cpu = device.platform == "cpu"
+        self._least = _LEAST_SECONDS_ON_CPUS if on_cpu else _LEAST_SECONDS
+        of_program = _SECONDS_OF_PROGRAM_ON_CPUS if on_cpu else _SECONDS_OF_PROGRAM
+        self._seconds = of_program if self._unasked else math.inf
 
     def _wants_quick(self) -> bool:
         """Returns whether unknown sites are worth a quick search: on CPUs, if the options leave it open."""
@@ -116,12 +120,11 @@ class Tuner:
         Implementations that have to be searched for share the seconds of the site: each has its part, and what the
         previous ones left over.
         """
-        budget = self._options.tune_seconds
+        budget = min(self._options.tune_seconds, self._seconds)
         if self._quick:
-            budget = min(budget, _QUICK_SECONDS * len(implementations), self._quick_seconds)
+            budget = min(budget, _QUICK_SECONDS * len(implementations))
         looked_up = {name: self._looked_up(match, name, budget / len(implementations)) for name in implementations}
-        unasked = self._options.autotune is None and self._device.platform == "gpu"
-        if unasked and any(_is_measured(found) for found in looked_up.values()):
+        if self._unasked and self._device.platform == "gpu" and any(_is_measured(found) for found in looked_up.values()):
             looked_up = {n: found.otherwise if isinstance(found, _Miss) else found for n, found in looked_up.items()}
         open_ = sum(isinstance(found, _Miss) for found in looked_up.values())
         part, left = budget / max(open_, 1), budget
@@ -134,15 +137,13 @@ class Tuner:
             site = cast(SiteWorkload, match)  # a direct call is never searched for
             choices[name] = self._searched(site, name, found, max(part, left / open_))
             took = time.monotonic() - begin
-            left, self._quick_seconds, open_ = left - took, self._quick_seconds - took, open_ - 1
+            left, self._seconds, open_ = left - took, self._seconds - took, open_ - 1
         return choices
 
     def _looked_up(self, match: Workload, implementation: str, seconds: float) -> Choice | _Miss:
         """Returns what is known without a search; ``seconds`` is the least that one would have."""
         source = self._shared or self._cache
-        search = self._may_search and not (self._quick and self._cannot_pay(match, implementation, seconds))
-        if self._options.autotune is None and operation_named(match.op).only_restates(implementation):
-            search = False
+        search = self._may_search and not (self._unasked and self._cannot_pay(match, implementation, seconds))
         key = self._key(match, implementation) if search or source.usable() else None
         entry = None if key is None else source.get(key)
         if entry is not None:
@@ -160,11 +161,11 @@ class Tuner:
         return tabled if key is None or not search else _Miss(key, entry, tabled)
 
     def _cannot_pay(self, match: Workload, implementation: str, seconds: float) -> bool:
-        """Returns whether a quick search of so many seconds would find nothing that is worth its time."""
+        """Returns whether a search of so many seconds that nobody asked for would find nothing worth its time."""
         operation = operation_named(match.op)
         hopeless = operation.only_restates(implementation)
         hopeless = hopeless or not operation.may_gain(implementation, self._options.objective)
-        return seconds < _QUICK_LEAST or hopeless or not takes_long(match)
+        return seconds < self._least or hopeless or not takes_long(match, self._device.platform)
 
     def _of_another(self, choice: Choice, match: Workload) -> bool:
         """Returns whether a result was measured quickly against another original, which may compile differently.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import Field, dataclass, fields, replace
-from typing import ClassVar, Self, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -197,7 +197,7 @@ def fill(
     array = np.broadcast_to(array, [sizes[a] for a in left]).transpose([left.index(a) for a in labels])
     extents = [math.prod(sizes[a] for a in parts) for _, parts in source.view]
     slices = [slice(offset, offset + n) for (offset, _), n in zip(source.view, extents, strict=True)]
-    window = (*slices, ...)  # of an array without axes too this is a view, and no scalar
+    window: tuple[Any, ...] = (*slices, ...)  # of an array without axes too this is a view, and no scalar
     every = [a for _, parts in source.view for a in parts]
     whole = operands[source.position][window].reshape([sizes[a] for a in every])
     whole[tuple(fixed.get(a, slice(None)) for a in every)] = array

@@ -1,32 +1,43 @@
-"""Estimates how long a site's original takes on a CPU, to tell whether a quick search for it can pay."""
+"""Estimates how long a site's original takes, to tell whether a search that nobody asked for can pay."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from autopallas import jaxprs
 from autopallas.compat import JaxprEqn, JaxprLike
 from autopallas.sites.workload import Workload
 
-__all__ = ["LEAST_SECONDS", "estimated_seconds", "takes_long"]
+__all__ = ["LEAST_SECONDS", "LEAST_SECONDS_ON_CPUS", "estimated_seconds", "takes_long"]
 
-LEAST_SECONDS = 0.005
+
+class _Machine(NamedTuple):
+    """A small machine of a kind.
+
+    Attributes:
+      operations: multiplications and additions of matrix products per second.
+      elements: elements of other results per second.
+    """
+
+    operations: float
+    elements: float
+
+
+_CPU, _ACCELERATOR = _Machine(1e11, 1e9), _Machine(2e14, 2e11)
+LEAST_SECONDS, LEAST_SECONDS_ON_CPUS = 1e-4, 5e-3
 """Time below which a site is not worth a search."""
-_OPERATIONS = 1e11
-"""Multiplications and additions of matrix products per second, on a small machine."""
-_ELEMENTS = 1e9
-"""Elements of other results per second."""
 _WITH_BACKWARD = 3
 """Factor by which a train step has more products than its forward."""
 
 
-def takes_long(match: Workload) -> bool:
-    """Returns whether one call of a site's original takes more than five milliseconds, by the estimate."""
-    return estimated_seconds(match) > LEAST_SECONDS
+def takes_long(match: Workload, platform: str) -> bool:
+    """Returns whether one call of a site's original is worth a search, by the estimate."""
+    return estimated_seconds(match, platform) > (LEAST_SECONDS_ON_CPUS if platform == "cpu" else LEAST_SECONDS)
 
 
-def estimated_seconds(match: Workload) -> float:
-    """Estimates one call of a site's original on a small CPU by counting; it is right within a factor of a few.
+def estimated_seconds(match: Workload, platform: str = "cpu") -> float:
+    """Estimates one call of a site's original on a small machine by counting; it is right within a factor of a few.
 
     Example:
       >>> from types import SimpleNamespace
@@ -37,26 +48,27 @@ def estimated_seconds(match: Workload) -> float:
       >>> round(estimated_seconds(site), 3)
       0.02
     """
-    forward = sum(_seconds(part.original) for part in match.passes)
+    machine = _CPU if platform == "cpu" else _ACCELERATOR
+    forward = sum(_seconds(part.original, machine) for part in match.passes)
     return forward * (1 if match.direction == "forward" else _WITH_BACKWARD)
 
 
-def _seconds(body: JaxprLike) -> float:
+def _seconds(body: JaxprLike, machine: _Machine) -> float:
     jaxpr, _ = jaxprs.open_jaxpr(body)
-    return sum(map(_seconds_of, jaxpr.eqns))
+    return sum(_seconds_of(equation, machine) for equation in jaxpr.eqns)
 
 
-def _seconds_of(equation: JaxprEqn) -> float:
+def _seconds_of(equation: JaxprEqn, machine: _Machine) -> float:
     elements: int = sum(math.prod(v.aval.shape) for v in equation.outvars)
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         left = equation.invars[0].aval.shape
         contracted: int = math.prod(left[d] for d in params["dimension_numbers"][0][0])
-        return 2 * elements * contracted / _OPERATIONS
+        return 2 * elements * contracted / machine.operations
     if name == "ragged_dot_general":
-        return 2 * elements * int(equation.invars[0].aval.shape[-1]) / _OPERATIONS
-    bodies = [_seconds(body) for _, _, body in jaxprs.bodies(equation)]
+        return 2 * elements * int(equation.invars[0].aval.shape[-1]) / machine.operations
+    bodies = [_seconds(body, machine) for _, _, body in jaxprs.bodies(equation)]
     if bodies:
         times = int(params["length"]) if name == "scan" else 1
         return times * (max(bodies) if name == "cond" else sum(bodies))
-    return elements / _ELEMENTS
+    return elements / machine.elements

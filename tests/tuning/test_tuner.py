@@ -150,7 +150,7 @@ def test_searches_are_on_for_accelerators_and_off_for_cpus(monkeypatch, platform
 @pytest.fixture
 def long(monkeypatch):
     """Every original takes long."""
-    monkeypatch.setattr(module, "takes_long", lambda match: True)
+    monkeypatch.setattr(module, "takes_long", lambda match, platform: True)
 
 
 def test_what_takes_long_on_a_cpu_is_searched_for_quickly_unasked(searches, long, user_cache):
@@ -201,6 +201,25 @@ def test_quick_searches_of_one_program_share_ten_seconds(searches, long, user_ca
 
     autopallas.optimize(layers, strict=True).trace(*map(qkv, range(8, 80, 8)))
     assert [round(seconds, 1) for _, _, seconds, _ in searches] == [3.0, 3.0, 3.0, 3.0, 3.0, 2.5, 1.0]
+
+
+@pytest.mark.parametrize(("asked", "seconds"), [(None, [30.0, 29.0, None]), (True, [30.0, 30.0, 30.0])])
+def test_searches_of_one_program_on_an_accelerator_share_a_minute_unless_they_are_asked_for(
+    searches, long, user_cache, monkeypatch, asked, seconds
+):
+    """Each takes longer than its budget, as a step that has begun is not broken off."""
+    now = iter(range(0, 1000, 31))
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(now))
+    tuner = Tuner(Device("gpu", "some kind"), resolve({"autotune": asked}))
+    for length in (8, 16, 24):
+        tuner.choose(match_of(attend, *qkv(length)), "xla")
+    assert [own[2] for own in searches] == [one for one in seconds if one is not None]
+
+
+def test_what_takes_no_time_on_an_accelerator_is_not_searched_for(searches, user_cache):
+    for asked, count in ((None, 0), (True, 1)):
+        Tuner(Device("gpu", "some kind"), resolve({"autotune": asked})).choose(match_of(attend, *qkv()), "xla")
+        assert len(searches) == count
 
 
 @pytest.mark.parametrize(
