@@ -124,7 +124,11 @@ class Tuner:
         if self._quick:
             budget = min(budget, _QUICK_SECONDS * len(implementations))
         looked_up = {name: self._looked_up(match, name, budget / len(implementations)) for name in implementations}
-        if self._unasked and self._device.platform == "gpu" and any(_is_measured(found) for found in looked_up.values()):
+        if (
+            self._unasked
+            and self._device.platform == "gpu"
+            and any(_is_measured(found) for found in looked_up.values())
+        ):
             looked_up = {n: found.otherwise if isinstance(found, _Miss) else found for n, found in looked_up.items()}
         open_ = sum(isinstance(found, _Miss) for found in looked_up.values())
         part, left = budget / max(open_, 1), budget
