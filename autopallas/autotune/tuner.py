@@ -4,9 +4,9 @@ The sources are ordered by how reliable they are: a result of this very machine;
 what a search finds now, where one is allowed; the table's nearest row; the default.
 
 A search that nobody asked for is left out of sites whose original takes little time, of an implementation that restates
-the original, and on GPUs where the table has a measured row for one of a site's implementations: the journal that gave it
-has one for each that was timed.  All of them together have a limited time.  On CPUs it is a quick one: it tries the two
-best guesses, within a few seconds.
+the original, and on GPUs where the table has a measured row for one of a site's implementations, since the journal that
+gave it has one for each that was timed.  All of them together have a limited time.  On CPUs it is a quick one: it tries
+the two best guesses, within a few seconds.
 """
 
 from __future__ import annotations
