@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,12 +113,15 @@ def tuned_rows(rows: Sequence[Mapping[str, Any]]) -> Tuned:
         measured = [row for row in _latest(rows, Identity("", "", kind)) if row["evidence"] == "measured"]
         versions = {name: kernel_version(name) for name in OPERATIONS}
         named: dict[tuple[str, str], Mapping[str, Any]] = {}
+        older: dict[tuple[str, str], str] = {}
         for row in measured:
             if row.get("task") and row.get("microseconds"):
                 if row["kernel_version"] == versions.get(row["kernel"]):
                     named[row["task"], row["candidate"]] = row
                 elif row.get("ours"):
-                    found.notes.append(f"{row['task']}, {row['candidate']}: of another version of the kernels")
+                    older[row["task"], row["candidate"]] = row["kernel"]
+        lacking = Counter(operation for place, operation in older.items() if place not in named)
+        found.notes += [f"{name}: {n} times are of another version of the kernels" for name, n in lacking.items()]
         for task in tasks(False, device):
             if task.kind == "time" and task.case is not None and (task.case.key or task.case.peers):
                 _add_case(found, task, task.case, table_device(device), named)
