@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,19 @@ def test_a_program_that_fails_is_a_row_with_its_reason(
     (written,) = json.loads((tmp_path / "rows.json").read_text())
     assert "original: ValueError" in written["failure"]
     assert "short of a bar: unknown forward: failed" in capsys.readouterr().out
+
+
+def test_of_a_process_that_is_given_up_it_is_kept_what_it_said_and_where_it_was(monkeypatch, tmp_path) -> None:
+    waits = "import faulthandler, signal, time; faulthandler.register(signal.SIGUSR1); print('{\"a\": 1}', flush=True)"
+    (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} -c "$CODE"\n')
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(measure.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("CODE", f"{waits}; time.sleep(60)")
+    monkeypatch.setattr(measure, "QUICK_SECONDS", 5.0)
+    found = measure.measured(Program("slow train", (), tuple), measure.Effort("gpu", "its kind", quick=True), tmp_path)
+    assert found["a"] == 1
+    assert found["failure"] == "steps: no result within 5 seconds"
+    assert "most recent call first" in found["stack"]
 
 
 def test_rows_take_the_place_of_their_own_kind_alone(tmp_path: Path) -> None:

@@ -48,8 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--quick", action="store_true",
-        help="two processes for each program: the first step of the original; and that of the optimized one, with a\n"
-        'search in an empty cache, followed by both in turns; nothing under objective="memory"',
+        help="one process for each program: the first step with a search in an empty cache, that of the original, and\n"
+        'both in turns; nothing under objective="memory"',
     )  # fmt: skip
     parser.add_argument(
         "--dry-run", action="store_true", help="the programs for GPUs at small sizes, wherever; times mean nothing"

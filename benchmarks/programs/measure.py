@@ -7,9 +7,11 @@ import datetime
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,8 +58,8 @@ class Effort:
       device: its kind.
       rounds: how often both run in turns.
       repeats: first steps of each kind.
-      quick: whether two processes do: one for the first step of the original, one for the first step with a search
-        and for both in turns.
+      quick: whether one process does: for the first step with a search, that of the original after it, whose products
+        XLA may have tuned by then, and both in turns.
       small: whether programs are of the sizes of a dry run.
       tune_seconds: the option of that name; None for its default.
     """
@@ -104,9 +106,8 @@ def measured(program: Program, effort: Effort, cache: Path) -> Row:
             del row["first_step"]
             return row
         row |= _child("steps", program, effort, cache)
-        searched = row.pop("first_step")
-        original = _child(ORIGINAL, program, effort, cache)
-        row |= {f"first_step_{clock}": {ORIGINAL: original[clock], "searched": searched[clock]} for clock in searched}
+        first, clock = row.pop("first_step"), f"{effort.clock}_seconds"
+        row[f"first_step_{clock}"] = {what: seconds[clock] for what, seconds in first.items()}
     except _Failed as failure:
         row |= {**failure.found, "failure": str(failure)}
     return row
@@ -158,17 +159,22 @@ def _child(what: str, program: Program, effort: Effort, cache: Path, searches: b
         flags.append(str(effort.tune_seconds))
     command = [sys.executable, "-m", "benchmarks.programs.child", what, program.name, str(effort.rounds), *flags]
     limit = QUICK_SECONDS if effort.quick else SECONDS
+    process = subprocess.Popen(
+        command, env=variables, cwd=Path(__file__).parents[2], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     try:
-        done = subprocess.run(
-            command, env=variables, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=limit
-        )
-    except subprocess.TimeoutExpired as expired:
-        said = (expired.stdout or b"").decode()
-        raise _Failed(f"{what}: no result within {limit:.0f} seconds", _results(said)) from None
-    found = _results(done.stdout)
-    if done.returncode or not found:
-        errors = done.stderr.strip().splitlines()
-        raise _Failed(f"{what}: {errors[-1] if errors else f'status {done.returncode}'}", found)
+        said, errors = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGUSR1)  # it then tells where it is
+        time.sleep(1)
+        process.kill()
+        said, errors = process.communicate()
+        found = {**_results(said), "stack": errors[-4000:]}
+        raise _Failed(f"{what}: no result within {limit:.0f} seconds", found) from None
+    found = _results(said)
+    if process.returncode or not found:
+        lines = errors.strip().splitlines()
+        raise _Failed(f"{what}: {lines[-1] if lines else f'status {process.returncode}'}", found)
     return found
 
 
