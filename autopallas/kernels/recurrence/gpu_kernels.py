@@ -1,10 +1,10 @@
 """Chunks of recurrences on a Hopper GPU, in three kernels: states at the beginnings of chunks, results, and gradients.
 
 The states of one head go from chunk to chunk in the registers of a warpgroup, which multiplies them by the chunk's
-decay and has wgmma add what the chunk adds; another warpgroup loads ahead.  Backwards through the chunks the same
-kernel gives the cotangents of the states.  Everything else of a chunk needs only the state before it and the cotangent
-of the one after it, so that a block computes one chunk of one head, and all of them run at once.  Of the gradients one
-warpgroup computes those of queries, and another one, with transposed tiles, those of keys and values.
+decay and has wgmma add what the chunk adds; another warpgroup loads ahead, and a third weighs keys.  Backwards through
+the chunks the same kernel gives the cotangents of the states.  Everything else of a chunk needs only the state before
+it and the cotangent of the one after it, so that a block computes one chunk of one head, and all of them run at once.
+Of the gradients one block computes those of queries, and another one, with transposed tiles, those of keys and values.
 
 The products of decays over the segments of a chunk are made in registers, each of two factors: see
 :class:`autopallas.kernels.recurrence.products.HalvedProducts`.
@@ -220,7 +220,7 @@ def results(
         scratch=[
             *(tile(shape, _BF16) for shape in _chunk_shapes(rows, columns)),
             plgpu.SMEM((NUMBERS, CHUNK), _F32),
-            *_staging(1),
+            *_staging(),
             plgpu.Barrier(num_arrivals=5),
         ],
         warpgroups=1,
@@ -232,14 +232,14 @@ def results(
     return found
 
 
-def _staging(warpgroups: int) -> list[Ref]:
+def _staging() -> list[Ref]:
     """Makes shared memory for tiles that are multiplied, for the interpreter, which cannot multiply from registers."""
-    return [tile((warpgroups, CHUNK, CHUNK), _BF16)] if interpretation() else []
+    return [tile((CHUNK, CHUNK), _BF16)] if interpretation() else []
 
 
-def _place(shape: Sequence[int]) -> tuple[Array, Array, Array]:
-    """Returns which chunk, group and head a block computes."""
-    head, h = unravelled(lax.axis_index("block"), shape[2])
+def _place(number: Array, shape: Sequence[int]) -> tuple[Array, Array, Array]:
+    """Returns which chunk, group and head the one with a number is."""
+    head, h = unravelled(number, shape[2])
     x, g = unravelled(head, shape[1])
     return x, g, h
 
@@ -247,9 +247,9 @@ def _place(shape: Sequence[int]) -> tuple[Array, Array, Array]:
 def _results_kernel(before: bool, *refs: Ref) -> None:
     query, key, value, numbers, entering, out = refs[:6]
     *shared, barrier = refs[6:]
-    tiles, staged = _Tiles(*shared[:5]), shared[5].at[0] if len(shared) > 5 else None
+    tiles, staged = _Tiles(*shared[:5]), shared[5] if len(shared) > 5 else None
     plgpu = mosaic()
-    x, g, h = _place(entering.shape)
+    x, g, h = _place(lax.axis_index("block"), entering.shape)
     j = h if key.shape[2] == entering.shape[2] else 0
     steps = _steps_of(x)
     of_steps = (query.at[steps, g, j], key.at[steps, g, j], value.at[steps, g, h])
@@ -360,23 +360,23 @@ def gradients(
     """
     chunks, groups, heads, rows, columns = entering.shape
     plgpu = mosaic()
-    matrices = [(CHUNK, rows), (CHUNK, rows), (CHUNK, columns)]
     kernel = call(
         partial(_gradients_kernel, before),
         name="autopallas_recurrence_gradients",
-        grid={"block": chunks * groups * heads},
+        grid={"block": 2 * chunks * groups * heads},
         out_type=(
-            *(jax.ShapeDtypeStruct((dout.shape[0], groups, heads, shape[1]), _BF16) for shape in matrices),
+            *(jax.ShapeDtypeStruct((dout.shape[0], groups, heads, size), _BF16) for size in (rows, rows, columns)),
             *(jax.ShapeDtypeStruct((chunks, groups, heads, LEVELS + more, CHUNK), _F32) for more in (2, 1)),
         ),
         scratch=[
             *(tile(shape, _BF16) for shape in _chunk_shapes(rows, columns)),
             plgpu.SMEM((NUMBERS, CHUNK), _F32),
-            *(tile(shape, _BF16) for shape in ((CHUNK, columns), (rows, columns), *matrices)),
-            *_staging(2),
-            plgpu.Barrier(num_arrivals=7),
+            tile((CHUNK, columns), _BF16),
+            *_staging(),
+            plgpu.Barrier(num_arrivals=6),
+            plgpu.Barrier(num_arrivals=1),
         ],
-        warpgroups=2,
+        warpgroups=1,
         by_lanes=True,
         flops=2 * chunks * groups * heads * CHUNK * (CHUNK * (4 * rows + 3 * columns) + 3 * rows * columns),
         bytes_accessed=array_bytes(query, key, value, numbers, entering, dout, leaving)
@@ -389,56 +389,73 @@ def gradients(
 def _gradients_kernel(before: bool, *refs: Ref) -> None:
     (query, key, value, numbers, entering, dout, leaving), outs, shared = refs[:7], refs[7:12], refs[12:]
     dquery, dkey, dvalue, of_queries, of_keys = outs
-    tiles, (dy, after), found, barrier = _Tiles(*shared[:5]), shared[5:7], shared[7:10], shared[-1]
+    tiles, dy, (loaded, further) = _Tiles(*shared[:5]), shared[5], shared[-2:]
+    staged = shared[6] if len(shared) > 8 else None
     plgpu = mosaic()
-    x, g, h = _place(entering.shape)
+    number, role = unravelled(lax.axis_index("block"), 2)  # both roles side by side, for they read the same
+    x, g, h = _place(number, entering.shape)
     j = h if key.shape[2] == entering.shape[2] else 0
     steps = _steps_of(x)
-    warpgroup = lax.axis_index("warpgroup")
 
-    @pl.when(warpgroup == 0)
-    def load() -> None:
-        of_chunk = (ref.at[x, g, h] for ref in (entering, numbers))
+    def load(states: Ref) -> None:
         of_steps = (query.at[steps, g, j], key.at[steps, g, j], value.at[steps, g, h])
-        places = (*of_steps, *of_chunk, dout.at[steps, g, h], leaving.at[x, g, h])
-        for place, own in zip(places, (*tiles, dy, after), strict=True):
-            plgpu.copy_gmem_to_smem(place, own, barrier)
+        places = (*of_steps, states.at[x, g, h], numbers.at[x, g, h], dout.at[steps, g, h])
+        for place, own in zip(places, (*tiles, dy), strict=True):
+            plgpu.copy_gmem_to_smem(place, own, loaded)
+        plgpu.barrier_wait(loaded)
 
-    plgpu.barrier_wait(barrier)
+    def load_leaving(start: int) -> None:
+        plgpu.commit_smem()  # all warps are done with the values, or the rows before these
+        plgpu.copy_gmem_to_smem(leaving.at[x, g, h, pl.ds(start, CHUNK)], tiles.value, further)
 
-    @pl.when(warpgroup == 0)
+    def of_states(start: int) -> Array:
+        """Returns the sum of the products of both states along each row."""
+        plgpu.barrier_wait(further)
+        product = _loaded(tiles.state.at[pl.ds(start, CHUNK)]) * _loaded(tiles.value)
+        found: Array = jnp.sum(product, axis=1)
+        return found
+
+    @pl.when(role == 0)
     def of_query() -> None:
-        staged = shared[10].at[0] if len(shared) > 11 else None
-        _store_products(tiles.state, after, of_queries.at[x, g, h])
-        scores, dweights, read = _products(
+        load(entering)
+        scores, dweights = _products(
             (tiles.query, tiles.key.transpose((1, 0))),
             (dy, tiles.value.transpose((1, 0))),
-            (dy, tiles.state.transpose((1, 0))),
         )
-        _store_levels(scores * dweights, tiles.numbers, False, of_queries.at[x, g, h])
-        _store_sum(read, tiles.query, of_queries.at[x, g, h])
+        load_leaving(0)
+        target = of_queries.at[x, g, h]
+        _store_levels(scores * dweights, tiles.numbers, False, target)
         dscores = (dweights * _weights(tiles.numbers, before, False)).astype(_BF16)
+        (read,) = _products((dy, tiles.state.transpose((1, 0))))
+        _store_sum(read, tiles.query, target)
         read = read * _along(tiles.numbers, FROM_START, read.shape, 0)
-        _stored(dquery.at[steps, g, h], _multiplied(dscores, tiles.key, read, staged), found[0])
+        sums = of_states(0)
+        starts = range(CHUNK, entering.shape[3], CHUNK)
+        if starts:
+            load_leaving(starts[0])
+        _stored(dquery.at[steps, g, h], _multiplied(dscores, tiles.key, read, staged), tiles.key)
+        for start in starts:
+            sums = sums + of_states(start)
+        store(target.at[LEVELS + 1], sums)
 
-    @pl.when(warpgroup == 1)
+    @pl.when(role == 1)
     def of_key() -> None:
-        staged = shared[10].at[1] if len(shared) > 11 else None
-        scores, dweights, added = _products(
+        load(leaving)
+        scores, dweights = _products(
             (tiles.key, tiles.query.transpose((1, 0))),
             (tiles.value, dy.transpose((1, 0))),
-            (tiles.value, after.transpose((1, 0))),
         )
-        _store_levels(scores * dweights, tiles.numbers, True, of_keys.at[x, g, h])
-        _store_sum(added, tiles.key, of_keys.at[x, g, h])
+        target = of_keys.at[x, g, h]
+        _store_levels(scores * dweights, tiles.numbers, True, target)
         weights = _weights(tiles.numbers, before, True)
+        scores, dscores = ((x * weights).astype(_BF16) for x in (scores, dweights))
+        (added,) = _products((tiles.value, tiles.state.transpose((1, 0))))
+        _store_sum(added, tiles.key, target)
         added = added * _along(tiles.numbers, TO_END, added.shape, 0)
-        dscores = (dweights * weights).astype(_BF16)
-        _stored(dkey.at[steps, g, h], _multiplied(dscores, tiles.query, added, staged), found[1])
-        (of_value,) = _products((tiles.key, after))
+        _stored(dkey.at[steps, g, h], _multiplied(dscores, tiles.query, added, staged), tiles.query)
+        (of_value,) = _products((tiles.key, tiles.state))
         of_value = of_value * _along(tiles.numbers, TO_END, of_value.shape, 0)
-        scores = (scores * weights).astype(_BF16)
-        _stored(dvalue.at[steps, g, h], _multiplied(scores, dy, of_value, staged), found[2])
+        _stored(dvalue.at[steps, g, h], _multiplied(scores, dy, of_value, staged), dy)
 
     plgpu.wait_smem_to_gmem(0)
 
@@ -466,13 +483,6 @@ def _store_levels(cotangents: Array, numbers: Ref, transposed: bool, target: Ref
         own = (lax.shift_right_logical(differing, jnp.int32(level)) == 1) & (later > earlier)
         found = jnp.where(own, cotangents * _of_level(numbers, level, 1), _full(0.0))
         store(target.at[level], jnp.sum(found, axis=1))
-
-
-def _store_products(first: Ref, second: Ref, target: Ref) -> None:
-    """Stores the sums of the products of two matrices along rows, in parts of as many rows as a chunk has steps."""
-    parts = [pl.ds(start, CHUNK) for start in range(0, first.shape[0], CHUNK)]
-    sums = [jnp.sum(_loaded(first.at[part]) * _loaded(second.at[part]), axis=1) for part in parts]
-    store(target.at[LEVELS + 1], sum(sums[1:], sums[0]))
 
 
 def _store_sum(product: Array, factor: Ref, target: Ref) -> None:
