@@ -403,8 +403,7 @@ class Child:
             return {"stage": "time", "failure": f"the compiler was not done after {seconds:.0f} seconds"}
         if not line.endswith(b"\n"):
             return {"stage": "died", "failure": self._last_words()}
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return dict(json.loads(line))
 
     def _last_words(self) -> str:
         status = self._process.wait()

@@ -183,14 +183,3 @@ def test_where_one_implementation_has_a_row_no_other_is_searched_for_unasked(mon
     found = tuner.choices(match, ("pallas_gpu", "cudnn", "xla"))
     assert len(searched) == searches
     assert found["cudnn"].exact is known
-
-
-@pytest.mark.usefixtures("user_cache")
-@pytest.mark.filterwarnings("ignore:autopallas could not search")
-def test_what_restates_the_original_is_not_searched_for_unasked(monkeypatch):
-    searched = []
-    monkeypatch.setattr(tuners, "isolated", lambda function: searched.append(function) or 1 / 0)
-    program, types = declared_named("rms_norm").program()
-    match = only_match(program, types, "rms_norm")
-    Tuner(H100, resolve({})).choices(match, ("pallas_gpu", "xla"))
-    assert len(searched) == 1
