@@ -214,6 +214,7 @@ __all__ = [
     "mlir",
     "module_text",
     "mosaic_gpu_kernel",
+    "mosaic_gpu_turns_tiles",
     "multiplication_params",
     "new_jaxpr",
     "new_jaxpr_eqn",
@@ -812,6 +813,11 @@ def missing_mosaic_gpu() -> str | None:
     if tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11):
         return f"its Mosaic GPU kernels need JAX 0.11 or later, and this is {jax.__version__}"
     return None
+
+
+def mosaic_gpu_turns_tiles() -> bool:
+    """Returns whether Mosaic GPU can turn tiles of 16 bits as it reads them from shared memory, from JAX 0.11.1 on."""
+    return tuple(jax.__version_info__[:3]) >= (0, 11, 1)
 
 
 class GpuProperties(NamedTuple):

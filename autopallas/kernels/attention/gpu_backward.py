@@ -37,6 +37,8 @@ from autopallas.kernels.attention.gpu_grid import (
     head_size_of,
     side_operand,
     side_values,
+    stored,
+    turned_sides,
     vector,
 )
 from autopallas.kernels.attention.gpu_layout import Layout, Turned, padded
@@ -261,6 +263,11 @@ class _Plan(NamedTuple):
         return self.outputs != ("value",)
 
     @property
+    def turned(self) -> tuple[int, ...]:
+        """Side inputs that come with the streamed rows, and are turned as they are read."""
+        return turned_sides(self.spec, self.flipped)
+
+    @property
     def floating(self) -> list[int]:
         """Side inputs that have a gradient."""
         return [i for i, s in enumerate(self.spec.sides) if s.differentiable]
@@ -293,10 +300,9 @@ class _Plan(NamedTuple):
         # Without the barrier XLA would compute the sums of products within the copy that stacks them, one at a time.
         found += [jnp.stack(lax.optimization_barrier(numbers), axis=-2)]
         found += self.visits.operands
-        return [
-            *found,
-            *(side_operand(s, x, rows, columns, self.flipped) for s, x in zip(spec.sides, sides, strict=True)),
-        ]
+        for n, (side, x) in enumerate(zip(spec.sides, sides, strict=True)):
+            found.append(side_operand(side, x, rows, columns, self.flipped and n not in self.turned))
+        return found
 
     @property
     def results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -320,8 +326,11 @@ class _Plan(NamedTuple):
             found += [tile((self.warpgroups, WARPGROUP_ROWS, self.away), dtype) for dtype in dtypes]
         if self.flipped:
             found.append(mosaic().SMEM((self.stages, 2, self.away), jnp.float32))
+        shape = self.stages, self.warpgroups, self.away, WARPGROUP_ROWS
+        found += [tile(shape, stored(self.spec.sides[n])) for n in self.turned]
         at_home = mosaic().Barrier(num_arrivals=2, num_barriers=self.warpgroups)
-        return [*found, at_home, *ring(self.stages, self.warpgroups, copies=2 + self.halved + self.flipped)]
+        copies = 2 + self.halved + self.flipped + self.warpgroups * len(self.turned)
+        return [*found, at_home, *ring(self.stages, self.warpgroups, copies)]
 
 
 def _numbers_of(spec: AttentionSpec, flipped: bool, outputs: tuple[str, ...]) -> tuple[int | Literal["delta"], ...]:
@@ -361,6 +370,7 @@ class _Memory(NamedTuple):
       home_shared, streamed_shared: operands of each warpgroup, and stages of the ring.
       staged, staged_half: the tile of each warpgroup, if it goes through shared memory; in float16.
       numbers_shared: stages of shift and delta, if rows are streamed.
+      sides_shared: stages of the side inputs of :attr:`_Plan.turned`, for each warpgroup.
       home_ready, ready, free: barriers of these.
     """
 
@@ -376,6 +386,7 @@ class _Memory(NamedTuple):
     staged: Ref
     staged_half: Ref
     numbers_shared: Ref
+    sides_shared: Mapping[int, Ref]
     home_ready: Ref
     ready: Ref
     free: Ref
@@ -409,6 +420,7 @@ class _Memory(NamedTuple):
             staged=given(plan.through_memory),
             staged_half=given(plan.through_memory and plan.halved),
             numbers_shared=given(plan.flipped),
+            sides_shared={n: next(left) for n in plan.turned},
             home_ready=next(left),
             ready=next(left),
             free=next(left),
@@ -530,6 +542,14 @@ def _load(own: _Block) -> None:
         if plan.flipped:
             numbers = memory.numbers.at[(*index, slice(None), pl.ds(start, plan.away))]
             plgpu.copy_gmem_to_smem(numbers, memory.numbers_shared.at[slot], memory.ready.at[slot])
+        for side, target in memory.sides_shared.items():
+            # Computed anew, for this warpgroup has few registers.
+            (b, k), number = _home(plan, lax.optimization_barrier(lax.axis_index("block")))
+            at = tuple(i if v else 0 for i, v in zip((b, k, index[2]), plan.spec.sides[side].varies, strict=False))
+            for w in range(plan.warpgroups):
+                keys = pl.ds(number * plan.home + w * WARPGROUP_ROWS, WARPGROUP_ROWS)
+                source = memory.sides[side].at[(*at, pl.ds(start, plan.away), keys)]
+                plgpu.copy_gmem_to_smem(source, target.at[slot, w], memory.ready.at[slot])
 
     groups = plan.groups
     parts = [(loop.first * groups, loop.steps * groups) for loop in own.loops]
@@ -674,7 +694,8 @@ def _add_products(
     """
     plgpu, plan, memory = mosaic(), tile.block.plan, tile.block.memory
     spec, shape, outputs = plan.spec, plan.shape, plan.outputs
-    known = side_values(spec, memory.sides, tile.place) | {"shift": tile.numbers("shift")}
+    turned = {n: ref.at[tile.slot, tile.block.warpgroup] for n, ref in memory.sides_shared.items()}
+    known = side_values(spec, memory.sides, tile.place, turned) | {"shift": tile.numbers("shift")}
     known["score"] = Value("tile", score().astype(spec.score_dtype))
     place = tile.place.again() if loop.general else tile.place
     elements = backward_elements(spec, loop.programs).on(shape, known | place.positions())

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.attention.gpu_grid import WARPGROUP_ROWS, head_size_of
+from autopallas.kernels.attention.gpu_grid import WARPGROUP_ROWS, head_size_of, stored, turned_sides
 from autopallas.kernels.attention.gpu_score_units import F16, fit
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.gpu import SHARED_MEMORY, rounded, shared_bytes
@@ -60,6 +60,7 @@ def shared_memory(spec: AttentionSpec, kernel: Kernel, tiles: Tiles) -> int:
         stages.append(((tiles.stages, tiles.away, d), F16))
     if kernel == "key_value":
         stages.append(((tiles.stages, 2, tiles.away), np.dtype(np.float32)))  # shift and delta of the rows
+        stages += [((tiles.stages, tiles.away, rows), stored(spec.sides[n])) for n in turned_sides(spec, True)]
     return shared_bytes([*home, *stages], barriers=tiles.warpgroups + 4 * tiles.stages + 1)
 
 

@@ -8,9 +8,9 @@ separate loops.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from autopallas import compat
 from autopallas.compat import Dtype
 from autopallas.kernels.attention.dynamic_tiles import run_time_states
 from autopallas.kernels.attention.gpu_elements import Value
@@ -38,6 +39,8 @@ __all__ = [
     "head_size_of",
     "side_operand",
     "side_values",
+    "stored",
+    "turned_sides",
     "vector",
 ]
 
@@ -248,11 +251,30 @@ def side_operand(side: SideSpec, array: Array, rows: int, columns: int, flipped:
     return array.reshape(*shape, -1) if t or s else array.reshape(shape)
 
 
-def side_values(spec: AttentionSpec, refs: Sequence[Ref], place: Place) -> dict[str, Value]:
-    """Reads the parts of the side inputs that belong to a tile."""
-    return {
-        f"side{n}": _side_value(side, ref, place) for n, (side, ref) in enumerate(zip(spec.sides, refs, strict=True))
-    }
+def turned_sides(spec: AttentionSpec, flipped: bool) -> tuple[int, ...]:
+    """Returns the side inputs that a kernel with transposed tiles turns as it reads them from shared memory.
+
+    The instruction for it moves 16 bits; others are transposed in main memory.
+    """
+    if not flipped or not compat.mosaic_gpu_turns_tiles():
+        return ()
+    filling = (n for n, s in enumerate(spec.sides) if s.varies[3] and s.varies[4])
+    return tuple(n for n in filling if stored(spec.sides[n]).itemsize == 2)
+
+
+def side_values(
+    spec: AttentionSpec, refs: Sequence[Ref], place: Place, shared: Mapping[int, Ref] = MappingProxyType({})
+) -> dict[str, Value]:
+    """Reads the parts of the side inputs that belong to a tile; those in ``shared`` memory lie there, not turned."""
+    found = {}
+    for n, (side, ref) in enumerate(zip(spec.sides, refs, strict=True)):
+        if n in shared:
+            plgpu = mosaic()
+            array = plgpu.load(shared[n].transpose((1, 0)), layout=plgpu.Layout.WGMMA, optimized=False)
+            found[f"side{n}"] = Value("tile", array if array.dtype == side.dtype else array.astype(side.dtype))
+        else:
+            found[f"side{n}"] = _side_value(side, ref, place)
+    return found
 
 
 def _side_value(side: SideSpec, ref: Ref, place: Place) -> Value:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import Case
+from attention_cases import SCORE, Case, traced
 from test_attention_implementations import BY_NAME
 
 import autopallas
@@ -18,7 +18,9 @@ from autopallas.compile.gpu import H100, Compiler, missing
 from autopallas.kernels.attention import gpu_block_sizes, gpu_forward, pallas_gpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.operands import Cotangents, Operands, Residuals
+from autopallas.kernels.attention.spec import SideSpec
 from autopallas.kernels.attention.tuned_block_sizes import TABLE
+from autopallas.sites.elementwise import Side
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("FULL_GRID") != "1" or missing() is not None,
@@ -115,6 +117,16 @@ def test_odd_lengths_are_padded(compiler, name, backward):
 def test_large_heads(compiler, name, size, backward):
     case = sized(name, size)
     check(compiler, case, BF16, pallas_gpu.candidates(case.spec(BF16), H100)[0], backward)
+
+
+@pytest.mark.parametrize("lengths", [WHOLE, RAGGED], ids=str)
+@pytest.mark.parametrize("size", [64, 96, 128, 192, 256])
+def test_a_bias_of_16_bits_is_not_turned_in_memory(compiler, size, lengths):
+    bias = SideSpec(BF16, (False, True, True, True, True))
+    score = traced(lambda s, b: s + b.astype(np.float32), SCORE, Side(0, BF16))
+    case = replace(sized("bias", size, lengths), score=score, sides=(bias,))
+    found = check(compiler, case, BF16, BlockSizes(128, 128), backward=True)
+    assert found.copied_bytes < lengths[0] * lengths[1]
 
 
 @pytest.mark.parametrize("lengths", [WHOLE, RAGGED], ids=str)

@@ -24,7 +24,7 @@ from autopallas.kernels import gpu
 from autopallas.kernels.attention import gpu_block_sizes, gpu_forward, gpu_side_gradient, pallas_gpu, reference
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.gpu_elements import primitives, scale_of
-from autopallas.kernels.attention.gpu_grid import Visits
+from autopallas.kernels.attention.gpu_grid import Visits, turned_sides
 from autopallas.kernels.attention.operands import Cotangents, Operands, Residuals, ScaledRows
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.programs import causal
@@ -42,6 +42,7 @@ FULL_GRID = os.environ.get("FULL_GRID") == "1"
 H100 = Device("gpu", "NVIDIA H100 80GB HBM3")
 BF16, F32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
 SIZES = BlockSizes(64, 64)
+AT = QUERY, KEY
 LAYOUTS = (
     Layouts.with_heads_after_lengths(),
     Layouts((3, 2, 0, 1, 4), (2, 0, 1, 3), (1, 2, 0, 3)),
@@ -258,11 +259,30 @@ def test_gradients_of_wide_heads_that_share_keys(name, dtype, rounded):
 
 
 @needs_interpreter
+@pytest.mark.parametrize(
+    "size, varies", [(64, (True, False, True, True, True)), (128, (False, True, False, True, True))]
+)
+def test_a_bias_of_16_bits_is_turned_as_it_is_read(size, varies):
+    """Gradients of keys and values, whose tiles are transposed, with one kernel for both and with two."""
+    bias = SideSpec(BF16, varies)
+    score = traced(lambda s, b, i, j: jnp.where(i + 60 >= j, s + b.astype(F32), -jnp.inf), SCORE, Side(0, BF16), *AT)
+    live = traced(lambda i, j: i + 60 >= j, *AT)
+    case = Case(
+        "bias of 16 bits", 2, 2 - varies[2], 1 + varies[2], 133, 197, size, size, score, live, (bias,), draw="n"
+    )
+    assert turned_sides(case.spec(BF16), flipped=True) == (0,)
+    with racing():
+        found = computed(pallas_gpu, case, BF16, SIZES)
+    for part, value in oracle(case, BF16).items():
+        assert errors(found[part], value)[0] <= TOLERANCES["bfloat16"][part.startswith("d")], part
+
+
+@needs_interpreter
 @pytest.mark.parametrize("length", [256, 192])
 def test_the_gradient_of_a_bias_is_summed_over_several_examples(length):
     """Tile after tile, some of which no row sees; with two warpgroups and two tiles at a time, and with one."""
     bias = SideSpec(BF16, (False, True, False, True, True))
-    score = traced(lambda s, b, i, j: jnp.where(i >= j, s + b.astype(F32), -jnp.inf), SCORE, Side(0, BF16), QUERY, KEY)
+    score = traced(lambda s, b, i, j: jnp.where(i >= j, s + b.astype(F32), -jnp.inf), SCORE, Side(0, BF16), *AT)
     case = Case("bias", 3, 2, 1, length, length, score=score, live=causal(), sides=(bias,), draw="n")
     query, key, value, (side,), _, dout = case.operands(BF16)
     q, k, v, b, d = (np.asarray(x, np.float64) for x in (query, key, value, side, dout))
