@@ -20,7 +20,7 @@ from autopallas.numerics.classes import Numerics
 from autopallas.sites.index_notation import summed_to
 from autopallas.sites.spec import BlockSizes
 
-__all__ = ["GAINS", "NUMERICS", "OF_ROWS", "TILES", "Arrays", "MomentsKernels", "MomentsSpec", "Rows"]
+__all__ = ["APART", "GAINS", "NUMERICS", "OF_ROWS", "TILES", "Arrays", "MomentsKernels", "MomentsSpec", "Rows"]
 
 NUMERICS: Numerics = "tolerance"
 """How the results relate to the original's."""
@@ -31,6 +31,8 @@ TILES = False
 """The kernels take as many rows at a time as fit into their memory."""
 OF_ROWS = "x", "residual", "cotangent", "of_sum", "result", "sum"
 """Arrays of the size [rows, columns]; others hold one number per column.  "of_sum" is the cotangent of the sum."""
+APART = "its columns lie apart: a kernel would be given a transposed copy of the rows, and its result transposed back"
+"""Why kernels take no rows whose neighbouring columns are no neighbours in memory."""
 
 Array: TypeAlias = jax.Array
 Arrays: TypeAlias = Mapping[str, jax.Array]
@@ -57,6 +59,12 @@ class MomentsSpec(Protocol):
     def epsilon(self) -> float: ...
     @property
     def outside(self) -> bool: ...
+    @property
+    def gain(self) -> float: ...
+    @property
+    def factor(self) -> float: ...
+    @property
+    def strided(self) -> bool: ...
     def dtypes(self) -> tuple[Dtype, ...]: ...
 
 

@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from autopallas.compat import Dtype
 from autopallas.kernels.gpu import array_bytes, call, mosaic, processors, reason_against, store, unravelled
 from autopallas.kernels.refs import Ref
-from autopallas.kernels.row_moments import OF_ROWS, Arrays, MomentsKernels, MomentsSpec, Rows
+from autopallas.kernels.row_moments import APART, OF_ROWS, Arrays, MomentsKernels, MomentsSpec, Rows
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
 
@@ -53,6 +53,8 @@ class GpuMomentsKernels(MomentsKernels):
         """bfloat16, float16 and float32 on Hopper GPUs, and rows that the threads of a block can share and hold."""
         if (answer := reason_against(device)) is not None:
             return answer
+        if spec.strided:
+            return Unsupported(APART)
         for dtype in spec.dtypes():
             if dtype.name not in _DTYPES:
                 return Unsupported(f"the GPU kernels of norms take {', '.join(_DTYPES)}, not {dtype}")
@@ -219,10 +221,10 @@ def _mean(place: _Place, value: Array) -> Array:
 
 
 def _moments(place: _Place, x: Array) -> tuple[Array, Array, Array]:
-    """The rows, taken from their means if they are to be; the root of their mean square; and what divides them."""
+    """The rows, taken from their means if they are to be; the root of their moment; and what divides them."""
     spec = place.spec
     centred = x - place.tile.across(_mean(place, x)) if place.kernels.centred else x
-    square = _mean(place, centred * centred)
+    square = jnp.sum(centred * centred, axis=-1) * np.float32(spec.factor / spec.columns)
     root = lax.sqrt(square if spec.outside else square + np.float32(spec.epsilon))
     return centred, root, root + np.float32(spec.epsilon) if spec.outside else root
 
@@ -241,7 +243,7 @@ def _forward(place: _Place, *refs: Ref) -> None:
     centred, _, divisor = _moments(place, rows)
     # Read when the moments are known: the registers of wide rows would not hold all at once.
     scale, shift = (_of_columns(place, operands, name, model) for name in ("scale", "shift"))
-    result = centred * tile.across(1 / divisor)
+    result = centred * tile.across(np.float32(place.spec.gain) / divisor)
     result = result if scale is None else result * scale
     result = result if shift is None else result + shift
     store(tile.at(results["result"], model, number), result.astype(place.spec.result_dtype))
@@ -273,25 +275,28 @@ def _visit(
     model: Array,
     number: Array,
 ) -> None:
-    """Of y = x / d, where d = root + c: dx = dy / d - x mean(dy x) / (d^2 root), less its mean where x is centred."""
+    """Of y = g x / d, where d = root + c and root^2 = f mean(x^2): dx = g (dy / d - f x mean(dy x) / (d^2 root)), less
+    its mean where x is centred."""
     tile = place.tile
     x = _added(place, operands, model, number)
     cotangent = tile.loaded(tile.at(operands["cotangent"], model, number), tile.layout)
     centred, root, divisor = _moments(place, x)
     inverse = tile.across(1 / divisor)
     normal = centred * inverse
+    gain = np.float32(place.spec.gain)
     for name, total in sums.items():
-        store(total, tile.loaded(total, tile.layout) + (cotangent * normal if name == "scale" else cotangent))
+        of_scale = cotangent * normal if place.spec.gain == 1 else cotangent * normal * gain
+        store(total, tile.loaded(total, tile.layout) + (of_scale if name == "scale" else cotangent))
     if "x" not in results:
         return
     scale = _of_columns(place, operands, "scale", model)
     of_normal = cotangent if scale is None else cotangent * scale
     # Divided before it is summed, it is finite wherever what it is taken from is.
-    along = jnp.sum(of_normal * (normal * np.float32(1 / place.spec.columns)), axis=-1)
+    along = jnp.sum(of_normal * (normal * np.float32(place.spec.factor / place.spec.columns)), axis=-1)
     gradient = of_normal - normal * tile.across(along * divisor / root if place.spec.outside else along)
     if place.kernels.centred:
         gradient = gradient - tile.across(_mean(place, of_normal))
-    gradient = gradient * inverse
+    gradient = gradient * (inverse if place.spec.gain == 1 else inverse * gain)
     if "of_sum" in operands:
         gradient = gradient + tile.loaded(tile.at(operands["of_sum"], model, number), tile.layout)
     store(tile.at(results["x"], model, number), gradient.astype(place.kernels.added_dtype(place.spec)))

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 
 from autopallas.compat import Dtype
 from autopallas.kernels.refs import Number, Ref
-from autopallas.kernels.row_moments import OF_ROWS, Arrays, MomentsKernels, MomentsSpec, Rows
+from autopallas.kernels.row_moments import APART, OF_ROWS, Arrays, MomentsKernels, MomentsSpec, Rows
 from autopallas.kernels.tpu import accumulate, block_bytes, call, generation, reason_against, rounded
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
@@ -42,6 +42,8 @@ class TpuMomentsKernels(MomentsKernels):
         """bfloat16 and float32 on TPUs, and rows of which a few fit into VMEM."""
         if (answer := reason_against(device, (), spec.dtypes())) is not None:
             return answer
+        if spec.strided:
+            return Unsupported(APART)
         for dtype in spec.dtypes():
             if dtype.name not in _DTYPES:
                 return Unsupported(f"the TPU kernels of norms take {' and '.join(_DTYPES)}, not {dtype}")
@@ -141,9 +143,9 @@ def _added(held: Mapping[str, Ref]) -> Array:
 
 
 def _moments(kernels: MomentsKernels, spec: MomentsSpec, wide: Array) -> tuple[Array, Array, Array]:
-    """The rows, taken from their means if they are to be; the root of their mean square; and what divides them."""
+    """The rows, taken from their means if they are to be; the root of their moment; and what divides them."""
     centred = wide - jnp.mean(wide, axis=1, keepdims=True) if kernels.centred else wide
-    square = jnp.mean(centred * centred, axis=1, keepdims=True)
+    square = jnp.sum(centred * centred, axis=1, keepdims=True) / (spec.columns / spec.factor)
     root = jnp.sqrt(square if spec.outside else square + spec.epsilon)
     return centred, root, root + spec.epsilon if spec.outside else root
 
@@ -158,7 +160,7 @@ def _forward(
         results["sum"][...] = rounded_sum
         rows = rounded_sum.astype(jnp.float32)
     centred, _, divisor = _moments(kernels, spec, rows)
-    result = centred * (1 / divisor)
+    result = centred * (spec.gain / divisor)
     result = result * held["scale"][...] if "scale" in held else result
     result = result + held["shift"][...] if "shift" in held else result
     out[...] = result.astype(out.dtype)
@@ -167,7 +169,8 @@ def _forward(
 def _backward(
     kernels: MomentsKernels, spec: MomentsSpec, place: _Place, read: Sequence[str], written: Sequence[str], *refs: Ref
 ) -> None:
-    """Of y = x / d, where d = root + c: dx = dy / d - x mean(dy x) / (d^2 root), less its mean where x is centred."""
+    """Of y = g x / d, where d = root + c and root^2 = f mean(x^2): dx = g (dy / d - f x mean(dy x) / (d^2 root)), less
+    its mean where x is centred."""
     held, results = dict(zip(read, refs, strict=False)), dict(zip(written, refs[len(read) :], strict=True))
     step, inside = pl.program_id(2), place.inside()
     cotangent = held["cotangent"][...].astype(jnp.float32)
@@ -177,14 +180,15 @@ def _backward(
     if "x" in results:
         of_normal = cotangent * held["scale"][...] if "scale" in held else cotangent
         # Divided before it is summed, it is finite wherever what it is taken from is.
-        along = jnp.sum(of_normal * (normal * np.float32(1 / spec.columns)), axis=1, keepdims=True)
+        along = jnp.sum(of_normal * (normal * np.float32(spec.factor / spec.columns)), axis=1, keepdims=True)
         gradient = of_normal - normal * (along if not spec.outside else along * divisor / root)
         if kernels.centred:
             gradient = gradient - jnp.mean(of_normal, axis=1, keepdims=True)
-        gradient = gradient * inverse
+        gradient = gradient * (inverse if spec.gain == 1 else inverse * spec.gain)
         gradient = gradient + held["of_sum"][...].astype(jnp.float32) if "of_sum" in held else gradient
         results["x"][...] = gradient.astype(results["x"].dtype)
-    for name, value in (("scale", cotangent * normal), ("shift", cotangent)):
+    of_scale = cotangent * normal if spec.gain == 1 else cotangent * normal * spec.gain
+    for name, value in (("scale", of_scale), ("shift", cotangent)):
         if name not in results:
             continue
         part = jnp.sum(value if inside is None else jnp.where(inside, value, 0), axis=0, keepdims=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,13 +21,15 @@ from autopallas.numerics.casts import rounds
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Mismatch
 
-__all__ = ["Form", "FormReader", "UnlikeError", "before_layout"]
+__all__ = ["Conclusion", "Form", "FormReader", "OfRowsError", "UnlikeError", "before_layout"]
 
 _DEEPEST = 48
 """Most operations on one path that are read."""
 _MOST_TERMS = 24
 _CLOSE = 2e-7
 """Largest relative difference of factors that count as equal: constants such as 1 / N are rounded to float32."""
+_ABOUT = 1e-6
+"""Largest relative difference of a factor of the whole result from the number that it stands for."""
 
 _FLOAT16 = "the squares are computed in float16, which does not hold those of numbers beyond 256"
 _CANCELS = (
@@ -36,7 +39,7 @@ _CANCELS = (
 _POSITIVE = "Add a small number to the variance, or compute it from the centred rows: jnp.var(x, -1)."
 _TWICE = "a number is added both to the mean of the squares and to its root"
 _ONCE = "Add one number, to the variance or the mean of the squares, before the root is taken."
-_FLOOR = "there is a floor under the mean of the squares, or under the variance"
+_FLOOR = "there is a floor under the mean of the squares or the variance, or under its root"
 _ADDED = "Add a small number instead of the floor, before the root is taken: that is what the kernels compute."
 _STOPPED = "the gradient is stopped inside the normalisation"
 _THROUGH = "Let the gradient run through the mean and the root, as kernels do, or stop that of the rows before them."
@@ -56,6 +59,10 @@ _ROOT: Monomial = (0, 0, 0, 1)
 
 class UnlikeError(Exception):
     """Raised where a value is no part of a normalisation; the message says why, for debugging."""
+
+
+class OfRowsError(UnlikeError):
+    """Raised where the rows have scales or shifts of their own, as in norms of a batch or of groups."""
 
 
 def _product(a: Polynomial, b: Polynomial) -> Polynomial:
@@ -92,6 +99,10 @@ def _near(a: float, b: float) -> bool:
     return abs(a - b) <= _CLOSE * max(abs(a), abs(b))
 
 
+def _about(a: float, exact: float) -> bool:
+    return abs(a - exact) <= _ABOUT * abs(exact)
+
+
 def _moment(polynomial: Polynomial) -> tuple[bool, float, float] | None:
     """Returns (centred, factor, added) if a polynomial is ``factor * moment + added`` with a positive factor."""
     rest = dict(polynomial)
@@ -115,6 +126,22 @@ class Form:
     def plain(self) -> bool:
         """Whether it is a polynomial."""
         return not self.exponent and self.scale is None and self.shift is None
+
+
+class Conclusion(NamedTuple):
+    """What a normalisation consists of: ``gain * (x - centre) / sqrt(factor * moment + epsilon)``.
+
+    Attributes:
+      centred: whether the mean is subtracted, and the moment is the variance; else it is the mean of squares.
+      epsilon: what is added to the moment, or to the root if ``outside``.
+      gain, factor: what the rows and the moment are multiplied by.
+    """
+
+    centred: bool
+    epsilon: float
+    outside: bool
+    gain: float
+    factor: float
 
 
 class FormReader:
@@ -182,7 +209,8 @@ class FormReader:
             return self._summed(at, depth)
         operands = self.space.uses(at)
         if operands is None or not operands:
-            raise UnlikeError("the rows are combined with something else")
+            of_rows = self.space.atoms(at).isdisjoint(self.columns)
+            raise (OfRowsError if of_rows else UnlikeError)("the rows are combined with something else")
         if name == "select_n":
             case = self.scope.number(operands[0])
             if case is None:
@@ -229,13 +257,13 @@ class FormReader:
                 return self._power(forms[0], -0.5)
             case "max":  # a variance is not below 0
                 for one, other in (forms, forms[::-1]):
-                    moment = _moment(one.numerator) if one.plain else None
+                    moment = self._floored(one)
                     floor = _number(other.numerator) if moment is not None and other.plain else None
-                    if moment is None or floor is None or moment[2] < 0:
+                    if moment is None or floor is None:
                         continue
                     if floor == 0.0:
                         return one
-                    if floor > 0.0 and _near(moment[1], 1.0):
+                    if floor > 0.0:
                         self.centred = moment[0]
                         raise Mismatch(_FLOOR, advice=_ADDED)
             case "stop_gradient":
@@ -243,6 +271,13 @@ class FormReader:
                 self.centred = any(m in stopped for m in (_MEAN, _MEAN_OF_MEAN))
                 raise Mismatch(_STOPPED, advice=_THROUGH)
         raise UnlikeError(f"the rows pass through {name}")
+
+    def _floored(self, form: Form) -> tuple[bool, float, float] | None:
+        """Returns the moment, as :func:`_moment` does, that a form is, or the root of which it is; None for others, and
+        where a negative number is added to it."""
+        root = form.numerator.keys() == {_ROOT} and form.numerator[_ROOT] > 0
+        found = _moment(self._root if root and self._root is not None else form.numerator) if form.plain else None
+        return None if found is None or found[2] < 0 else found
 
     def _squared(self, at: Ref, form: Form) -> Form:
         """Returns the form; raises Mismatch if it holds squares, of x or of its mean, or means of squares in
@@ -330,8 +365,8 @@ class FormReader:
             result[monomial] = result.get(monomial, 0.0) + coefficient * count
         return Form(_tidy(result))
 
-    def conclusion(self, form: Form) -> tuple[bool, float, bool, float]:
-        """Returns (centred, epsilon, outside, gain) of a form that normalises x.
+    def conclusion(self, form: Form) -> Conclusion:
+        """Returns what a form that normalises x consists of.
 
         Raises:
           UnlikeError: it does something else.
@@ -340,12 +375,12 @@ class FormReader:
         gain, mean = numerator.pop(_X, 0.0), numerator.pop(_MEAN, 0.0)
         if numerator or gain == 0 or not (mean == 0 or _near(-mean, gain)):
             raise UnlikeError("the rows are not just centred and scaled")
-        outside, epsilon = False, 0.0
+        outside, of_root, after = False, 1.0, 0.0
         if form.exponent == -1.0 and _ROOT in base and self._root is not None:
-            factor, epsilon, outside = base.pop(_ROOT), base.pop(_ONE, 0.0), True
-            if base or factor <= 0:
+            of_root, after, outside = base.pop(_ROOT), base.pop(_ONE, 0.0), True
+            if base or of_root <= 0:
                 raise UnlikeError("the rows are divided by another number than the root of a mean")
-            base, gain, epsilon = self._root, gain / factor, epsilon / factor
+            base = self._root
         elif form.exponent != -0.5:
             raise UnlikeError("the rows are divided by another number than the root of a mean")
         moment = _moment(base)
@@ -355,13 +390,17 @@ class FormReader:
         self.centred = centred
         if outside and added:
             raise Mismatch(_TWICE, advice=_ONCE)
-        gain /= math.sqrt(factor)
-        epsilon = epsilon / math.sqrt(factor) if outside else added / factor
+        factor, epsilon = factor * of_root**2, after if outside else added
         if epsilon < 0:
             raise UnlikeError("a positive number is subtracted from the mean")
         if self._cancels and centred and not epsilon:
             raise Mismatch(_CANCELS, advice=_POSITIVE)
-        return centred, epsilon, outside, gain
+        if _about(gain / math.sqrt(factor), 1.0):  # then it is a norm by the mean, whose epsilon is a part of this one
+            return Conclusion(centred, epsilon / (math.sqrt(factor) if outside else factor), outside, 1.0, 1.0)
+        count = math.prod(self.space.sizes[atom] for atom in self.columns)
+        gain = next((exact for exact in (1.0, -1.0, math.sqrt(count)) if _about(gain, exact)), gain)
+        factor = next((exact for exact in (1.0, float(count)) if _about(factor, exact)), factor)
+        return Conclusion(centred, epsilon, outside, gain, factor)
 
 
 def before_layout(space: Space, ref: Ref, value: int) -> Ref:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from autopallas import jaxprs
 from autopallas.compat import Var
 from autopallas.faults import contained
-from autopallas.graph import Graph, Node, Ref, Space
+from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.edit import surviving
 from autopallas.graph.labels import Atom
 from autopallas.graph.proof_cache import ProofCache
@@ -24,7 +24,7 @@ from autopallas.patterns.escapes import complete
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.forward import LAYOUT
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
-from autopallas.patterns.row_forms import FormReader, UnlikeError, before_layout
+from autopallas.patterns.row_forms import Conclusion, FormReader, OfRowsError, UnlikeError, before_layout
 from autopallas.sites.spec import Spec
 
 __all__ = ["Normalisation", "found_normalisations", "normalisations"]
@@ -35,37 +35,29 @@ _MOST_USERS = 24
 """Most values after a root among which the normalisation is looked for."""
 _WAYS = 6
 """Most rounds in which shorter ways to take a normalisation are tried."""
-_ABOUT_ONE = 1e-6
-"""Largest relative difference from 1 of a factor of the whole result."""
-_NEARLY_ONE = 0.6, 1.7
-"""Bounds of a factor that is worth reporting, as of a variance over N - 1."""
-
 _ROOTS = frozenset({"rsqrt", "sqrt", "pow"})
 _MADE_OF_ROWS = frozenset({"convert_element_type", "mul", "div", "sub", "add", "square", "integer_pow", "pow"})
-_STEPS = LAYOUT | {"mul", "div", "add", "add_any", "sub", "neg", "convert_element_type", "integer_pow", "pow"}
+_STEPS = LAYOUT | {"mul", "div", "add", "add_any", "sub", "neg", "max", "convert_element_type", "integer_pow", "pow"}
 
-_MOST_LAYOUTS = 4
-"""Most layout operations between a factor of each column and the product with it."""
-_NORM = "the rows are divided by their norm, which is the root of the mean of their squares times that of their number"
-_ROOT_OF_MEAN = (
-    "Divide by jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + epsilon), and the scale by the root of the number of "
-    "columns: that is a normalisation by the root mean square."
-)
+_NEARLY_ONE = 0.6, 1.7
+"""Bounds of a factor of centred rows that is worth reporting, as of a variance over N - 1."""
 _GAIN = "the rows are multiplied by a further number, as with a variance over N - 1"
-_PLAIN = (
-    "Divide by jnp.sqrt(jnp.mean(x * x) + epsilon) or by jnp.sqrt(jnp.var(x) + epsilon), and put the number into the "
-    "scale."
+_PLAIN = "Divide by jnp.sqrt(jnp.var(x) + epsilon), and put the number into the scale."
+_STANDARDISED = (
+    "the rows are taken from their means along an axis that is not the last, and no element of it has a scale or a "
+    "shift of its own, as where a batch is standardised"
 )
+_MOVED = "Move the axis to the end before it is normalised, and back afterwards: jnp.moveaxis(x, axis, -1)."
 
 
 @dataclass(frozen=True)
 class Normalisation:
-    """``(x - centre) * scale / sqrt(moment + epsilon) + shift`` along the columns, where a program computes it.
+    """``gain * (x - centre) / sqrt(factor * moment + epsilon) * scale + shift`` along the columns, where a program
+    computes it.
 
     Attributes:
       result: the node that gives it.
-      centred: whether the mean is subtracted, and the moment is the variance; else it is the mean of squares.
-      epsilon: what is added to the moment, or to the root if ``outside``.
+      numbers: what else it consists of.
       x, scale, shift: uses of values; the latter two do not vary with the rows.
       dimensions: the labels of each axis of the result.
       columns: the labels along which it is normalised.
@@ -74,9 +66,7 @@ class Normalisation:
     """
 
     result: Node
-    centred: bool
-    epsilon: float
-    outside: bool
+    numbers: Conclusion
     x: Ref
     scale: Ref | None
     shift: Ref | None
@@ -84,6 +74,21 @@ class Normalisation:
     columns: tuple[Atom, ...]
     sizes: dict[Atom, int]
     earlier: tuple[Ref | None, Ref | None]
+
+    @property
+    def strided(self) -> bool:
+        """Whether other axes of the result come after its columns."""
+        return not _ends_with(self.dimensions, self.columns)
+
+    @property
+    def of_columns(self) -> bool:
+        """Whether each column has a scale or a shift of its own."""
+        return any(ref is not None and not _atoms(ref).isdisjoint(self.columns) for ref in (self.scale, self.shift))
+
+    @property
+    def of_one_axis(self) -> bool:
+        """Whether the columns are one axis of the result."""
+        return sum(not set(own).isdisjoint(self.columns) for own in self.dimensions) == 1
 
     def at(self, graph: Graph, image: Mapping[int, int]) -> Normalisation:
         """Returns the same normalisation of corresponding values."""
@@ -93,6 +98,15 @@ class Normalisation:
         assert x is not None
         result = graph.definitions[image[self.result.outputs[0]]]
         return replace(self, result=result, x=x, scale=scale, shift=shift, earlier=(scale, shift))
+
+
+def _atoms(ref: Ref) -> frozenset[Atom]:
+    return frozenset(atom for _, own in ref.view for atom in own)
+
+
+def _ends_with(dimensions: Sequence[Sequence[Atom]], columns: Sequence[Atom]) -> bool:
+    every = [atom for own in dimensions for atom in own]
+    return every[len(every) - len(columns) :] == [*columns]
 
 
 def normalisations(graph: Graph) -> tuple[list[tuple[Normalisation, ...]], dict[int, tuple[bool, str, str]]]:
@@ -168,7 +182,7 @@ def found_normalisations(
         for number, (nearly_centred, reason, advice) in reasons.items()
         if nearly_centred == centred
     ]
-    chosen = [ways for ways in found if ways[0].centred == centred]
+    chosen = [ways for ways in found if ways[0].numbers.centred == centred]
     for _ in range(_WAYS):
         sites: list[tuple[Match, Node]] = []
         for one in (ways[0] for ways in chosen):
@@ -190,7 +204,10 @@ def _match(graph: Graph, op: str, spec: Callable[..., Spec], one: Normalisation)
     dtypes = {f"{name}_dtype": None if ref is None else graph.dtype(ref.value) for name, ref in operands.items()}
     sizes = {"batch": 0, "rows": 0, "columns": 0}  # filled in from the site
     dtypes["result_dtype"] = graph.dtype(one.result.outputs[0])
-    form = spec(**sizes, **dtypes, epsilon=one.epsilon, outside=one.outside)
+    numbers = {"epsilon": one.numbers.epsilon, "outside": one.numbers.outside}
+    if not one.numbers.centred:
+        numbers |= {"gain": one.numbers.gain, "factor": one.numbers.factor}
+    form = spec(**sizes, **dtypes, **numbers, strided=one.strided)
     every = [atom for own in one.dimensions for atom in own]
     shared = {atom for ref in (one.scale, one.shift) if ref is not None for _, own in ref.view for atom in own}
     rows = [atom for atom in every if atom not in one.columns]
@@ -218,6 +235,8 @@ class _Search:
     """Whether the near miss subtracts its mean."""
     _subtracts: bool = False
     _reason: Mismatch | None = None
+    _of_rows: bool = False
+    """Whether what follows has a scale or a shift for each row, as norms of a batch or of groups have."""
 
     def found(self) -> tuple[tuple[Normalisation, ...], ...]:
         """Returns the normalisation with everything scaled and added after it, then with less; nothing where nothing
@@ -229,9 +248,14 @@ class _Search:
         if not self._is_root():
             return ()
         for x, axes in dict.fromkeys(self._candidates()):
+            self._of_rows = False
             read = dict(self._behind(x, axes))
+            if read and self._of_rows and not any(one.of_columns or not one.strided for one in read.values()):
+                return ()
             if read:
-                return tuple(map(self._ways, self._chains(read)))
+                return tuple(map(self._ways, self._of_layers(self._chains(read))))
+            if self._reason is not None and self.centred:
+                break  # what is nearly a norm of centred rows is none of these
         if self._reason is not None:
             raise self._reason
         return ()
@@ -302,7 +326,8 @@ class _Search:
                 continue
             try:
                 found = self._read(node, x, axes)
-            except UnlikeError:
+            except UnlikeError as unlike:
+                self._of_rows |= isinstance(unlike, OfRowsError)
                 continue
             except Mismatch as mismatch:
                 if self._reason is None:
@@ -332,25 +357,25 @@ class _Search:
         columns = [atom for d in sorted(axes) for atom in space.resolve(at.view[d][1])]
         dimensions = tuple(space.resolve(own) for _, own in result.view)
         every = [atom for own in dimensions for atom in own]
-        if not columns or every[len(every) - len(columns) :] != columns:
-            raise UnlikeError("it is normalised along other axes than the last ones")
+        if not columns or not set(columns) <= set(every):
+            raise UnlikeError("the result lacks the axes along which it is normalised")
         reader = FormReader(scope, x, columns, [atom for atom in every if atom not in columns])
         before = space.refinements
         try:
             form = reader.form(result)
             if space.refinements != before:
                 raise UnlikeError("an axis of it is cut in two")
-            centred, epsilon, outside, gain = reader.conclusion(form)
+            numbers = reader.conclusion(form)
         finally:
             self._subtracts = reader.centred
-        if not _NEARLY_ONE[0] < gain < _NEARLY_ONE[1]:
-            if abs(gain * math.sqrt(space.extent(columns)) - 1) < _ABOUT_ONE and self._scales_columns(
-                node, columns, space
-            ):
-                raise Mismatch(_NORM, advice=_ROOT_OF_MEAN)
-            raise UnlikeError("the rows are divided by their norm, not by the root of a mean")
-        if abs(gain - 1) > _ABOUT_ONE:
-            raise Mismatch(_GAIN, advice=_PLAIN)
+        if numbers.centred and (numbers.gain, numbers.factor) != (1.0, 1.0):
+            if _NEARLY_ONE[0] < abs(numbers.gain) / math.sqrt(numbers.factor) < _NEARLY_ONE[1]:
+                raise Mismatch(_GAIN, advice=_PLAIN)
+            raise UnlikeError("the rows are multiplied by another number")
+        if not _ends_with(dimensions, columns):
+            shared = [space.atoms(ref) for ref in (form.scale, form.shift) if ref is not None]
+            if any(own and not own >= {*columns} for own in shared):
+                raise OfRowsError("the rows have scales or shifts of their own, or a part of the columns has")
         read = [*reader.reads.values()]
         use = read[0] if len(read) == 1 else at
 
@@ -361,24 +386,21 @@ class _Search:
         scale, shift = viewed(form.scale), viewed(form.shift)
         earlier = viewed(form.scale, True), viewed(form.shift, True)
         rows = Ref(use.value, space.view(use.view))
-        return Normalisation(
-            node, centred, epsilon, outside, rows, scale, shift, dimensions, tuple(columns), dict(space.sizes), earlier
-        )
+        return Normalisation(node, numbers, rows, scale, shift, dimensions, tuple(columns), dict(space.sizes), earlier)
 
-    def _scales_columns(self, node: Node, columns: Sequence[Atom], space: Space) -> bool:
-        """Returns whether each column of a result has a factor of its own, as after the norm of a layer."""
-        wanted = space.extent(columns)
-        for number in (node.outputs[0], *self._next(node.outputs[0])):
-            for user in self.graph.users[number]:
-                for other in user.inputs if user.name == "mul" and number in user.inputs else ():
-                    for _ in range(_MOST_LAYOUTS):
-                        inner = self.graph.definitions.get(other)
-                        if inner is None or inner.name not in LAYOUT and inner.name != "convert_element_type":
-                            break
-                        other = inner.inputs[0]
-                    if other != number and math.prod(self.graph.shape(other)) == wanted > 1:
-                        return True
-        return False
+    def _of_layers(self, chains: list[list[Normalisation]]) -> list[list[Normalisation]]:
+        """Returns the chains without those that normalise along other axes than the last, each element of which lacks
+        a scale and a shift of its own: along several axes, or centred, as where a batch is standardised.
+
+        Raises:
+          Mismatch: all standardise along one axis.
+        """
+        kept = [own for own in chains if not own[0].strided or own[-1].of_columns or own[0].of_one_axis]
+        layers = [own for own in kept if not own[0].numbers.centred or not own[0].strided or own[-1].of_columns]
+        if kept and not layers:
+            self.centred = True
+            raise Mismatch(_STANDARDISED, advice=_MOVED)
+        return layers
 
     def _chains(self, read: Mapping[int, Normalisation]) -> list[list[Normalisation]]:
         """Returns chains of normalisations, each the only thing computed from the one before.

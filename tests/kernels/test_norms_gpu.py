@@ -45,6 +45,14 @@ def test_epsilon_outside_of_the_root(op, rows):
     check(op, "pallas_gpu", operands_of(op, "all", (1, rows, 256), "float32"), outside=True, epsilon=1e-3)
 
 
+@pytest.mark.parametrize("implementation", ["pallas_gpu", "pallas_tpu"])
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("gain, factor", [(1.0, 256.0), (16.0, 256.0), (-0.5, 1.0)])
+def test_rows_divided_by_their_norm_and_multiplied(implementation, outside, gain, factor):
+    given = operands_of("rms_norm", "all", (1, 8, 256), "float32")
+    check("rms_norm", implementation, given, gain=gain, factor=factor, outside=outside, epsilon=1e-3)
+
+
 @each_norm
 @pytest.mark.parametrize("rows", [7, 8])
 def test_models_with_scales_of_their_own(op, rows):

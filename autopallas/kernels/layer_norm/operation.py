@@ -36,6 +36,18 @@ class LayerNormSpec(Spec):
     epsilon: float = 1e-6
     outside: bool = False
     """Whether epsilon is added to the standard deviation, and not to the variance."""
+    strided: bool = False
+    """Whether columns lie apart in the program's arrays, as where channels come first."""
+
+    @property
+    def gain(self) -> float:
+        """What the rows are multiplied by, which kernels ask."""
+        return 1.0
+
+    @property
+    def factor(self) -> float:
+        """What the variance is multiplied by, which kernels ask."""
+        return 1.0
 
     def __str__(self) -> str:
         scale = "" if self.scale_dtype is None else f", scale {self.scale_dtype}"
@@ -44,7 +56,8 @@ class LayerNormSpec(Spec):
         residual = residual if self.sum_dtype is None else f"{residual}, sum {self.sum_dtype}"
         batch = f"B={self.batch} " if self.batch != 1 else ""
         sizes = f"{batch}M={self.rows} N={self.columns} {self.x_dtype}"
-        return f"layer_norm {sizes}{scale}{shift}{residual}, epsilon {self.epsilon:.3g}"
+        more = ", columns apart" if self.strided else ""
+        return f"layer_norm {sizes}{scale}{shift}{residual}, epsilon {self.epsilon:.3g}{more}"
 
 
 def reference(

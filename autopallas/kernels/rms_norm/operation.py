@@ -16,7 +16,7 @@ __all__ = ["OPERATION", "RmsNormSpec", "reference"]
 @dataclass(frozen=True)
 class RmsNormSpec(Spec):
     """One normalisation of B times M rows of N columns, rounded at the end:
-    ``x / sqrt(mean(x**2) + epsilon) * scale + shift``.
+    ``gain * x / sqrt(factor * mean(x**2) + epsilon) * scale + shift``.
 
     Operands: x [B, M, N]; scale and shift [B|1, N|1], and residual [B|1, M|1, N|1], floating, each of which a site may
     lack.  Where there is a residual, x stands for ``x + residual``, rounded as the further result ``sum`` where that is
@@ -36,6 +36,12 @@ class RmsNormSpec(Spec):
     epsilon: float = 1e-6
     outside: bool = False
     """Whether epsilon is added to the root, and not to the mean."""
+    gain: float = 1.0
+    """A number by which the rows are multiplied too."""
+    factor: float = 1.0
+    """What the mean is multiplied by: N for the sum of the squares, as where rows are divided by their norm."""
+    strided: bool = False
+    """Whether columns lie apart in the program's arrays, as where channels come first."""
 
     def __str__(self) -> str:
         scale = "" if self.scale_dtype is None else f", scale {self.scale_dtype}"
@@ -44,7 +50,10 @@ class RmsNormSpec(Spec):
         residual = residual if self.sum_dtype is None else f"{residual}, sum {self.sum_dtype}"
         batch = f"B={self.batch} " if self.batch != 1 else ""
         sizes = f"{batch}M={self.rows} N={self.columns} {self.x_dtype}"
-        return f"rms_norm {sizes}{scale}{shift}{residual}, epsilon {self.epsilon:.3g}"
+        more = f", gain {self.gain:.3g}" if self.gain != 1 else ""
+        more += f", factor {self.factor:.3g}" if self.factor != 1 else ""
+        more += ", columns apart" if self.strided else ""
+        return f"rms_norm {sizes}{scale}{shift}{residual}, epsilon {self.epsilon:.3g}{more}"
 
 
 def reference(
@@ -59,9 +68,9 @@ def reference(
     wide = wide if residual is None else wide + residual.astype(wide.dtype)
     total = wide.astype(spec.sum_dtype) if spec.sum_dtype is not None else None
     wide = wide if total is None else total.astype(wide.dtype)
-    square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    square = jnp.sum(wide * wide, axis=-1, keepdims=True) / (spec.columns / spec.factor)
     root = jnp.sqrt(square) + spec.epsilon if spec.outside else jnp.sqrt(square + spec.epsilon)
-    result = wide / root
+    result = wide / root if spec.gain == 1 else wide / root * spec.gain
     result = result if scale is None else result * scale.astype(wide.dtype)[:, None]
     result = result if shift is None else result + shift.astype(wide.dtype)[:, None]
     result = result.astype(spec.result_dtype)
