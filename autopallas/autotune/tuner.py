@@ -169,6 +169,8 @@ class Tuner:
         operation = operation_named(match.op)
         hopeless = operation.only_restates(implementation)
         hopeless = hopeless or not operation.may_gain(implementation, self._options.objective)
+        if self._device.platform != "cpu":  # where small rewrites, which come last, gain by a row alone
+            hopeless = hopeless or operation.priority < 0
         return seconds < self._least or hopeless or not takes_long(match, self._device.platform)
 
     def _of_another(self, choice: Choice, match: Workload) -> bool:

@@ -43,9 +43,9 @@ def qkv(length: int = 200, dtype: str = "float16", keys: int | None = None, seed
     return tuple(jnp.asarray(random.standard_normal((n, 64)), dtype) for n in (length, keys or length, keys or length))
 
 
-def match_of(function: Callable[..., Any], *operands: Any) -> Match:
-    """The one site of a function, but for respellings."""
-    matches, misses = find(Graph(flatten(jax.make_jaxpr(function)(*operands))), ("-respelling",), True)
+def match_of(function: Callable[..., Any], *operands: Any, ops: tuple[str, ...] = ("-respelling",)) -> Match:
+    """The one site of a function, but for respellings unless ``ops`` names them."""
+    matches, misses = find(Graph(flatten(jax.make_jaxpr(function)(*operands))), ops, True)
     assert len(matches) == 1, misses
     return matches[0]
 

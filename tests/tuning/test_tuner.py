@@ -222,6 +222,19 @@ def test_what_takes_no_time_on_an_accelerator_is_not_searched_for(searches, user
         assert len(searches) == count
 
 
+def test_small_rewrites_are_searched_for_unasked_on_cpus_alone(searches, long, user_cache):
+    """On accelerators a row of the table brings them."""
+
+    def picked(table, labels):
+        return jax.nn.one_hot(labels, len(table), dtype=table.dtype) @ table
+
+    match = match_of(picked, np.ones((64, 32), np.float32), np.zeros(16, np.int32), ops=("respelling",))
+    assert match.op == "respelling"
+    for platform, asked, count in (("gpu", None, 0), ("tpu", None, 0), ("gpu", True, 1)):
+        Tuner(Device(platform, "some kind"), resolve({"autotune": asked})).choose(match, "xla")
+        assert len(searches) == count
+
+
 @pytest.mark.parametrize(
     ("microseconds", "gain", "bytes_", "licensed"),
     [
