@@ -86,8 +86,9 @@ def test_of_a_process_that_is_given_up_it_is_kept_what_it_said_and_where_it_was(
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(measure.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("CODE", f"{waits}; time.sleep(60)")
-    monkeypatch.setattr(measure, "QUICK_SECONDS", 5.0)
-    found = measure.measured(Program("slow train", (), tuple), measure.Effort("gpu", "its kind", quick=True), tmp_path)
+    found = measure.measured(
+        Program("slow train", (), tuple), measure.Effort("gpu", "its kind", limit=5.0, quick=True), tmp_path
+    )
     assert found["a"] == 1
     assert found["failure"] == "steps: no result within 5 seconds"
     assert "most recent call first" in found["stack"]

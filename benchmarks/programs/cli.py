@@ -57,6 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--tune-seconds", type=float, metavar="S", help="the option of that name, by default autopallas's own"
     )
+    parser.add_argument("--limit", type=float, metavar="S", help="seconds after which a process is given up")
     parser.add_argument("--rounds", type=int, default=15, help="runs of each program, in turns (%(default)s)")
     parser.add_argument("--repeats", type=int, default=2, help="first steps of each kind (%(default)s)")
     parser.add_argument(
@@ -99,7 +100,14 @@ def main(arguments: Sequence[str]) -> int:
     if options.coverage:
         return _coverage(chosen)
     effort = measure.Effort(
-        platform, device, options.rounds, options.repeats, options.quick, options.dry_run, options.tune_seconds
+        platform,
+        device,
+        options.rounds,
+        options.repeats,
+        options.quick,
+        options.dry_run,
+        options.tune_seconds,
+        options.limit,
     )
     # As of an installed package: else each first step would read the syntax of ours, but not that of its libraries.
     compileall.compile_dir(Path(autopallas.__file__).parent, quiet=1)

@@ -62,6 +62,7 @@ class Effort:
         XLA may have tuned by then, and both in turns.
       small: whether programs are of the sizes of a dry run.
       tune_seconds: the option of that name; None for its default.
+      limit: seconds after which a process is given up; None for what is usual.
     """
 
     platform: str
@@ -71,6 +72,7 @@ class Effort:
     quick: bool = False
     small: bool = False
     tune_seconds: float | None = None
+    limit: float | None = None
 
     @property
     def clock(self) -> str:
@@ -158,7 +160,7 @@ def _child(what: str, program: Program, effort: Effort, cache: Path, searches: b
     if effort.tune_seconds is not None:
         flags.append(str(effort.tune_seconds))
     command = [sys.executable, "-m", "benchmarks.programs.child", what, program.name, str(effort.rounds), *flags]
-    limit = QUICK_SECONDS if effort.quick else SECONDS
+    limit = effort.limit or (QUICK_SECONDS if effort.quick else SECONDS)
     process = subprocess.Popen(
         command, env=variables, cwd=Path(__file__).parents[2], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
