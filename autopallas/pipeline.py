@@ -21,6 +21,7 @@ from autopallas.faults import MEANT, collecting, in_words
 from autopallas.gc_pause import paused
 from autopallas.graph import Graph, flatten, move_heads_out, move_selections
 from autopallas.numerics.classes import allows
+from autopallas.numerics.promote import usual_promotion
 from autopallas.options import Options
 from autopallas.passes import Passes
 from autopallas.patterns import Match, NearMiss, find
@@ -110,7 +111,7 @@ def rewritten(
     misses: list[NearMiss] = []
     decisions: list[Decision] = []
     notes: tuple[str, ...] = ()
-    with collecting(options.strict) as failures:
+    with collecting(options.strict) as failures, usual_promotion():
         try:
             graph, matches, misses = find_sites(run, program, options, shardings is not None)
             notes = selecting_nothing(graph, matches, options)

@@ -9,6 +9,7 @@ from typing import TypeVar
 import jax
 
 from autopallas import compat
+from autopallas.numerics.promote import usual_promotion
 
 __all__ = ["isolated"]
 
@@ -39,7 +40,7 @@ def isolated(work: Callable[[], T], seconds: float | None = None) -> T:
 
     def body() -> None:
         try:
-            with jax.enable_x64(x64), jax.default_matmul_precision(precision):
+            with jax.enable_x64(x64), jax.default_matmul_precision(precision), usual_promotion():
                 results.append(work())
         except BaseException as error:
             errors.append(error)

@@ -104,7 +104,7 @@ class Oracle:
           *arguments: the program's arguments, in its own dtypes.
           seed: that of the roundings.
         """
-        with quiet(), jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        with quiet(), jax.enable_x64(True):
             with _device():
                 if self._compiled is None:
                     # Values that no decision reads are not computed twice.

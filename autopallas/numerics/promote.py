@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from autopallas import compat, jaxprs
 from autopallas.compat import Dtype, JaxprEqn, JaxprLike, Params, Shaped
 
-__all__ = ["FROZEN", "Value", "decided", "equation_twice", "is_float", "promoted_dtype", "quiet"]
+__all__ = ["FROZEN", "Value", "decided", "equation_twice", "is_float", "promoted_dtype", "quiet", "usual_promotion"]
 
 Body = Callable[[JaxprLike, Sequence["Value"]], "list[Value]"]
 """Evaluates a jaxpr, open or closed, on values."""
@@ -53,6 +53,13 @@ def decided(own: jax.Array) -> Value:
 
 
 @contextlib.contextmanager
+def usual_promotion() -> Iterator[None]:
+    """Lets arrays of several dtypes and ranks meet, as JAX does by default, where a program forbids it to itself."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Switches off JAX's modes that watch the user's program, since they are not meant for a check of it."""
     with (
@@ -61,6 +68,7 @@ def quiet() -> Iterator[None]:
         jax.disable_jit(False),
         jax.check_tracer_leaks(False),
         jax.transfer_guard("allow"),
+        usual_promotion(),
     ):
         yield
 

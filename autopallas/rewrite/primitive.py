@@ -34,6 +34,7 @@ from autopallas.compat import (
     mlir,
 )
 from autopallas.faults import one_line
+from autopallas.numerics.promote import usual_promotion
 from autopallas.plan.cross_platform import replan_for
 from autopallas.plan.decision import NOTHING_TO_COMPUTE, Decision, size_unknown
 from autopallas.report.late import Entry
@@ -129,7 +130,8 @@ def _site_for_backward(
     still work: those of the reference implementation, on whole arrays."""
     results = compat.jaxpr_as_fun(original)(*operands)
     whole: SiteDescription = site.site if isinstance(site, ShardedSite) else site
-    extra = whole.forward(site.operation.implementation("reference"), None, operands)[1]
+    with usual_promotion():
+        extra = whole.forward(site.operation.implementation("reference"), None, operands)[1]
     return _typed(results, extra, site, original, True)
 
 

@@ -12,6 +12,7 @@ from typing import Protocol, TypeAlias
 import jax
 
 from autopallas.compat import ArrayFunction, PyTree
+from autopallas.numerics.promote import usual_promotion
 from autopallas.sites.operation import Kernel, Operation
 from autopallas.sites.spec import BlockSizes, SiteSpec
 
@@ -84,7 +85,7 @@ def kernel_forward(site: SiteDescription, implementation: str, block_sizes: Bloc
     name = f"autopallas_{site.operation.name}"
 
     def forward(*operands: jax.Array) -> tuple[Arrays, Arrays]:
-        with jax.named_scope(name):
+        with jax.named_scope(name), usual_promotion():
             return site.forward(kernel, block_sizes, operands)
 
     forward.__name__ = forward.__qualname__ = name
@@ -101,7 +102,7 @@ def kernel_backward(
     name = f"autopallas_{site.operation.name}_backward"
 
     def backward(operands: Arrays, results: Arrays, residuals: Arrays, cotangents: Arrays) -> Arrays:
-        with jax.named_scope(name):
+        with jax.named_scope(name), usual_promotion():
             return site.backward(kernel, block_sizes, operands, results, residuals, cotangents, active)
 
     backward.__name__ = backward.__qualname__ = name

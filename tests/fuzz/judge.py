@@ -232,7 +232,7 @@ def _judge(program: RandomProgram, verdict: Verdict) -> None:
 def _one_by_one(program: Any, leaves: Sequence[Any]) -> list[Any]:
     """What a program gives where each equation is compiled by itself."""
     twins = _Twins(program)
-    with quiet(), jax.enable_x64(True), jax.numpy_dtype_promotion("standard"), jax.disable_jit():
+    with quiet(), jax.enable_x64(True), jax.disable_jit():
         both = twins._evaluate(*leaves)
     return [np.asarray(x) for x in both[: len(both) // 2]]
 

@@ -72,6 +72,37 @@ MODES = {
 }
 
 
+def mixture(x, w):
+    gates, chosen = lax.top_k(jax.nn.softmax(x @ w[0, :, :3], axis=-1), 2)
+    weights = jnp.einsum("tk,tke->te", gates, jax.nn.one_hot(chosen, 3, dtype=x.dtype))
+    hidden = jax.nn.relu(jnp.einsum("td,edf->tef", x, w))
+    return jnp.einsum("tef,efd,te->td", hidden, 2 * w, weights)
+
+
+def recurrence(x, w):
+    def step(state, row):
+        q, k, v, g = row
+        state = state * jax.nn.sigmoid(g)[:, None] + k[:, None] * v[None, :]
+        return state, q @ state
+
+    return lax.scan(step, jnp.zeros((D, D), x.dtype), tuple(x @ w[i] for i in (0, 1, 2, 0)))[1]
+
+
+@pytest.mark.parametrize("operation, function", [("grouped_matmul", mixture), ("recurrence", recurrence)])
+def test_where_a_program_forbids_itself_to_promote(operation, function):
+    """What a kernel promotes is no affair of the program's."""
+
+    def objective(w, x):
+        return jnp.sum(jnp.sin(function(x, w)))
+
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        for program in (objective, jax.grad(objective)):
+            optimized = always(program)
+            alike(optimized(W, X), jax.jit(program)(W, X), 1e-5)
+            assert optimized.report().counts()[operation] >= 1
+        alike(jax.grad(always(objective))(W, X), jax.jit(jax.grad(objective))(W, X), 1e-5)
+
+
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_a_mode_changes_nothing(mode):
     with mode():
