@@ -41,6 +41,8 @@ _TWICE = "a number is added both to the mean of the squares and to its root"
 _ONCE = "Add one number, to the variance or the mean of the squares, before the root is taken."
 _FLOOR = "there is a floor under the mean of the squares or the variance, or under its root"
 _ADDED = "Add a small number instead of the floor, before the root is taken: that is what the kernels compute."
+_CHOSEN = "another number takes the place of the mean of the squares or the variance, or of its root, such as of a 0"
+_ADDED_ALONE = "Add a small number before the root is taken, and choose none: that is what the kernels compute."
 _STOPPED = "the gradient is stopped inside the normalisation"
 _THROUGH = "Let the gradient run through the mean and the root, as kernels do, or stop that of the rows before them."
 _WIDE = "Cast the rows to float32 before they are squared, and the result back to float16."
@@ -214,9 +216,18 @@ class FormReader:
         if name == "select_n":
             case = self.scope.number(operands[0])
             if case is None:
+                self._check_chosen(operands[1:], depth)
                 raise UnlikeError("a mask chooses between the rows and something else")
             return self.form(operands[1 + int(case)], depth + 1)
         return self._combined(at, name or "", operands, [self.form(operand, depth + 1) for operand in operands])
+
+    def _check_chosen(self, operands: Sequence[Ref], depth: int) -> None:
+        """Raises Mismatch if one of two values is a moment or its root, and the other is a number."""
+        numbers = [operand for operand in operands if self.scope.number(operand) is not None]
+        others = [operand for operand in operands if operand not in numbers]
+        if len(numbers) == len(others) == 1 and (moment := self._floored(self.form(others[0], depth + 1))) is not None:
+            self.centred = moment[0]
+            raise Mismatch(_CHOSEN, advice=_ADDED_ALONE)
 
     def _is_moment(self, at: Ref) -> bool:
         """Returns whether a value without row labels is computed from the only row there is."""

@@ -37,7 +37,9 @@ _WAYS = 6
 """Most rounds in which shorter ways to take a normalisation are tried."""
 _ROOTS = frozenset({"rsqrt", "sqrt", "pow"})
 _MADE_OF_ROWS = frozenset({"convert_element_type", "mul", "div", "sub", "add", "square", "integer_pow", "pow"})
-_STEPS = LAYOUT | {"mul", "div", "add", "add_any", "sub", "neg", "max", "convert_element_type", "integer_pow", "pow"}
+_STEPS = LAYOUT | frozenset(
+    {"mul", "div", "add", "add_any", "sub", "neg", "max", "select_n", "convert_element_type", "integer_pow", "pow"}
+)
 
 _NEARLY_ONE = 0.6, 1.7
 """Bounds of a factor of centred rows that is worth reporting, as of a variance over N - 1."""

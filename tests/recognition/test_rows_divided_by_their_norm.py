@@ -174,7 +174,10 @@ def test_look_alikes_are_left_alone(name):
     assert compared.counts("rms_norm") + compared.counts("layer_norm") == 0
 
 
-@pytest.mark.parametrize("name", ["a floor under the norm", "a floor under the squares"])
-def test_a_floor_is_a_near_miss_that_says_so(name):
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("a floor under the norm", "floor"), ("a floor under the squares", "floor"), ("a safe norm", "such as of a 0")],
+)
+def test_a_floor_and_a_choice_are_near_misses_that_say_so(name, reason):
     report = autopallas.explain(LOOK_ALIKES[name], array(2, 7, N), array(N, seed=1))
-    assert any(miss.op == "rms_norm" and "floor" in miss.reason for miss in report.near_misses)
+    assert [(miss.op, reason in miss.reason) for miss in report.near_misses] == [("rms_norm", True)]
