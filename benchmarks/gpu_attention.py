@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 import autopallas
 from autopallas.kernels.attention import cudnn, pallas_gpu
@@ -113,7 +114,9 @@ def _exact(mask: str, *arguments: Any) -> Any:
 
         def cotangents(results: Any) -> Any:
             out, logsumexp = results
-            added = out.astype(arguments[0].dtype).astype(out.dtype) - out
+            kept = jnp.finfo(arguments[0].dtype)
+            # Casts there and back would be taken out by XLA on GPUs, which keeps what is more precise.
+            added = lax.reduce_precision(out, kept.nexp, kept.nmant) - out
             return wide[-1], jnp.zeros_like(logsumexp) if "bias" in mask else -jnp.einsum(
                 "btnd,btnd->bnt", wide[-1], added
             )

@@ -320,6 +320,14 @@ def test_a_case_is_filed_as_the_site_that_its_original_is(operation):
 # ---------------------------------------------------------------------- the list of tasks
 
 
+def test_an_original_that_was_timed_beside_older_kernels_counts_by_its_own_time():
+    """It is XLA's program alone; a ratio to kernels that are no more says nothing."""
+    rows = of_case(CAUSAL.replace("D{}", "D128"), {"pallas_gpu (128, 128)": 200.0}, 100.0, 9000.0)
+    rows[-1] = rows[-1] | {"kernel_version": "older"}
+    found = tuned_rows(rows).rows["attention", "NVIDIA H100"].values()
+    assert {(row.kernel_us, row.original_us) for row in found} == {(200.0, 9000.0), (100.0, 9000.0)}
+
+
 def test_every_operation_with_a_gpu_kernel_is_measured():
     """Those without a benchmark of their own by their declaration: checked, repeated and timed, value and gradient."""
     found = tasks(False, H100)

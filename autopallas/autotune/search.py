@@ -26,7 +26,7 @@ from autopallas.tuning.measure import Clock, Failure, Measurement, Stage, Timing
 from autopallas.tuning.row import running_jax
 from autopallas.tuning.table import MEMORY_SLOWDOWN, Row
 
-__all__ = ["ORIGINAL", "Tried", "candidates_of", "free_bytes", "search"]
+__all__ = ["ORIGINAL", "Tried", "Yardstick", "candidates_of", "free_bytes", "search"]
 
 ORIGINAL = "original"
 
@@ -90,6 +90,24 @@ class _Works:
 
 
 @dataclass
+class Yardstick:
+    """What the candidates of a site are compared and timed with; the first search for it makes it.
+
+    Attributes:
+      trial: the site with inputs; None before that search.
+      reference: what its results are compared with.
+      compiled, original: the site's original, and what its first run took.
+      problem: why there is none.
+    """
+
+    trial: Trial | None = None
+    reference: PyTree = None
+    compiled: jax.stages.Compiled | None = None
+    original: Timing = field(default_factory=Timing)
+    problem: str = ""
+
+
+@dataclass
 class _Search:
     """One search while it runs."""
 
@@ -100,6 +118,7 @@ class _Search:
     say: Callable[[str], None]
     quick: bool = False
     rejected: list[Rejected] = field(default_factory=list)
+    yardstick: Yardstick = field(default_factory=Yardstick)
     tried: dict[BlockSizes, Tried] = field(default_factory=dict)
     lean: Row[BlockSizes] | None = None
 
@@ -117,26 +136,14 @@ class _Search:
         needed = Trial.bytes_needed(self.match)
         if self.limit is not None and needed > self.limit:
             return None, None, f"its inputs and results need {needed} bytes, and {self.limit} are free"
-        trial = Trial.of(self.match)
-        reference, problem = None, ""
-        if not self.quick:
-            self.say("the reference")
-            reference, problem = self._reference(trial)
-        if problem:
-            return None, None, problem
-        self.say("the original")
-        compiled, failure = self._compiled(trial.original(), trial)
-        if self.quick and compiled is not None:
-            try:
-                reference = jax.device_get(compiled(*trial.arguments))
-            except Exception as error:
-                compiled, failure = None, Failure("run", f"{type(error).__name__}: {error}")
-        if compiled is not None:
-            original = self._once(compiled, trial, None if self.quick else reference, warm=self.quick)
-            failure = original.failure
-        if compiled is None or failure is not None:
-            return None, None, f"the original cannot be run on its own: {failure}"
-
+        made = self.yardstick
+        if made.trial is None and not made.problem:
+            self._make(made)
+        if made.problem:
+            return None, None, made.problem
+        trial, reference, compiled, original = made.trial, made.reference, made.compiled, made.original
+        assert trial is not None
+        assert compiled is not None
         if self.quick and original.wall[-1] > _LONG_SECONDS:
             self.rounds, self.runs_before = _QUICK_ROUNDS, 0
         works: dict[BlockSizes, _Works] = {}
@@ -158,6 +165,27 @@ class _Search:
         self.say("timing")
         return self._raced(works, compiled, original, trial)
 
+    def _make(self, made: Yardstick) -> None:
+        made.trial = trial = Trial.of(self.match)
+        if not self.quick:
+            self.say("the reference")
+            made.reference, made.problem = self._reference(trial)
+        if made.problem:
+            return
+        self.say("the original")
+        made.compiled, failure = self._compiled(trial.original(), trial)
+        if self.quick and made.compiled is not None:
+            try:
+                made.reference = jax.device_get(made.compiled(*trial.arguments))
+            except Exception as error:
+                made.compiled, failure = None, Failure("run", f"{type(error).__name__}: {error}")
+        if made.compiled is not None:
+            compared = None if self.quick else made.reference
+            made.original = self._once(made.compiled, trial, compared, warm=self.quick)
+            failure = made.original.failure
+        if made.compiled is None or failure is not None:
+            made.problem = f"the original cannot be run on its own: {failure}"
+
     def told(self, candidates: Sequence[BlockSizes]) -> list[Tried]:
         """Returns how far each candidate came."""
         late = Tried({}, "budget", self._used_up())
@@ -171,7 +199,7 @@ class _Search:
     def _reference(self, trial: Trial) -> tuple[PyTree, str]:
         with jax.default_matmul_precision("highest"):
             name = "oracle" if operation_named(self.match.op).has("oracle") else "reference"
-            compiled, failure = self._compiled(trial.kernel(name, None), trial)
+            compiled, failure = self._compiled(trial.kernel(name, None), trial, timed=False)
         if compiled is not None:
             analysis = compiled.memory_analysis()
             needed = 0 if analysis is None else analysis.temp_size_in_bytes + analysis.output_size_in_bytes
@@ -183,12 +211,17 @@ class _Search:
                 failure = Failure("run", f"{type(error).__name__}: {error}")
         return None, f"the reference cannot be run: {failure}"
 
-    def _compiled(self, function: ArrayFunction, trial: Trial) -> tuple[jax.stages.Compiled | None, Failure | None]:
+    def _compiled(
+        self, function: ArrayFunction, trial: Trial, timed: bool = True
+    ) -> tuple[jax.stages.Compiled | None, Failure | None]:
+        """Compiles a function for a trial; XLA tries no forms of products on a GPU for what is not timed."""
+        on_gpu = jax.default_backend() == "gpu"
+        options: dict[str, str | bool] | None = {"xla_gpu_autotune_level": "0"} if on_gpu and not timed else None
         stage: Stage = "lower"
         try:
             lowered = jax.jit(function).lower(*trial.arguments)
             stage = "compile"
-            return lowered.compile(), None
+            return lowered.compile(compiler_options=options), None
         except Exception as error:
             return None, Failure(stage, f"{type(error).__name__}: {error}")
 
@@ -377,6 +410,7 @@ def search(
     observe: Callable[[Sequence[Tried]], None] | None = None,
     quick: bool = False,
     alone: bool = False,
+    yardstick: Yardstick | None = None,
 ) -> Entry:
     """Measures the candidates for a site's block sizes against each other and the original.
 
@@ -393,6 +427,7 @@ def search(
       observe: called with all candidates and how far each came, including those that failed or had no turn.
       quick: whether only the best guesses are tried; the result then says so.
       alone: whether ``first`` is the only candidate, so that what it gains is measured once more.
+      yardstick: what other searches for the same site, at the same time, are compared with too.
 
     Returns:
       The result, with or without block sizes.
@@ -400,7 +435,7 @@ def search(
     spec = match.spec
     wrong = [r for r in known.rejected if r.stage == "compare"] if known is not None else []
     with Progress(f"autopallas: tuning {match.op}") as say:
-        run = _Search(match, implementation, seconds, clock, say, quick, list(wrong))
+        run = _Search(match, implementation, seconds, clock, say, quick, list(wrong), yardstick or Yardstick())
         every = [
             sizes
             for sizes in candidates_of(match, implementation, first, Device.current())

@@ -20,7 +20,7 @@ from typing import Literal, cast
 
 import jax
 
-from autopallas.autotune.search import search
+from autopallas.autotune.search import Yardstick, search
 from autopallas.compile.outside_trace import isolated
 from autopallas.options import Options
 from autopallas.sites.device import Device
@@ -133,13 +133,14 @@ class Tuner:
         open_ = sum(isinstance(found, _Miss) for found in looked_up.values())
         part, left = budget / max(open_, 1), budget
         choices: dict[str, Choice] = {}
+        yardstick = Yardstick()
         for name, found in looked_up.items():
             if isinstance(found, Choice):
                 choices[name] = found
                 continue
             begin = time.monotonic()
             site = cast(SiteWorkload, match)  # a direct call is never searched for
-            choices[name] = self._searched(site, name, found, max(part, left / open_))
+            choices[name] = self._searched(site, name, found, max(part, left / open_), yardstick)
             took = time.monotonic() - begin
             left, self._seconds, open_ = left - took, self._seconds - took, open_ - 1
         return choices
@@ -205,7 +206,9 @@ class Tuner:
             WARNED.once("read", f"autopallas ignores the tuning result {entry.digest}: {error}")
             return None
 
-    def _searched(self, match: SiteWorkload, implementation: str, miss: _Miss, seconds: float) -> Choice:
+    def _searched(
+        self, match: SiteWorkload, implementation: str, miss: _Miss, seconds: float, yardstick: Yardstick
+    ) -> Choice:
         key, known, otherwise = miss.key, miss.known, miss.otherwise
         with _searching:
             entry = self._cache.get(key)  # another thread may have searched for the same meanwhile
@@ -214,7 +217,9 @@ class Tuner:
                 first = cast(BlockSizes, otherwise.block_sizes)  # a table's choice always has block sizes
                 try:
                     entry = isolated(
-                        lambda: search(match, implementation, key, first, seconds, known, quick=self._quick)
+                        lambda: search(
+                            match, implementation, key, first, seconds, known, quick=self._quick, yardstick=yardstick
+                        )
                     )
                 except Exception as error:
                     if self._options.strict:

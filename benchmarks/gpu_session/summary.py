@@ -101,9 +101,9 @@ class Tuned:
 def tuned_rows(rows: Sequence[Mapping[str, Any]]) -> Tuned:
     """Returns rows for the tuned tables: of each implementation of a case that was timed, beside the same original.
 
-    A case gives rows where it has keys, the kernels have their present version, and the original was timed too: that
-    it could not run says nothing of how much is gained.  Where it gave other results than our kernel, only other
-    implementations have rows.
+    A case gives rows where it has keys, the kernels have their present version, and the original was timed too, beside
+    whatever version: that it could not run says nothing of how much is gained.  Where it gave other results than our
+    kernel, only other implementations have rows.
     """
     from autopallas.tuning.key import kernel_version
 
@@ -113,18 +113,21 @@ def tuned_rows(rows: Sequence[Mapping[str, Any]]) -> Tuned:
         measured = [row for row in _latest(rows, Identity("", "", kind)) if row["evidence"] == "measured"]
         versions = {name: kernel_version(name) for name in OPERATIONS}
         named: dict[tuple[str, str], Mapping[str, Any]] = {}
+        originals: dict[tuple[str, str], Mapping[str, Any]] = {}
         older: dict[tuple[str, str], str] = {}
         for row in measured:
             if row.get("task") and row.get("microseconds"):
                 if row["kernel_version"] == versions.get(row["kernel"]):
                     named[row["task"], row["candidate"]] = row
+                elif row["candidate"] == ORIGINAL:
+                    originals[row["task"], row["candidate"]] = row
                 elif row.get("ours"):
                     older[row["task"], row["candidate"]] = row["kernel"]
         lacking = Counter(operation for place, operation in older.items() if place not in named)
         found.notes += [f"{name}: {n} times are of another version of the kernels" for name, n in lacking.items()]
         for task in tasks(False, device):
             if task.kind == "time" and task.case is not None and (task.case.key or task.case.peers):
-                _add_case(found, task, task.case, table_device(device), named)
+                _add_case(found, task, task.case, table_device(device), originals | named)
     return found
 
 
@@ -139,7 +142,9 @@ def _add_case(
         if ours:
             found.notes.append(f"{task.name}: no rows, since the original was not timed")
         return
-    original_us = _digits(ours[original["best"]]["microseconds"] * original["times_as_fast"])
+    best_beside, original_us = ours[original["best"]], original["microseconds"]
+    if best_beside["kernel_version"] == original["kernel_version"]:  # they were timed in turns
+        original_us = _digits(best_beside["microseconds"] * original["times_as_fast"])
 
     def add(key: Key, row: Mapping[str, Any], sizes: Any) -> None:
         known = Row(

@@ -421,7 +421,7 @@ def test_rows_of_cpus_name_their_processor(op):
 def test_a_search_takes_the_place_of_a_row_that_does_not_hold(monkeypatch):
     begun = []
 
-    def search(match, implementation, key, first, seconds, known, quick):
+    def search(match, implementation, key, first, seconds, known, quick, yardstick):
         begun.append((implementation, match.spec.batch))
         raise RuntimeError("no")
 

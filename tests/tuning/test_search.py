@@ -142,6 +142,19 @@ def test_the_candidate_of_least_memory_is_in_the_race_though_others_are_faster(m
     assert search._finalists(every, original_seconds=1.0) == CANDIDATES[:2]
 
 
+def test_searches_for_a_site_share_what_its_candidates_are_compared_with(monkeypatch):
+    made = []
+    for name in ("original", "kernel"):
+        function = getattr(Trial, name)
+        monkeypatch.setattr(Trial, name, lambda self, *a, f=function, n=name: made.append((n, *a[:1])) or f(self, *a))
+    match, yardstick = match_of(attend, *qkv()), module.Yardstick()
+    for name in ("xla", "xla_heads"):
+        entry = search(match, name, key_for(match, name), FIRST, 60.0, yardstick=yardstick)
+        assert entry.outcome in ("tuned", "failed"), entry.reason
+    assert made.count(("original",)) == made.count(("kernel", "reference")) + made.count(("kernel", "oracle")) == 1
+    assert yardstick.problem == ""
+
+
 def test_a_long_original_is_run_few_times_by_a_quick_search(monkeypatch):
     """Once for its result, once timed, and then only in turns with the candidate."""
     monkeypatch.setattr(module, "_LONG_SECONDS", 0.0)

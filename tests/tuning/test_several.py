@@ -61,7 +61,7 @@ def searches(monkeypatch):
     """(name, seconds) of each search that is begun; the reference is found to be the faster one."""
     begun = []
 
-    def search(match, implementation, key, first, seconds, known, quick):
+    def search(match, implementation, key, first, seconds, known, quick, yardstick):
         begun.append((implementation, seconds))
         return result(match, implementation, row({"xla": 2.0, "reference": 3.0}[implementation]))
 
@@ -235,7 +235,7 @@ def test_a_search_that_takes_too_long_leaves_the_next_its_part(searches, monkeyp
 def test_a_shared_search_that_came_to_nothing_is_not_begun_again(monkeypatch):
     begun = []
 
-    def search(match, implementation, key, first, seconds, known, quick):
+    def search(match, implementation, key, first, seconds, known, quick, yardstick):
         begun.append((implementation, seconds))
         return Entry(key.description, "unfinished", reason="too slow", seconds=seconds)
 
