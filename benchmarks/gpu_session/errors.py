@@ -14,8 +14,8 @@ __all__ = ["ROW_TOLERANCE", "Errors", "compared", "poison", "same_bits"]
 ROW_TOLERANCE = 0.1
 """Largest error of a row.
 
-Attention of bfloat16 was within 0.0075 of float32 when interpreted, once what rounding the result adds to dq is counted as
-wanted (up to 0.23 on an H100, where it was not); a causal mask that shows one key too many gives 0.24 and more."""
+Attention of bfloat16 was within 0.0075 of float32 when interpreted, once what rounding the result adds to dq is counted
+as wanted (up to 0.23 on an H100, where it was not); a causal mask that shows one key too many gives 0.24 and more."""
 
 _SMALLEST = 0.1
 """Norm below which a row is measured against this share of the root mean square of all norms: rows that cancel to
