@@ -390,7 +390,7 @@ def test_candidates_fit_into_shared_memory(size):
         BF16
     )
     found = gpu_block_sizes.candidates(spec)
-    assert found[0] == infer_block_sizes(spec, H100, "pallas_gpu")
+    assert infer_block_sizes(spec, H100, "pallas_gpu") in found
     for sizes in found:
         tiles = gpu_block_sizes.forward_tiles(spec, sizes)
         assert gpu_block_sizes.shared_memory(spec, "forward", tiles) <= SHARED_MEMORY
