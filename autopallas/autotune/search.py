@@ -94,7 +94,7 @@ class Yardstick:
     """What the candidates of a site are compared and timed with; the first search for it makes it.
 
     Attributes:
-      trial: the site with inputs; None before that search.
+      trial: the site with inputs; None before that search, and where there is a problem.
       reference: what its results are compared with.
       compiled, original: the site's original, and what its first run took.
       problem: why there is none.
@@ -166,7 +166,8 @@ class _Search:
         return self._raced(works, compiled, original, trial)
 
     def _make(self, made: Yardstick) -> None:
-        made.trial = trial = Trial.of(self.match)
+        """Runs what candidates are compared with, and the original."""
+        trial = Trial.of(self.match)
         if not self.quick:
             self.say("the reference")
             made.reference, made.problem = self._reference(trial)
@@ -185,6 +186,8 @@ class _Search:
             failure = made.original.failure
         if made.compiled is None or failure is not None:
             made.problem = f"the original cannot be run on its own: {failure}"
+        else:
+            made.trial = trial
 
     def told(self, candidates: Sequence[BlockSizes]) -> list[Tried]:
         """Returns how far each candidate came."""

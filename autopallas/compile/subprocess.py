@@ -27,8 +27,6 @@ _HEADER = struct.Struct(">Q?d")
 """Length of the program that follows, whether to run it, and the seconds that this may take."""
 _STARTING_SECONDS = 60.0
 _GRACE_SECONDS = 5.0
-
-
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "MemoryError", "out of memory", "Out of memory")
 
 

@@ -16,7 +16,6 @@ from typing import cast
 import numpy as np
 
 from autopallas.sites.declared import DeclaredOperation
-from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.spec import BlockSizes, Spec
 from autopallas.tuning.row import Key
@@ -50,18 +49,8 @@ class DeclaredTable(Table[Spec, BlockSizes]):
         sizes = (f"{letter}{self._size(letter, getattr(spec, name))}" for letter, name in own.sizes.items())
         return implementation, direction, widest.name, " ".join(sizes), ", ".join(self._invariants(spec, widest))
 
-    def infer_block_sizes(
-        self,
-        spec: Spec,
-        device: Device,
-        implementation: str | None = None,
-        direction: str = "forward",
-        objective: str = "time",
-        form: str = "",
-    ) -> BlockSizes:
-        """Returns block sizes from the table, or the first candidates."""
-        found = self.find(spec, device, implementation, direction, objective, form)
-        return self._kind.candidates(spec)[0] if found is None else found.row.block_sizes.fitted(spec)
+    def _guess(self, spec: Spec) -> BlockSizes:
+        return self._kind.candidates(spec)[0]
 
     def _size(self, letter: str, size: int) -> str:
         rows = self._declared.rows.split()

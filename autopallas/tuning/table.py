@@ -219,4 +219,8 @@ class Table(Mapping[str, Rows], Generic[S, B]):
             return cast(B, default(spec, device, known))
         if known is None and (candidates := self.operation.hook(name, "candidates")) is not None:
             known = candidates(spec, device)[0]
-        return cast(B, (known or self._block_sizes.get_default()).fitted(spec))
+        return self._guess(spec) if known is None else cast(B, known.fitted(spec))
+
+    def _guess(self, spec: S) -> B:
+        """Returns block sizes for a spec of which nothing is known."""
+        return cast(B, self._block_sizes.get_default().fitted(spec))
