@@ -87,7 +87,7 @@ def one_of(label: str, value: object, choices: Iterable[str]) -> str:
     Args:
       label: what the value was given for, as the message names it.
       value: anything.
-      choices: the valid names.
+      choices: the valid names; the message does not list those that are others with "-" in front.
 
     Returns:
       The value.
@@ -107,7 +107,8 @@ def one_of(label: str, value: object, choices: Iterable[str]) -> str:
     else:
         near = []
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise OptionError(f"{label} is {value!r}, which is not one of {', '.join(names)}{hint}")
+    listed = ", ".join(name for name in names if name[0] != "-")
+    raise OptionError(f"{label} is {value!r}, which is not one of {listed}{hint}")
 
 
 def places(label: str, texts: Iterable[object]) -> tuple[str, ...]:

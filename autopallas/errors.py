@@ -1,13 +1,15 @@
-"""Exceptions that autopallas raises on purpose.  Any other exception that escapes is a bug."""
+"""Exceptions that autopallas raises on purpose, and its warning.  Any other exception that escapes is a bug."""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from autopallas.verification.verify import Verification
 
-__all__ = ["AutopallasWarning", "OptionError", "RequirementError", "UnsupportedError", "VerificationError"]
+__all__ = ["AutopallasWarning", "OptionError", "RequirementError", "UnsupportedError", "VerificationError", "warn"]
 
 
 class OptionError(ValueError):
@@ -35,3 +37,15 @@ class VerificationError(RuntimeError):
 
 class AutopallasWarning(UserWarning):
     """Warns that something went wrong inside autopallas; the program still runs, without the rewrite concerned."""
+
+
+_NOT_THE_USERS = ("autopallas", "jax", "jaxlib")
+"""Packages whose lines tell a user nothing about where a warning comes from."""
+
+
+def warn(message: str) -> None:
+    """Issues a warning of this package, at the line of the user's code that led to it."""
+    level, frame = 2, sys._getframe(1)  # level 2 is the caller's line
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USERS:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, AutopallasWarning, stacklevel=level)

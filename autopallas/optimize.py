@@ -17,14 +17,14 @@ from jax.typing import ArrayLike
 from autopallas import compat, pipeline
 from autopallas.arguments import Static, Untraceable, Watched, is_flag, is_number, join, split, told_apart, traceable
 from autopallas.compat import ArrayFunction, ClosedJaxpr, Jitted, PyTree
-from autopallas.errors import OptionError
+from autopallas.errors import warn
 from autopallas.fallback.bisect import is_bisecting, no_site_is_allowed
 from autopallas.fallback.rerun import is_users_error, mark_users_error, record_failures, rerun
 from autopallas.faults import MEANT
 from autopallas.gc_pause import paused, rare
-from autopallas.options import OptionArguments, Options, resolve, validated
+from autopallas.options import OptionArguments, Options, callable_given, resolve, validated
 from autopallas.report import Failure, Report, at_exit
-from autopallas.report.late import LiveReport
+from autopallas.report.live_report import LiveReport
 from autopallas.sharding import call_shardings
 from autopallas.sharding.processes import disagreement, inspection_only
 from autopallas.verification import first_call
@@ -204,7 +204,7 @@ class Optimized(Generic[P, R]):
             if options.strict:
                 raise
             text = f"{type(error).__name__}: {error}"
-            pipeline.warn(f"autopallas left a program as it was: partition failed with {text}")
+            warn(f"autopallas left a program as it was: partition failed with {text}")
             live = LiveReport(Report(failures=(Failure("partition", text),)))
             pipeline.require(live(), options)
         else:
@@ -412,11 +412,13 @@ class Optimized(Generic[P, R]):
         ):
             raise error
         self._as_it_is = error
-        reason = f"{type(error).__name__}: {error}".split("\n")[0]
-        self._publish(LiveReport(Report(failures=(Failure("trace", reason),))))
+        reason = str(error) if isinstance(error, Untraceable) else f"{type(error).__name__}: {error}".split("\n")[0]
+        reason = f"as it is written, since jax.jit cannot trace it: {reason}"
+        self._publish(LiveReport(Report(failures=(Failure("trace", f"the function runs {reason}"),))))
         if resolve(self._explicit).strict:
             raise error
-        pipeline.warn(f"autopallas runs {self!r} as it is, since jax.jit cannot trace it: {reason}")
+        if not self._dry:
+            warn(f"autopallas runs {self._function!r} {reason}")
         if perhaps_own or use is not _call:
             return result
         return self._function(*args, **kwargs)
@@ -439,7 +441,7 @@ class Optimized(Generic[P, R]):
                 "at; give it numbers that change as arrays, and compare them by jnp.where or jax.lax.cond"
             )
             self._report.add(Failure("trace", f"further calls run as they are: {reason}"))
-            pipeline.warn(f"autopallas runs further calls of {self!r} as they are: {reason}")
+            warn(f"autopallas runs further calls of {self!r} as they are: {reason}")
         return False
 
 
@@ -494,7 +496,7 @@ def _emit(
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".split("\n")[0]
             rewritten = _left(program, report, f"tracing failed: {reason}", Failure("trace", reason))
-            pipeline.warn(f"autopallas left a program as it was: tracing the rewritten one failed with {reason}")
+            warn(f"autopallas left a program as it was: tracing the rewritten one failed with {reason}")
     return compat.emit(rewritten, arrays)
 
 
@@ -610,10 +612,8 @@ def optimize(
     """
     explicit = dict(validated(options))
     if fn is None:
-        return lambda fn: Optimized(fn, explicit)
-    if not callable(fn):
-        raise OptionError(f"optimize takes a function, not {fn!r}; options are given by name")
-    return Optimized(fn, explicit)
+        return lambda fn: Optimized(callable_given("optimize", fn), explicit)
+    return Optimized(callable_given("optimize", fn), explicit)
 
 
 def explain(fn: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> Report:
@@ -636,6 +636,7 @@ def explain(fn: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> Report:
       >>> [site.op for site in report.sites]
       ['attention']
     """
+    callable_given("explain", fn)
     function, explicit = (fn._function, fn._explicit) if isinstance(fn, Optimized) else (fn, {})
     fresh = Optimized(function, explicit | {"autotune": False})  # a search runs kernels
     fresh._dry = True

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, SupportsFloat, SupportsIndex, TypeAlias, TypedDict, Unpack, cast
+from typing import Any, Literal, SupportsFloat, SupportsIndex, TypeAlias, TypedDict, TypeVar, Unpack, cast
 
 from autopallas import compat, environment
 from autopallas.custom.registry import declared
@@ -24,8 +24,9 @@ from autopallas.numerics.classes import CLASSES, Numerics
 from autopallas.place_selectors import FORMS
 from autopallas.sites.operation import IMPLEMENTATIONS, implementation_names, operation_named
 
-__all__ = ["OptionArguments", "Options", "Setting", "active", "options", "resolve", "validated"]
+__all__ = ["OptionArguments", "Options", "Setting", "active", "callable_given", "options", "resolve", "validated"]
 
+F = TypeVar("F")
 Objective: TypeAlias = Literal["time", "memory", "always"]
 Setting: TypeAlias = tuple[tuple[str, object], ...]
 """Options as given, in sorted (name, value) pairs: hashable, so that they can be part of a key."""
@@ -111,11 +112,12 @@ def _bad(name: str, value: object, remedy: str) -> OptionError:
 
 
 def _choices(name: str, value: object, choices: tuple[str, ...]) -> tuple[str, ...]:
+    named = f"out of {', '.join(word for word in choices if word[0] != '-')}, or None"
     if isinstance(value, (Mapping, bytes)) or not hasattr(value, "__iter__"):
-        raise _bad(name, value, f"give a name or a list of names out of {', '.join(choices)}, or None")
+        raise _bad(name, value, f"give a name or a list of names {named}")
     given = tuple(one_of(f"option {name}", item, choices) for item in cast(Sequence[object], value))
     if not given:
-        raise _bad(name, value, f"give at least one name out of {', '.join(choices)}, or None")
+        raise _bad(name, value, f"give at least one name {named}")
     return given
 
 
@@ -276,6 +278,17 @@ def validated(given: Mapping[str, object]) -> Setting:
             raise OptionError(f"there is no option {name!r}{hint}; the options are {', '.join(_CHECKS)}")
         checked[name] = _CHECKS[name](name, value)
     return tuple(sorted(checked.items(), key=lambda item: item[0]))
+
+
+def callable_given(user: str, fn: F) -> F:
+    """Returns ``fn``, which the public function ``user`` was given, if it can be called.
+
+    Raises:
+      OptionError: it cannot.
+    """
+    if not callable(fn):
+        raise OptionError(f"{user} takes a function, not {fn!r}; options are given by name")
+    return fn
 
 
 def _over(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:

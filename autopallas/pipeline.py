@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -13,7 +12,7 @@ from autopallas.autotune.probe import Prober
 from autopallas.autotune.tuner import Tuner
 from autopallas.compat import ArrayFunction, ClosedJaxpr
 from autopallas.custom.check import without_nested
-from autopallas.errors import AutopallasWarning, RequirementError
+from autopallas.errors import RequirementError, warn
 from autopallas.fallback.bisect import only_allowed
 from autopallas.fallback.splice import splice_what_can_be
 from autopallas.fallback.warn import warn_not_used
@@ -28,11 +27,11 @@ from autopallas.patterns import Match, NearMiss, find
 from autopallas.plan.allowed_places import deny_places, selecting_nothing
 from autopallas.plan.choose_implementation import plan
 from autopallas.plan.decision import Decision, size_unknown
-from autopallas.plan.left_out import without_left_out
+from autopallas.plan.exclusions import without_left_out
 from autopallas.report import Failure, Report, Site
 from autopallas.report import NearMiss as NearMissRecord
 from autopallas.report.describe import Describer
-from autopallas.report.late import LiveReport
+from autopallas.report.live_report import LiveReport
 from autopallas.sharding.call_shardings import Shardings
 from autopallas.sharding.shard_sites import shard_sites
 from autopallas.sites.device import Device
@@ -252,8 +251,3 @@ def require_certified(program: ClosedJaxpr, report: Report, options: Options) ->
     problem = certificate.problem(program, lockfile.read(options.lock), Device.current())
     if problem:
         raise RequirementError(f"the lockfile {options.lock} does not certify this program: {problem}\n\n{report}")
-
-
-def warn(message: str) -> None:
-    """Issues a warning of this package, at the line of the call."""
-    warnings.warn(message, AutopallasWarning, stacklevel=3)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+import autopallas
 from autopallas import environment
 from autopallas.environment import VARIABLES
 from autopallas.errors import OptionError
@@ -174,6 +175,19 @@ def test_a_bad_value_is_refused_with_the_option_the_value_and_the_remedy(name, v
     assert remedy in message
     with pytest.raises(OptionError), options(**{name: value}):
         pass
+
+
+@pytest.mark.parametrize("use", [autopallas.optimize, autopallas.optimize(), autopallas.explain, autopallas.verify])
+def test_what_is_no_function_is_refused(use):
+    with pytest.raises(OptionError, match="takes a function, not 3; options are given by name"):
+        use(3)
+
+
+def test_words_that_leave_out_are_accepted_and_not_listed():
+    with pytest.raises(OptionError) as caught:
+        resolve({"ops": "-atention"})
+    assert str(caught.value).count("attention") == 2, "listed, and meant"
+    assert str(caught.value).endswith("did you mean '-attention'?")
 
 
 def test_an_unknown_option_is_refused_with_the_nearest_and_all_valid_ones():

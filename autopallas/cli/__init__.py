@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from autopallas.errors import OptionError
+from autopallas.version import __version__
 
 __all__ = ["COMMANDS", "CommandError", "main", "parser"]
 
@@ -53,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     whole = _Parser(
         prog="autopallas", description="Finds reference computations in JAX programs and runs tuned kernels instead."
     )
+    whole.add_argument("--version", action="version", version=f"autopallas {__version__}")
     commands = whole.add_subparsers(dest="command", required=True, metavar="command")
     for name, purpose in COMMANDS.items():
         module = importlib.import_module(f"autopallas.cli.{name}")
@@ -69,8 +71,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
       The exit status: 0, or 2 if the input was bad.
     """
-    options = parser().parse_args(arguments)
-    options.arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if sys.stdout is None:  # closed by whoever started this process
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (for the rest of the process)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words:
+        print(parser().format_help(), end="", file=sys.stderr)
+        return 2
+    options = parser().parse_args(words)
+    options.arguments = words
     run: Callable[[argparse.Namespace], int | Callable[[], int]] = options.run
     try:
         status = run(options)
@@ -83,7 +91,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"autopallas {options.command}: JAX finds no device: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+    except OSError as error:
+        if error.filename is not None:  # a file's, not of standard output
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has seen enough
+            return 0
+        print(f"autopallas {options.command}: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
     return status() if callable(status) else status

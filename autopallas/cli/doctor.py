@@ -173,7 +173,7 @@ def _operations(device: Device, problems: list[str]) -> dict[str, Asked]:
             continue
         operation, spec = matches[0].site.operation, matches[0].spec
         answers: dict[str, Answer] = {}
-        for name in implementation_names():
+        for name in filter(operation.has, implementation_names()):
             try:
                 answer = operation.supports(name, spec, device)
             except Exception as error:
@@ -236,7 +236,8 @@ def _lines(found: Examined) -> list[str]:
     """Formats the findings for people, in 80 columns."""
     machine = found["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    system = f"{machine['system']} {machine['architecture']}, {machine['cores']} cores"
+    cores = f"{machine['cores']} core{'s' * (machine['cores'] > 1)}"
+    system = f"{machine['system']} {machine['architecture']}, {cores}"
     system += f", vector extensions: {machine['vector_extensions'] or 'unknown'}"
     devices = "; ".join(f"{d['count']} x {_device(d)}" for d in found["devices"]) or "none"
     cache = found["cache"]

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from autopallas.numerics.classes import CLASSES
 if TYPE_CHECKING:
     from autopallas.compat import PyTree
     from autopallas.sites.device import Device
-    from autopallas.tuning.lock import Lock
+    from autopallas.tuning.lock import Lock, LockedSite
 
 __all__ = ["add"]
 
@@ -68,12 +69,17 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"file": options.output, "applied": applied, "kept": kept, **_tuning(sites.tuner)}, indent=2))
         return 0
-    print(f"wrote {options.output}: {applied} applied, {kept} kept, {len(sites.misses)} near misses")
+    misses = len(sites.misses)
+    print(f"wrote {options.output}: {applied} applied, {kept} kept, {misses} near miss{'es' * (misses != 1)}")
     print("the program is certified for " + "; ".join(lock.digests))
-    for site in lock.sites:
-        sizes = " ".join(f"{name}={value}" for name, value in (site.block_sizes or {}).items())
-        print(f"  {site.op} at {site.location}: {site.verdict} {' '.join(filter(None, (site.implementation, sizes)))}")
+    for line, count in Counter(map(_line, lock.sites)).items():
+        print(line + (f", {count} times" if count > 1 else ""))
     return 0
+
+
+def _line(site: LockedSite) -> str:
+    sizes = " ".join(f"{name}={value}" for name, value in (site.block_sizes or {}).items())
+    return f"  {site.op} at {site.location}: {' '.join(filter(None, (site.verdict, site.implementation, sizes)))}"
 
 
 def _certified(lock: Lock, arguments: Sequence[PyTree], device: Device, before: str | None) -> Lock:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import jax
 
     from autopallas.optimize import Optimized
-    from autopallas.plan.left_out import Place
+    from autopallas.plan.exclusions import Place
     from autopallas.report import Report
     from autopallas.workbench.worth import Interval, Whole
 
@@ -52,7 +52,7 @@ class _Without:
         import jax
 
         from autopallas.pipeline import inside
-        from autopallas.plan.left_out import leaving_out
+        from autopallas.plan.exclusions import leaving_out
 
         if self._written:
             with inside(True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import re
@@ -65,6 +66,8 @@ def function_of(name: str) -> ArrayFunction:
     if not _NAME.fullmatch(name):
         raise CommandError(f"{name!r} is no function's name; write MODULE:FUNCTION, such as model:loss")
     module_name, _, path = name.partition(":")
+    if module_name.endswith(".py"):
+        raise CommandError(f"{name!r} begins with a file; write its module, {module_name[:-3]}:{path}")
     here = os.getcwd()
     if here not in sys.path:  # as with `python -m`, even where a script was called
         sys.path.insert(0, here)
@@ -80,9 +83,11 @@ def function_of(name: str) -> ArrayFunction:
         try:
             found = getattr(found, part)
         except AttributeError:
-            raise CommandError(f"{module_name} has no {path}") from None
+            near = difflib.get_close_matches(part, vars(found) if hasattr(found, "__dict__") else (), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise CommandError(f"{module_name} has no {path}{hint}") from None
     if not callable(found):
-        raise CommandError(f"{name} is a {type(found).__name__}, not a function")
+        raise CommandError(f"{name} is no function; its type is {type(found).__name__}")
     function: ArrayFunction = found
     return function
 

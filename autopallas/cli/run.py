@@ -6,14 +6,13 @@ import argparse
 import functools
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from typing import cast
 
 from autopallas import environment
 from autopallas.cli import CommandError
 from autopallas.compat import ArrayFunction, PyTree
-from autopallas.environment import OBJECTIVES, REPORT_SUFFIXES, SELECTED
+from autopallas.environment import OBJECTIVES, REPORT_SUFFIXES
 from autopallas.options import OptionArguments
 
 __all__ = ["add", "optimize_every_jit"]
@@ -32,9 +31,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ops",
         metavar="OP",
-        choices=SELECTED,
-        nargs=1,
-        action="extend",
+        action="append",
         help="look for this operation or kind of respelling alone; may be repeated",
     )
     parser.add_argument("--autotune", action=argparse.BooleanOptionalAction, help="search for block sizes")
@@ -42,7 +39,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verify", action="store_true", help="check first calls against float64")
     parser.add_argument("--strict", action="store_true", help="raise what goes wrong inside autopallas")
     parser.add_argument("--xla-dump-dir", metavar="DIR", help="write there what XLA compiles, and the flags in force")
-    parser.add_argument("-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER, help="run a module")
+    parser.add_argument(
+        "-m",
+        dest="module",
+        metavar="MODULE",
+        nargs=argparse.REMAINDER,
+        help="a module and its arguments, instead of a script",
+    )
     parser.add_argument("script", metavar="SCRIPT", nargs=argparse.REMAINDER, help="the script and its arguments")
     parser.set_defaults(run=_run)
 
@@ -83,7 +86,7 @@ def optimize_every_jit(options: OptionArguments) -> None:
     """
     import jax
 
-    from autopallas.errors import AutopallasWarning
+    from autopallas.errors import warn
     from autopallas.optimize import optimize
 
     original: ArrayFunction = jax.jit
@@ -94,11 +97,7 @@ def optimize_every_jit(options: OptionArguments) -> None:
         try:
             return optimize(jitted, **options)
         except Exception as error:
-            warnings.warn(
-                f"autopallas leaves {jitted!r} as it is: {type(error).__name__}: {error}",
-                AutopallasWarning,
-                stacklevel=3,
-            )
+            warn(f"autopallas leaves {jitted!r} as it is: {type(error).__name__}: {error}")
             return jitted
 
     @functools.wraps(original)

@@ -65,8 +65,9 @@ class _Parser:
     def take(self, *wanted: str) -> str:
         token = self.peek()
         if wanted and token not in wanted:
+            belongs = " or ".join(w or "the end" for w in wanted)
             raise self.wrong(
-                f"there is {token or 'the end'} where {' or '.join(w or 'the end' for w in wanted)} belongs"
+                f"there is {token} where {belongs} belongs" if token else f"it ends where {belongs} belongs"
             )
         found = _TOKEN.match(self.text, self.at)
         self.at = found.end() if found else len(self.text)
@@ -97,7 +98,7 @@ class _Parser:
         elif token and (token[0].isalpha() or token[0] == "_"):
             result = self.array(token)
         else:
-            raise self.wrong(f"there is {token or 'the end'} where an array type belongs")
+            raise self.wrong(f"{f'there is {token}' if token else 'it ends'} where an array type belongs")
         self.depth -= 1
         return result
 

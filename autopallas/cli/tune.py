@@ -25,7 +25,7 @@ from autopallas.sites.encoding import EncodingError, saved_site
 from autopallas.sites.operation import operation_named
 from autopallas.sites.spec import BlockSizes
 from autopallas.tuning.table import Key, Row, Table, table_device
-from autopallas.workbench import again
+from autopallas.workbench import remeasure
 from autopallas.workbench import trial_log as raw
 from autopallas.workbench.cases import DIRECTIONS, Case, Cases, cases_of
 from autopallas.workbench.tune import TARGETS, Outcome, Subject, TargetError, of_case, target_of, tune
@@ -106,7 +106,7 @@ def _tune(options: argparse.Namespace) -> int:
     if options.processes > 1 and (not options.table or target.generation is not None):
         raise CommandError("--processes is of rows that are measured for --table")
     subjects = _subjects(options, target.device.platform)
-    only = None if options.only is None else again.asked(Path(options.only))
+    only = None if options.only is None else remeasure.asked(Path(options.only))
     if options.output is not None:
         _write(Path(options.output), [])  # so that an unwritable folder is reported before the search
     known: dict[Hashable, Outcome] = {}
@@ -131,14 +131,14 @@ def _tune(options: argparse.Namespace) -> int:
     if options.output is not None:
         written += _write(Path(options.output), [result for outcome in known.values() for result in outcome.results])
     if only is not None:
-        again.answer(Path(options.only), _rows(outcomes))
+        remeasure.answer(Path(options.only), _rows(outcomes))
         return 0
     if options.table:
         rows = _rows(outcomes)
         if options.processes > 1:
             try:
-                rows = again.measured(rows, options.processes, options.arguments)
-            except again.ProcessError as error:
+                rows = remeasure.measured(rows, options.processes, options.arguments)
+            except remeasure.ProcessError as error:
                 raise CommandError(f"{error}; what this one found is in its cache") from None
         written += _write_tables(rows, table_device(target.device))
     if options.json:

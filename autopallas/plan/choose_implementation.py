@@ -22,7 +22,7 @@ from autopallas.numerics.classes import allows
 from autopallas.options import Options
 from autopallas.patterns.match import Match
 from autopallas.plan.decision import NOTHING_TO_COMPUTE, WIDER_THAN_ENABLED, Decision
-from autopallas.report.late import Entry
+from autopallas.report.live_report import Entry
 from autopallas.sharding.local import local_match
 from autopallas.sites.calls import kernel_backward, kernel_forward
 from autopallas.sites.device import Device

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from autopallas.options import Options
-from autopallas.report.late import Entry
+from autopallas.report.live_report import Entry
 from autopallas.sites.spec import BlockSizes
 from autopallas.tuning.row import Row
 

@@ -163,7 +163,7 @@ def _report(title: str, report: Report) -> Iterator[str]:
         for miss, count in Counter(report.near_misses).items():
             yield from _near_miss(miss, count)
     if report.failures:
-        yield '<h3 data-kind="failure">Failures inside autopallas: the program runs on without the rewrite</h3>'
+        yield '<h3 data-kind="failure">Failures: the program runs on without the rewrite</h3>'
         for failure in report.failures:
             yield _failure(failure)
     if report.notes:

@@ -96,7 +96,7 @@ class NearMiss:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception inside autopallas; the program ran on without the rewrite concerned."""
+    """An exception of autopallas, or of a trace that cannot be made; the program ran on without the rewrite."""
 
     stage: str
     """Stage of the pipeline, such as "trace", "graph", "patterns", "plan", "rewrite", "lowering", "compile", "run"."""
@@ -184,6 +184,8 @@ class Report:
     def from_dict(cls, data: object) -> Report:
         """Returns the report that ``to_dict`` described; see :meth:`from_json`."""
         version = data.get("schema_version") if isinstance(data, dict) else None
+        if version is None:
+            raise ValueError("the report has no field schema_version")
         if isinstance(version, int) and version > SCHEMA_VERSION:
             raise ValueError(f"the report has schema version {version}; this autopallas reads up to {SCHEMA_VERSION}")
         result = _parsed(cls, data, "report")

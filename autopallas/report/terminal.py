@@ -111,7 +111,7 @@ def _blocks(reports: Iterable[tuple[str, Report]]) -> Iterator[list[tuple[str, s
     """Yields the lines of each report; names the machine if it differs from the previous report's."""
     before = ""
     for title, report in reports:
-        yield _lines(title, report, text.where(report) != before)
+        yield _lines(title, report, bool(report.platform) and text.where(report) != before)
         before = text.where(report)
 
 
@@ -140,7 +140,7 @@ def _lines(title: str, report: Report, machine: bool) -> list[tuple[str, str]]:
     lines += _listed("Near misses:", near)
     lines += _listed("Without effect:", list(report.notes))
     failures = [f"{failure.stage}: {failure.error}" for failure in report.failures]
-    lines += _listed("Failures inside autopallas:", failures)
+    lines += _listed("Failures:", failures)
     if report.canary is not None:
         lines += _listed(*text.canary(report.canary))
     if not (groups or misses or failures):

@@ -40,7 +40,9 @@ def render(report: Report) -> str:
       No known computation was recognised, and none was nearly recognised, so the
       program runs as it was written.
     """
-    head = [f"autopallas: {headline(report)}", _wrapped("on " + where(report))]
+    head = [f"autopallas: {headline(report)}"]
+    if report.platform:
+        head.append(_wrapped("on " + where(report)))
     if tuned := tuning(report):
         head.append(tuned)
     blocks = ["\n".join(head)]
@@ -76,12 +78,10 @@ def headline(report: Report) -> str:
 
 
 def where(report: Report) -> str:
-    """Returns the device and the versions, in one line."""
+    """Returns the device and the versions, in one line, of a report that names them."""
     kind = report.device_kind
     device = report.platform + (f" ({kind})" if kind and kind != report.platform else "")
-    return ", ".join(
-        [device or "no device", *(f"{name} {version}" for name, version in sorted(report.versions.items()))]
-    )
+    return ", ".join([device, *(f"{name} {version}" for name, version in sorted(report.versions.items()))])
 
 
 def tuning(report: Report) -> str:
@@ -290,7 +290,7 @@ def _near_misses(misses: tuple[NearMiss, ...]) -> Iterator[str]:
 
 
 def _failures(failures: tuple[Failure, ...]) -> Iterator[str]:
-    yield "Failures inside autopallas (the program runs on without the rewrite concerned):"
+    yield "Failures (the program runs on without the rewrite concerned):"
     for failure in failures:
         concerned = " ".join(part for part in (failure.op, failure.location and f"at {failure.location}") if part)
         yield _wrapped(f"- {failure.stage}{', ' + concerned if concerned else ''}: {failure.error}", "  ")

@@ -37,7 +37,7 @@ from autopallas.faults import one_line
 from autopallas.numerics.promote import usual_promotion
 from autopallas.plan.cross_platform import replan_for
 from autopallas.plan.decision import NOTHING_TO_COMPUTE, Decision, size_unknown
-from autopallas.report.late import Entry
+from autopallas.report.live_report import Entry
 from autopallas.rewrite.manual_axes import evaluate
 from autopallas.sites.calls import SiteDescription, kernel_backward, kernel_forward, with_residuals
 from autopallas.sites.device import Device

@@ -13,7 +13,6 @@ import functools
 import importlib
 import importlib.util
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ import jax
 import numpy as np
 
 from autopallas.compat import ArrayFunction
-from autopallas.errors import AutopallasWarning, UnsupportedError
+from autopallas.errors import UnsupportedError, warn
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.providers import PROVIDERS, ProvidedImplementation
@@ -368,7 +367,7 @@ class Operation:
                 failures.append(f"{name}: {type(error).__name__}: {error}")
                 continue
             if failures and implementation is not None:
-                warnings.warn(f"{self.name}: {'; '.join(failures)}; using {name}", AutopallasWarning, stacklevel=3)
+                warn(f"{self.name}: {'; '.join(failures)}; using {name}")
             return result
         raise UnsupportedError(f"{self.name} on {device.platform}: " + "; ".join(failures))
 

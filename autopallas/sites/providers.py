@@ -8,14 +8,13 @@ itself alone: a warning, and a line in every report.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
 import jax
 
-from autopallas.errors import AutopallasWarning
+from autopallas.errors import warn
 
 __all__ = ["GROUP", "PROVIDERS", "Fault", "ProvidedImplementation", "Provider", "Providers"]
 
@@ -132,7 +131,7 @@ class Providers:
     def _failed(self, name: str, error: Exception) -> None:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         self._faults.append(Fault(name, reason))
-        warnings.warn(f"autopallas does without the provider {name}: {reason}", AutopallasWarning, stacklevel=4)
+        warn(f"autopallas does without the provider {name}: {reason}")
 
 
 PROVIDERS = Providers()

@@ -15,13 +15,12 @@ import stat
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from autopallas import environment
-from autopallas.errors import AutopallasWarning
+from autopallas.errors import warn
 from autopallas.tuning.entry import MAXIMUM_BYTES, Entry, EntryError, parse
 from autopallas.tuning.key import TuningKey
 
@@ -76,7 +75,7 @@ class _Warned:
             if kind in self._given:
                 return
             self._given.add(kind)
-        warnings.warn(message, AutopallasWarning, stacklevel=4)
+        warn(message)
 
     def forget(self) -> None:
         self._given.clear()

@@ -16,7 +16,7 @@ from autopallas.numerics.compare import Comparison
 from autopallas.numerics.promote import quiet
 from autopallas.options import Options
 from autopallas.pipeline import Place, rewritten
-from autopallas.report.late import LiveReport
+from autopallas.report.live_report import LiveReport
 from autopallas.sharding import call_shardings
 from autopallas.verification.sites import applied_sites, check_sites
 from autopallas.verification.verify import judged, original_program

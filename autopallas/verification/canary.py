@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprEqn, PyTree, Var
 from autopallas.numerics.compare import Comparison, tolerance_of
-from autopallas.report.late import LiveReport
+from autopallas.report.live_report import LiveReport
 from autopallas.report.records import Canary as CanaryRecord
 from autopallas.sites import random_keys
 from autopallas.verification.influence import SITES, sources

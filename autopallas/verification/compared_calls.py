@@ -10,12 +10,13 @@ import jax
 
 from autopallas import compat, pipeline
 from autopallas.compat import Jitted, Params, PyTree
+from autopallas.errors import warn
 from autopallas.fallback.bisect import ALL_SITES, NO_SITES, SEEN, allowing
 from autopallas.fallback.rerun import Recoverable
 from autopallas.faults import one_line
 from autopallas.options import Options, resolve
 from autopallas.report import at_exit
-from autopallas.report.late import LiveReport
+from autopallas.report.live_report import LiveReport
 from autopallas.sharding import call_shardings
 from autopallas.tuning.cache import WARNED
 from autopallas.tuning.probe_cache import ProbeResult, ProbeResults
@@ -155,7 +156,7 @@ def _disable(function: Watched[T], canary: Canary, call: Recoverable, blamed: Ma
     for (op, location), reason in blamed.items():
         function._disabled[op, location] = reason
         canary.breach(f"{op} at {location}: {reason}; it is disabled")
-        pipeline.warn(f"autopallas disables the {op} at {location}: {reason}")
+        warn(f"autopallas disables the {op} at {location}: {reason}")
     at_exit.withdraw(function._report)
     function.clear_cache()
     with first_call.unchecked():

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 from collections.abc import Iterator, Sequence
 
 import jax
 
 from autopallas import compat
 from autopallas.compat import ArrayFunction, PyTree
-from autopallas.errors import AutopallasWarning, OptionError, RequirementError, UnsupportedError, VerificationError
+from autopallas.errors import OptionError, RequirementError, UnsupportedError, VerificationError, warn
 
 __all__ = ["FirstCall", "checked", "demand", "unchecked"]
 
@@ -74,4 +73,4 @@ def checked(fn: ArrayFunction, args: Sequence[PyTree], kwargs: dict[str, PyTree]
         if strict:
             raise
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
-        warnings.warn(f"autopallas could not verify {fn!r}: {reason}", AutopallasWarning, stacklevel=4)
+        warn(f"autopallas could not verify {fn!r}: {reason}")

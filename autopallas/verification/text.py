@@ -34,7 +34,7 @@ def render(verification: Verification) -> str:
     if bad:
         head = f"Verification failed: {len(bad)} of {len(outputs)} outputs in breach ({kernels})."
     else:
-        head = f"Verification passed: {len(outputs)} outputs, {kernels}."
+        head = f"Verification passed: {len(outputs)} {'output' if len(outputs) == 1 else 'outputs'}, {kernels}."
     lines = [head, "Relative errors against a float64 evaluation of the original (max, mean):", ""]
     if outputs:
         lines += [_row("output", "dtype", "original", "", "rewritten", "", "allowed"), *_table(outputs)]

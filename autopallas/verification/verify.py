@@ -18,7 +18,7 @@ from autopallas.errors import VerificationError
 from autopallas.numerics.compare import Comparison, compare, tolerance_of
 from autopallas.numerics.oracle import Oracle
 from autopallas.numerics.promote import quiet
-from autopallas.options import resolve
+from autopallas.options import callable_given, resolve
 from autopallas.pipeline import OptimizedFunction, inside, rewrite
 from autopallas.verification import text
 from autopallas.verification.influence import Source, sources
@@ -90,10 +90,13 @@ def verify(fn: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> Verification:
 
 def check(fn: ArrayFunction, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> Verification:
     """Like :func:`verify`, but returns the verification of a breach instead of raising."""
+    callable_given("verify", fn)
     if isinstance(fn, types.MethodType) and isinstance(fn.__func__, OptimizedFunction):
         fn, args = fn.__func__, (fn.__self__, *args)
     if any(map(compat.is_tracer, jax.tree.leaves((args, kwargs)))):
         raise ValueError("verify needs the values of its arguments; call it outside of jit, grad and vmap")
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((args, kwargs))):
+        raise ValueError("verify needs the values of its arguments, and a jax.ShapeDtypeStruct has none")
     if not all(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves((args, kwargs))):
         raise ValueError(
             "verify compares values in one process, and arguments are spread over several: verify the function on "

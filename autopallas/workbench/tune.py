@@ -63,7 +63,7 @@ def target_of(name: str | None) -> Target:
         return Target(generation.device, generation)
     if name in {"cpu": (here.platform,), "gpu": (here.platform,), "h100": ("h100",) * (own == "NVIDIA H100")}[name]:
         return Target(here)
-    raise TargetError(f"this machine has {here.kind}, not {name}; only TPUs can be tuned for without having one")
+    raise TargetError(f"this machine has {here.kind}, not {name}; only TPUs need not be there")
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ import pytest
 
 import autopallas
 from autopallas.places import scope
-from autopallas.plan.left_out import leaving_out
+from autopallas.plan.exclusions import leaving_out
 from autopallas.workbench.worth import interval
 
 MODULE = """

@@ -25,6 +25,12 @@ def leaky(q, k, v):
 optimized = autopallas.optimize(attend, objective="always")
 demanding = autopallas.optimize(leaky, require={"attention": 1})
 number = 3
+
+def looks(x):
+    return x if x.sum() > 0 else -x
+
+def names(x):
+    return "x"
 """
 SHAPES = "f32[300,64],f32[300,64],f32[300,64]"
 
@@ -106,9 +112,11 @@ def test_it_writes_a_file(command, tmp_path, suffix):
     [
         (["reportable", "--shapes", SHAPES], "'reportable' is no function's name"),
         (["absent:f", "--shapes", SHAPES], "there is no module absent"),
+        (["reportable.py:attend", "--shapes", SHAPES], "begins with a file; write its module, reportable:attend"),
         (["reportable:absent", "--shapes", SHAPES], "reportable has no absent"),
-        (["reportable:number", "--shapes", SHAPES], "is a int, not a function"),
-        (["reportable:attend", "--shapes", "f32[3"], "there is the end where"),
+        (["reportable:atend", "--shapes", SHAPES], "reportable has no atend; did you mean attend?"),
+        (["reportable:number", "--shapes", SHAPES], "is no function; its type is int"),
+        (["reportable:attend", "--shapes", "f32[3"], "it ends where , or ] belongs"),
         (["reportable:attend", "--shapes", "f32[3]"], "cannot be traced with these shapes"),
         (["reportable:attend", "--shapes", SHAPES, "-o", "out.pdf"], "out.pdf is no report"),
         (["reportable:attend", "--shapes", SHAPES, "-o", "absent/out.html"], "cannot be written"),
@@ -127,3 +135,26 @@ def test_bad_input_is_one_line_and_status_2(command, arguments, message):
     assert (status, out) == (2, "")
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["looks", "names"])
+def test_a_function_that_jit_cannot_trace_is_told_without_a_warning(command, recwarn, name):
+    status, out, err = command("report", f"reportable:{name}", "--shapes", "f32[3]")
+    assert (status, err, list(recwarn)) == (0, "", [])
+    assert "the function runs as it is written, since jax.jit cannot trace it: " in " ".join(out.split())
+    assert "Untraceable" not in out
+    assert "no device" not in out
+
+
+@pytest.mark.parametrize(
+    ("redirection", "status", "message"),
+    [
+        (">&-", 0, ""),
+        (">/dev/full", 2, "autopallas report: standard output cannot be written: No space left on device\n"),
+    ],
+)
+def test_an_output_that_is_closed_or_full_is_no_traceback(process, redirection, status, message):
+    line = f'exec "{sys.executable}" -m autopallas report reportable:attend --shapes "{SHAPES}" {redirection}'
+    run = "import subprocess, sys; sys.exit(subprocess.run(['sh', '-c', sys.argv[1]]).returncode)"
+    ran = process(line, python=("-c", run))
+    assert (ran.returncode, ran.stderr) == (status, message)

@@ -7,6 +7,9 @@ import json
 import jax
 import pytest
 
+import autopallas
+from autopallas.cli import COMMANDS
+
 SCRIPT = """
 import functools, json, sys
 import jax, jax.numpy as jnp
@@ -116,6 +119,7 @@ def test_an_error_in_the_syntax_is_the_scripts_own(process, tmp_path):
         (["--report", "absent/out.html", "x.py"], "there is no such folder"),
         (["--xla-dump-dir", "/dev/null/dump", __file__], "nothing can be written to /dev/null/dump: Not a directory"),
         (["--fuel", "-1", "x.py"], "option fuel is -1"),
+        (["--ops", "atention", "x.py"], "option ops is 'atention', which is not one of attention, cross_entropy"),
         (["--objective", "speed", "x.py"], "invalid choice"),
     ],
 )
@@ -147,7 +151,18 @@ def test_a_platform_that_does_not_exist_is_one_line_and_status_2(command, monkey
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["cache", "check", "doctor", "lock", "report", "run", "tune"])
+def test_without_any_word_the_help_is_shown_with_status_2(command):
+    status, out, err = command()
+    assert (status, out) == (2, "")
+    assert err.startswith("usage: autopallas")
+    assert "run a script" in err
+
+
+def test_it_tells_its_version(command):
+    assert command("--version") == (0, f"autopallas {autopallas.__version__}\n", "")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help(command, name):
     status, out, _ = command(name, "--help")
     assert status == 0

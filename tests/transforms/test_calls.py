@@ -571,8 +571,9 @@ def test_an_array_that_the_function_looks_at_runs_as_it_is(qkv):
         return attend(q, k, v) if float(q.sum()) < 1e6 else q
 
     wrapped = optimized(function, strict=False)
-    with pytest.warns(AutopallasWarning, match="as it is"):
+    with pytest.warns(AutopallasWarning, match="as it is") as caught:
         same(wrapped(*qkv), attend(*qkv))
+    assert [one.filename for one in caught] == [__file__], "the line of the call"
     assert wrapped.report().failures[0].stage == "trace"
 
 

@@ -31,9 +31,9 @@ from autopallas.tuning.evidence import Evidence
 from autopallas.tuning.key import key_of
 from autopallas.tuning.lookup import of_table
 from autopallas.tuning.table import Row, of_form
-from autopallas.workbench.again import joined
 from autopallas.workbench.cases import DIRECTIONS, Case, cases_of
 from autopallas.workbench.cases import match_of as match_of_case
+from autopallas.workbench.remeasure import joined
 
 MASKS = ("full", "padded", "causal", "window")
 

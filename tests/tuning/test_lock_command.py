@@ -78,6 +78,7 @@ def test_lock_writes_what_optimize_then_does(module, capsys, tmp_path):
     out = lock(capsys)
     assert "2 applied, 0 kept" in out
     assert "attention at lockable.py:7 (attend): applied xla query_block=" in out
+    assert out.endswith(", 2 times\n"), "sites of one place are one line"
     written = Lock.from_json((tmp_path / "sites.lock").read_text())
     assert [site.location for site in written.sites] == ["lockable.py:7 (attend)"] * 2
     optimized = autopallas.optimize(importlib.import_module("lockable").two, lock="sites.lock", strict=True)
@@ -224,7 +225,7 @@ def test_check_of_another_devices_lock_checks_recognition(module, capsys, tmp_pa
         (["lock", "os:system('x')", "--shapes", "f32[]", "-o", "x"], "no function's name"),
         (["lock", "absent:f", "--shapes", "f32[]", "-o", "x"], "no module absent"),
         (["lock", "lockable:absent", "--shapes", "f32[]", "-o", "x"], "lockable has no absent"),
-        (["lock", "lockable:jnp", "--shapes", "f32[]", "-o", "x"], "a module, not a function"),
+        (["lock", "lockable:jnp", "--shapes", "f32[]", "-o", "x"], "lockable:jnp is no function; its type is module"),
         (["lock", "lockable:two", "--shapes", "f32[3]", "-o", "x"], "cannot be traced with these shapes"),
         (["lock", "lockable:two", "--shapes", SHAPES, "-o", "no/such/folder"], "cannot be written"),
         (["lock", "lockable:two", "--shapes", SHAPES, "-o", "x", "--budget", "-1"], "tune_seconds"),

@@ -25,7 +25,7 @@ from autopallas.tuning.direct import recorded
 from autopallas.tuning.entry import Entry
 from autopallas.tuning.key import key_of
 from autopallas.tuning.table import Row
-from autopallas.workbench import again, tune
+from autopallas.workbench import remeasure, tune
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -111,11 +111,11 @@ def test_a_program_without_sites_has_another_status(capsys):
         ("cross_entropy", "f32[8,4],f32[4,9],i32[7]", "i32[8]"),
         ("no_such_module:f", SHAPES, "no module no_such_module"),
         (f"{__name__}:absent", SHAPES, "has no absent"),
-        (f"{__name__}:SHAPES", SHAPES, "not a function"),
+        (f"{__name__}:SHAPES", SHAPES, "is no function; its type is str"),
         (f"{__name__}:untraceable", SHAPES, "not today"),
         (f"{__name__}:two", "f16[150,64]", "cannot be traced"),
         (f"{__name__}:two", "f17[150,64]", "f17"),
-        (f"{__name__}:two", "f16[150,64", "there is the end where , or ] belongs"),
+        (f"{__name__}:two", "f16[150,64", "it ends where , or ] belongs"),
         (f"{__name__}:two", "f16[150,,64]", ", is no size"),
         (f"{__name__}:two", "f64[150,64]", "JAX_ENABLE_X64"),
     ],
@@ -137,7 +137,7 @@ def test_bad_input_is_told_in_one_line(capsys, program, shapes, reason):
         (["--from", "no/such/report.json"], "No such file"),
         (["--from", "report.json", "--shapes", SHAPES], "takes no --shapes"),
         (["attention", "--target", "h100"], "this machine has cpu, not h100"),
-        (["attention", "--target", "gpu"], "only TPUs can be tuned for"),
+        (["attention", "--target", "gpu"], "only TPUs need not be there"),
         (["attention", "--target", "tpu-v1"], "invalid choice: 'tpu-v1'"),
         (["attention", "--objective", "beauty"], "invalid choice: 'beauty'"),
         (["attention", "--processes", "3"], "--processes is of rows that are measured for --table"),
@@ -256,7 +256,7 @@ def test_rows_of_several_processes_have_their_median_and_lower_quartile(capsys, 
 
 
 def test_a_further_process_that_fails_is_told_in_one_line(capsys, monkeypatch):
-    monkeypatch.setattr(again.sys, "executable", "false")
+    monkeypatch.setattr(remeasure.sys, "executable", "false")
     shapes = ", ".join(["f32[1,40,2,16]"] * 3)
     arguments = ("attention", "--shapes", shapes, "--direction", "forward", "--table", "--processes", "2")
     assert main(["tune", *arguments]) == 2
@@ -291,7 +291,9 @@ def test_every_site_of_a_saved_report_is_tuned_for_the_program(capsys, tmp_path,
     assert program.report().tuning == {"searches": 0, "cache_hits": 1}
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]x", '{"schema_version": 99}', '{"sites": 3}', "[" * 100_000, "\x00"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "{}", "[]x", '{"schema_version": 99}', '{"sites": 3}', "[" * 100_000, "\x00"]
+)
 def test_a_file_that_is_no_report_is_told_in_one_line(capsys, tmp_path, text):
     (tmp_path / "report.json").write_text(text)
     assert "is no report" in refused(capsys, "--from", str(tmp_path / "report.json"))

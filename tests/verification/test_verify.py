@@ -322,6 +322,11 @@ def test_under_a_trace_verify_says_what_it_needs():
         jax.jit(lambda q: autopallas.verify(attend, q, K, V))(Q)
 
 
+def test_a_shape_has_no_values_to_verify():
+    with pytest.raises(ValueError, match=r"a jax\.ShapeDtypeStruct has none"):
+        autopallas.verify(jnp.sin, jax.ShapeDtypeStruct((3,), jnp.float32))
+
+
 def test_importing_the_package_starts_no_device():
     code = "import autopallas, jax; from jax._src import xla_bridge as x; assert not x._backends; autopallas.verify"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

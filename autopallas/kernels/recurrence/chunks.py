@@ -2,7 +2,7 @@
 
     S[t] = a[t] * S[t-1] + k[t] (x) v[t],    y[t] = q[t] . S[t]  or  q[t] . S[t-1]
 
-and, where a step corrects the state along one row, by the delta rule (``corrected.py``):
+and, where a step corrects the state along one row, by the delta rule (``delta_rule.py``):
 
     S[t] = a[t] * S[t-1] + u[t] (x) (w[t] . S[t-1]) + k[t] (x) v[t]
 
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.kernels.recurrence.chunk_kinds import Channels, Decays, Form, Heads, Kind, Operands
-from autopallas.kernels.recurrence.corrected import Corrected
+from autopallas.kernels.recurrence.delta_rule import Corrected
 
 __all__ = ["OfChunks", "Recurrence", "by_heads", "by_scans", "chunked"]
 

@@ -23,7 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from autopallas.kernels.recurrence.chunk_kinds import Operands, advanced, stepped
 from autopallas.kernels.recurrence.chunks import Recurrence, by_heads
-from autopallas.kernels.recurrence.corrected import corrected_advance, corrected_step
+from autopallas.kernels.recurrence.delta_rule import corrected_advance, corrected_step
 from autopallas.kernels.recurrence.tpu_tiles import ChannelChunk, HeadChunk, channel_chunk, head_chunks
 from autopallas.kernels.refs import Ref
 from autopallas.kernels.tpu import block_bytes, call, generation

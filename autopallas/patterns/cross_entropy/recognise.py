@@ -29,8 +29,9 @@ from autopallas.graph.labels import is_product
 from autopallas.graph.row_selections import PROMISED
 from autopallas.patterns.advice import ASSUME_FINITE, JOINED, LOGITS_APART, LOGITS_RETURNED, ROWS_BEFORE
 from autopallas.patterns.cross_entropy.flows import Flows
+from autopallas.patterns.cross_entropy.intent import takes_logarithm
 from autopallas.patterns.cross_entropy.passes import passes
-from autopallas.patterns.cross_entropy.region import Region, takes_logarithm
+from autopallas.patterns.cross_entropy.region import Region
 from autopallas.patterns.forward import LAYOUT
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, describe_reason
 from autopallas.patterns.order import circle
@@ -95,7 +96,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     for region in regions:
         node = region.dot
         with contained(node):
-            if region.logits in taken or region.attends:
+            if region.logits in taken or region.intent.attends:
                 continue
             try:
                 with bounded(graph):
@@ -107,7 +108,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 if region.others:
                     if region.understood:
                         together |= dict.fromkeys(region.every, mismatch)
-                elif region.labelled:
+                elif region.intent.labelled:
                     mismatch = together.get(node.outputs[0], mismatch)
                     where = jaxprs.location(node.equation)
                     misses.append(NearMiss("cross_entropy", where, mismatch.reason, node.outputs[0], mismatch.advice))

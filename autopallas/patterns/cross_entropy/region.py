@@ -13,12 +13,10 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat, jaxprs
-from autopallas.compat import Dtype, is_transposed
+from autopallas.compat import Dtype
 from autopallas.graph import Graph, Node, Ref, Space
-from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.equal_loops import loops
-from autopallas.graph.labels import Atom, Dimension, View, is_product
-from autopallas.numerics.casts import kind_of
+from autopallas.graph.labels import Atom, Dimension, View
 from autopallas.patterns.advice import (
     BETWEEN_LOGITS,
     EMPTY,
@@ -34,6 +32,7 @@ from autopallas.patterns.advice import (
     WHOLE_ROWS,
 )
 from autopallas.patterns.cross_entropy.flows import Flow, Flows
+from autopallas.patterns.cross_entropy.intent import Intent, changes
 from autopallas.patterns.cross_entropy.row_statistics import MASK_LOGITS, WEIGHTED, RowStatistics
 from autopallas.patterns.expressions import (
     Apply,
@@ -45,19 +44,13 @@ from autopallas.patterns.expressions import (
     parts_of,
     precision_of,
 )
-from autopallas.patterns.forward import LAYOUT
 from autopallas.patterns.indexing import picked
 from autopallas.patterns.match import Mismatch
 
-__all__ = ["HeadLogits", "Region", "Terminal", "takes_logarithm"]
+__all__ = ["HeadLogits", "Region", "Terminal"]
 
 _DEEPEST = 128
 """Most operations on one path from statistics to a number per row."""
-_MOST_OF_LABELS = 256
-"""Most values among which labels are looked for."""
-_LONGEST_STRIPE = 40
-"""Most values from which a mask of columns is computed."""
-_COUNTS = ELEMENTWISE | LAYOUT | {"iota"}
 
 
 @dataclass(slots=True)
@@ -95,22 +88,6 @@ class HeadLogits:
     hidden: list[Atom]
 
 
-def takes_logarithm(graph: Graph, node: Node) -> bool:
-    """Returns whether the logarithm of a sum is taken, as for a softmax that is compared with other probabilities."""
-    if node.name != "reduce_sum":
-        return False
-    value = node.outputs[0]
-    for _ in range(4):
-        users = [u for u in graph.users[value] if len(u.outputs) == 1]
-        if any(u.name == "log" for u in users):
-            return True
-        following = next((u for u in users if u.name in ("abs", "broadcast_in_dim", "reshape")), None)
-        if following is None:
-            return False
-        value = following.outputs[0]
-    return False
-
-
 class Region:
     """Holds the values of the logits' size around one contraction, or around several whose results are read together.
 
@@ -122,6 +99,7 @@ class Region:
         they wait for.
       further: the logits of the others, seen under the labels of the first one's; filled by :meth:`read`.
       terminals: the ends of the flow, operands before results; filled by :meth:`read`.
+      intent: signs of what the logits are for.
       shared: values inside that flow together with other logits too: gradients of picked elements.
       other: for a region in which rows and columns have changed places, the region that has them as they were. Where a
         loss takes statistics of rows and of columns, as contrastive losses do, each kind is read in a region of its
@@ -151,6 +129,7 @@ class Region:
         self.terminals: list[Terminal] = []
         self._levels: dict[int, int] = {} if other is None else other._levels
         self.side = 0
+        self.intent = Intent(graph, inside, ends, self.touches)
         self.anchored = any(self._anchor(node) for node in ends)
         if self.anchored:
             self._flow: Flow = flows.add(self.every, inside, ends) if other is None else other._flow
@@ -204,73 +183,7 @@ class Region:
     def products(self) -> list[Terminal]:
         return [t for t in self.terminals if t.kind != "statistics"]
 
-    @property
-    def labelled(self) -> bool:
-        """Whether labels pick from the logits, so that the program's author meant a loss.
-
-        A router's choice is no label: it is computed from the logits themselves.
-        """
-        return self._has_labels or any(takes_logarithm(self.graph, node) for node in self.ends)
-
-    @cached_property
-    def _has_labels(self) -> bool:
-        inner = (node for number in self.inside if (node := self.graph.definitions.get(number)) is not None)
-        return (
-            any(n.name in ("gather", "scatter-add", "scatter") and not self.touches(n.inputs[1]) for n in self.ends)
-            or any(node.name == "scatter-add" and not self.touches(node.inputs[1]) for node in inner)
-            or any(self._compares_labels(number) for number in self.inside)
-        )
-
-    @property
-    def attends(self) -> bool:
-        """Whether the forward multiplies values of the logits' size by a matrix, as probabilities by values, and no
-        labels pick from them: then they are scores, and their exponentials are no loss."""
-        return not self._has_labels and any(map(self._multiplies, self.ends))
-
-    def _multiplies(self, node: Node) -> bool:
-        """Returns whether an end is a product with a matrix that no derivative made."""
-        if node.name != "dot_general" or is_product(node) or node.body.transposed or is_transposed(node.equation):
-            return False
-        contracting, batch = node.params["dimension_numbers"]
-        shapes = (self.graph.shape(number) for number in node.inputs)
-        return all(len(shape) > len((*c, *b)) for shape, c, b in zip(shapes, contracting, batch, strict=True))
-
-    def _compares_labels(self, value: int) -> bool:
-        node = self.graph.definitions.get(value)
-        if node is None or node.name not in ("mul", "select_n"):
-            return False
-        for operand in node.inputs:
-            for _ in range(4):
-                inner = self.graph.definitions.get(operand)
-                if inner is None:
-                    break
-                if inner.name == "eq" and operand not in self.inside:
-                    whole = kind_of(self.graph.dtype(inner.inputs[0])) in "iu"
-                    return whole and not self.touches(operand) and not self._is_stripe(operand)
-                if len(inner.inputs) != 1:
-                    break
-                operand = inner.inputs[0]
-        return False
-
     # ------------------------------------------------------------------ labels
-
-    def _is_stripe(self, value: int) -> bool:
-        """Returns whether a value is the same in all rows, and computed from positions and numbers in the source alone,
-        as a mask of every other column is: such a comparison compares no labels."""
-        graph = self.graph
-        if sum(n > 1 for n in graph.shape(value)) > 1:
-            return False
-        todo, seen = [value], set[int]()
-        while todo:
-            number = todo.pop()
-            if number in seen or number in graph.literals:
-                continue
-            seen.add(number)
-            node = graph.definitions.get(number)
-            if node is None or len(seen) > _LONGEST_STRIPE or node.name not in _COUNTS:
-                return False
-            todo += node.inputs
-        return True
 
     def _anchor(self, node: Node) -> bool:
         """Fixes the labels by a sum of exponentials over the axis of one operand; returns whether the end is such a
@@ -456,8 +369,11 @@ class Region:
             raise Mismatch("an axis of the contraction has no elements", advice=EMPTY)
         self._join()
         around = loops(self.graph.definitions[self.logits].body)
-        pieces = any(self._is_piece(head.w) and not self._varies(head.x, around) for head in self.heads)
-        if pieces and not self._has_labels_of_the_step(around):
+        pieces = any(
+            self._is_piece(head.w) and not changes(self.graph, self.space.canonical(head.x).value, around)
+            for head in self.heads
+        )
+        if pieces and not self.intent.has_labels_of_the_step(around):
             raise Mismatch("the program computes its logits in pieces of the vocabulary already", advice=NO_LOOP)
         if any(loops(node.body) > around for node in self.ends):
             raise Mismatch("the logits are computed once and read inside a loop", advice=NO_LOOP)
@@ -533,34 +449,6 @@ class Region:
         if node is not None and node.name in ("dynamic_slice", "gather"):
             return node.name == "dynamic_slice" or math.prod(self.graph.shape(node.inputs[1])[:-1]) == 1
         return value in self.graph.elements and value not in self.graph.definitions
-
-    def _has_labels_of_the_step(self, around: int) -> bool:
-        """Returns whether each step of the loop has labels of its own: then its weight is another head, such as that of
-        a codebook, and no piece of the vocabulary, whose labels are counted from where it begins."""
-        held = [self.graph.definitions[number] for number in self.inside if number in self.graph.definitions]
-        todo = [i for node in (*held, *self.ends) for i in node.inputs if i not in self.inside]
-        seen: set[int] = set()
-        while todo and len(seen) < _MOST_OF_LABELS:
-            number = todo.pop()
-            if number in seen or self.touches(number):
-                continue
-            seen.add(number)
-            node = self.graph.definitions.get(number)
-            if node is not None:
-                todo += node.inputs
-            elif number in self.graph.elements and self.graph.shape(number):
-                if kind_of(self.graph.dtype(number)) in "iu" and self._changes(number, around):
-                    return True
-        return False
-
-    def _varies(self, operand: Ref, around: int) -> bool:
-        """Returns whether an operand differs from step to step of the innermost of ``around`` loops."""
-        return self._changes(self.space.canonical(operand).value, around)
-
-    def _changes(self, value: int, around: int) -> bool:
-        """Returns whether a value differs from step to step of the innermost of ``around`` loops."""
-        bodies = self.graph.positions
-        return around > 0 and not any(value in held and loops(body) < around for body, held in bodies.items())
 
     def _out_of_rules(self) -> None:
         """Replaces the results of reductions in the body of a custom rule by the results of the rule's call."""

@@ -41,12 +41,12 @@ from autopallas.patterns.forward import (
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss, bounded
 from autopallas.patterns.mixture_of_experts.axes import EVERYTHING, choice_axes, passed_on
 from autopallas.patterns.mixture_of_experts.loops import added_on_the_way, even_sums, loop_at, selected_on_the_way
-from autopallas.patterns.mixture_of_experts.one_by_one import one_by_one
 from autopallas.patterns.mixture_of_experts.picks import GATHERED, PICKED
 from autopallas.patterns.mixture_of_experts.readers import read
 from autopallas.patterns.mixture_of_experts.refusals import DENSE, refuse_compared
 from autopallas.patterns.mixture_of_experts.site import NoMixture, Sites
 from autopallas.patterns.mixture_of_experts.slots import DISPATCHED, SCATTERED
+from autopallas.patterns.mixture_of_experts.token_loops import one_by_one
 
 __all__ = ["find"]
 

@@ -23,7 +23,7 @@ from autopallas.patterns.expressions import Scope, operation
 from autopallas.patterns.grouped_matmul.ragged_dot import precision
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.mixture_of_experts.choice import Choice, Choices
-from autopallas.patterns.mixture_of_experts.chosen import CHOOSE
+from autopallas.patterns.mixture_of_experts.expert_choice import CHOOSE
 from autopallas.patterns.mixture_of_experts.reading import Reading
 from autopallas.patterns.mixture_of_experts.refusals import DENSE, refuse_hidden, refuse_weight, weights
 from autopallas.patterns.mixture_of_experts.slots import DISPATCHED, Slots, Unproved, slots_of

@@ -23,12 +23,12 @@ from autopallas.patterns.advice import COUNTED, FEW_STEPS, LOOP_GRADIENT
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
 from autopallas.patterns.recurrence.assemble import Analyses, Assembly
 from autopallas.patterns.recurrence.by_slices import by_slices, without_counters
-from autopallas.patterns.recurrence.counted import while_loops
 from autopallas.patterns.recurrence.interpret import RULES
-from autopallas.patterns.recurrence.nested import written_out
+from autopallas.patterns.recurrence.nested_loops import written_out
 from autopallas.patterns.recurrence.rules import restored
 from autopallas.patterns.recurrence.step import Scan, Step, scans
 from autopallas.patterns.recurrence.transpose import Lead, Pair, Pairing
+from autopallas.patterns.recurrence.while_loops import while_loops
 
 __all__ = ["find"]
 

@@ -1,0 +1,141 @@
+"""Tells what the author of a program means with logits: a loss, scores of attention, or a piece of the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from functools import cached_property
+
+from autopallas.compat import is_transposed
+from autopallas.graph import Graph, Node
+from autopallas.graph.custom_rules import ELEMENTWISE
+from autopallas.graph.equal_loops import loops
+from autopallas.graph.labels import is_product
+from autopallas.numerics.casts import kind_of
+from autopallas.patterns.forward import LAYOUT
+
+__all__ = ["Intent", "changes", "takes_logarithm"]
+
+_MOST_OF_LABELS = 256
+"""Most values among which labels are looked for."""
+_LONGEST_STRIPE = 40
+"""Most values from which a mask of columns is computed."""
+_COUNTS = ELEMENTWISE | LAYOUT | {"iota"}
+
+
+def takes_logarithm(graph: Graph, node: Node) -> bool:
+    """Returns whether the logarithm of a sum is taken, as for a softmax that is compared with other probabilities."""
+    if node.name != "reduce_sum":
+        return False
+    value = node.outputs[0]
+    for _ in range(4):
+        users = [u for u in graph.users[value] if len(u.outputs) == 1]
+        if any(u.name == "log" for u in users):
+            return True
+        following = next((u for u in users if u.name in ("abs", "broadcast_in_dim", "reshape")), None)
+        if following is None:
+            return False
+        value = following.outputs[0]
+    return False
+
+
+class Intent:
+    """Signs in the flow of some logits of what they are for.
+
+    Attributes:
+      inside: numbers of the values of the logits' size.
+      ends: the computations that read them.
+      touches: tells whether a value is computed from the logits.
+    """
+
+    def __init__(self, graph: Graph, inside: Set[int], ends: Sequence[Node], touches: Callable[[int], bool]):
+        self.graph, self.inside, self.ends, self.touches = graph, inside, ends, touches
+
+    @property
+    def labelled(self) -> bool:
+        """Whether labels pick from the logits, so that the program's author meant a loss.
+
+        A router's choice is no label: it is computed from the logits themselves.
+        """
+        return self._has_labels or any(takes_logarithm(self.graph, node) for node in self.ends)
+
+    @cached_property
+    def _has_labels(self) -> bool:
+        inner = (node for number in self.inside if (node := self.graph.definitions.get(number)) is not None)
+        return (
+            any(n.name in ("gather", "scatter-add", "scatter") and not self.touches(n.inputs[1]) for n in self.ends)
+            or any(node.name == "scatter-add" and not self.touches(node.inputs[1]) for node in inner)
+            or any(self._compares_labels(number) for number in self.inside)
+        )
+
+    @property
+    def attends(self) -> bool:
+        """Whether the forward multiplies values of the logits' size by a matrix, as probabilities by values, and no
+        labels pick from them: then they are scores, and their exponentials are no loss."""
+        return not self._has_labels and any(map(self._multiplies, self.ends))
+
+    def _multiplies(self, node: Node) -> bool:
+        """Returns whether an end is a product with a matrix that no derivative made."""
+        if node.name != "dot_general" or is_product(node) or node.body.transposed or is_transposed(node.equation):
+            return False
+        contracting, batch = node.params["dimension_numbers"]
+        shapes = (self.graph.shape(number) for number in node.inputs)
+        return all(len(shape) > len((*c, *b)) for shape, c, b in zip(shapes, contracting, batch, strict=True))
+
+    def _compares_labels(self, value: int) -> bool:
+        node = self.graph.definitions.get(value)
+        if node is None or node.name not in ("mul", "select_n"):
+            return False
+        for operand in node.inputs:
+            for _ in range(4):
+                inner = self.graph.definitions.get(operand)
+                if inner is None:
+                    break
+                if inner.name == "eq" and operand not in self.inside:
+                    whole = kind_of(self.graph.dtype(inner.inputs[0])) in "iu"
+                    return whole and not self.touches(operand) and not self._is_stripe(operand)
+                if len(inner.inputs) != 1:
+                    break
+                operand = inner.inputs[0]
+        return False
+
+    def _is_stripe(self, value: int) -> bool:
+        """Returns whether a value is the same in all rows, and computed from positions and numbers in the source alone,
+        as a mask of every other column is: such a comparison compares no labels."""
+        graph = self.graph
+        if sum(n > 1 for n in graph.shape(value)) > 1:
+            return False
+        todo, seen = [value], set[int]()
+        while todo:
+            number = todo.pop()
+            if number in seen or number in graph.literals:
+                continue
+            seen.add(number)
+            node = graph.definitions.get(number)
+            if node is None or len(seen) > _LONGEST_STRIPE or node.name not in _COUNTS:
+                return False
+            todo += node.inputs
+        return True
+
+    def has_labels_of_the_step(self, around: int) -> bool:
+        """Returns whether each step of the loop has labels of its own: then its weight is another head, such as that of
+        a codebook, and no piece of the vocabulary, whose labels are counted from where it begins."""
+        held = [self.graph.definitions[number] for number in self.inside if number in self.graph.definitions]
+        todo = [i for node in (*held, *self.ends) for i in node.inputs if i not in self.inside]
+        seen: set[int] = set()
+        while todo and len(seen) < _MOST_OF_LABELS:
+            number = todo.pop()
+            if number in seen or self.touches(number):
+                continue
+            seen.add(number)
+            node = self.graph.definitions.get(number)
+            if node is not None:
+                todo += node.inputs
+            elif number in self.graph.elements and self.graph.shape(number):
+                if kind_of(self.graph.dtype(number)) in "iu" and changes(self.graph, number, around):
+                    return True
+        return False
+
+
+def changes(graph: Graph, value: int, around: int) -> bool:
+    """Returns whether a value differs from step to step of the innermost of ``around`` loops."""
+    return around > 0 and not any(value in held and loops(body) < around for body, held in graph.positions.items())
