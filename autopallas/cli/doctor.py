@@ -156,6 +156,7 @@ def _operations(device: Device, problems: list[str]) -> dict[str, Asked]:
     """Returns, per operation, its site in a typical program, each implementation's answer, and the order of asking."""
     from autopallas.compat import make_jaxpr
     from autopallas.environment import OPERATIONS
+    from autopallas.errors import OptionError
     from autopallas.graph import Graph, flatten
     from autopallas.patterns import find
     from autopallas.sites.operation import Supported, Unsupported, implementation_names, operation_named
@@ -176,6 +177,8 @@ def _operations(device: Device, problems: list[str]) -> dict[str, Asked]:
         for name in filter(operation.has, implementation_names()):
             try:
                 answer = operation.supports(name, spec, device)
+            except OptionError as error:  # reported with the environment
+                answer = Unsupported(str(error))
             except Exception as error:
                 problems.append(f"{op}: asking {name} fails: {_one_line(error)}")
                 continue

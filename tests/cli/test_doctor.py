@@ -58,13 +58,16 @@ def test_the_text_fits_80_columns_and_has_the_reasons(command):
         ("AUTOPALLAS_OBJECTIV", "time", "did you mean AUTOPALLAS_OBJECTIVE?"),
         ("AUTOPALLAS_OBJECTIVE", "speed", "'speed'"),
         ("AUTOPALLAS_CACHE_DIR", "/dev/null/cache", "cannot be"),
+        ("AUTOPALLAS_CACHE_DIR", __file__, "which is not a folder"),
     ],
 )
 def test_what_is_wrong_is_said_in_the_end_with_status_1(command, monkeypatch, name, value, problem):
     monkeypatch.setenv(name, value)
     status, out, err = command("doctor")
     assert (status, err) == (1, "")
-    assert problem in " ".join(out.partition("Problems:")[2].split())
+    problems = out.partition("Problems:")[2]
+    assert problem in " ".join(problems.split())
+    assert problems.count("\n- ") == 1, "once, and not for each implementation"
 
 
 def test_a_platform_that_does_not_exist_is_a_problem_not_a_traceback(command, monkeypatch):
