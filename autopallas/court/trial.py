@@ -143,8 +143,9 @@ def judge(
             if heard.findings:
                 tally.failed += 1
                 failed.append(_Failed(question, asked, heard.findings))
-    for question, count in left_out.items():
-        trial.notes[f"{count} cases of {question} were not heard, since {seconds:g} seconds were over"] = None
+    if left_out:
+        counts = ", ".join(f"{count} of {question}" for question, count in left_out.items())
+        trial.notes[f"cases that were not heard, since {seconds:g} seconds were over: {counts}"] = None
     if trial.hidden:
         trial.notes[f"{trial.hidden} NaNs of the reference are numbers in the kernel's results"] = None
     if trial.undecided:

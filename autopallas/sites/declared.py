@@ -127,10 +127,6 @@ class DeclaredOperation(Operation):
     def _by_reference(self, spec: Spec, block_sizes: BlockSizes | None, operands: Arrays) -> Result:
         return self.reference(spec, **{name: x for name, x in operands.items() if name not in self.further})
 
-    def further_results(self, spec: Spec) -> tuple[str, ...]:
-        """Returns the names of the further results that a site with this spec has, in order."""
-        return tuple(name for name in self.further if getattr(spec, f"{name}_dtype") is not None)
-
     def has(self, name: str) -> bool:
         return name in ("reference", "xla") or Operation.has(self, name)
 

@@ -14,7 +14,6 @@ __all__ = [
     "cross_entropy",
     "gated_mlp",
     "grouped_matmul",
-    "materialised_train_step",
     "train_step",
     "train_step_kept",
 ]
@@ -140,11 +139,3 @@ def train_step_kept(name: str, logits: Code, shape: tuple[int, int, int], rows: 
     # rounded before the rest is read.
     moved = 2.0 * n * v * _SIZE + 2.0 * parts * d * v * 4 + 2.0 * d * v / 2 * _SIZE
     return Case(name, 3 * product, own, copied=moved, products=2 * product)
-
-
-def materialised_train_step(name: str, shape: tuple[int, int, int]) -> Case:
-    """The same as XLA compiles it as it is written, with all logits: read for the maximum, for the sum, and for their
-    gradient; that is written in float32, and rounded."""
-    n, d, v = shape
-    product = 2.0 * n * d * v
-    return Case(name, 3 * product, (), copied=float(n * v) * (3 * _SIZE + 4 + 4 + _SIZE), products=3 * product)
