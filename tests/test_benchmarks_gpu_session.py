@@ -16,12 +16,15 @@ import pytest
 
 from autopallas import compat
 from autopallas.compile.gpu import H100
+from autopallas.kernels.attention.tuned_block_sizes import TABLE
 from autopallas.kernels.gpu import too_few_threads
 from autopallas.sites.interpret import mode
 from autopallas.sites.operation import operation_named, operation_names
+from autopallas.tuning import table_files
 from autopallas.tuning.key import kernel_version
 from autopallas.workbench.cases import only_match
 from benchmarks import cli
+from benchmarks.gpu_attention import _named, _spec
 from benchmarks.gpu_benchmark import ORIGINAL
 from benchmarks.gpu_declared import DECLARED, DeclaredGpuBenchmark
 from benchmarks.gpu_session import command, session
@@ -241,7 +244,7 @@ def test_tables_come_from_the_journal_of_the_present_kernels(run, tmp_path, caps
     assert "10.0,30.0" in capsys.readouterr().out
     old = tuned_rows([r | {"kernel_version": "older"} for r in own.journal.rows])
     assert not old.rows
-    assert old.notes == ["attention: 2 times are of another version of the kernels"]
+    assert old.notes == ["attention: 3 times are of another version of the kernels"]
     assert "10.0 |" in summary(own.journal.rows, IDENTITY)
 
 
@@ -277,6 +280,24 @@ def test_each_implementation_has_a_row_beside_the_same_original():
     }, "the original by its ratio to what was timed beside it"  # fmt: skip
     assert not found.notes
     assert rows["cudnn"].block_sizes == rows["cudnn"].block_sizes.get_default()
+
+
+def test_a_faster_schedule_becomes_the_row_that_sites_take(monkeypatch, tmp_path):
+    """The row of a journal, written into the table's file and read from there, gives a site its block sizes."""
+    names = ["(128, 128)", "(128, 128, persistent)", "(128, 128, sections)"]
+    (case,) = [t.case for t in tasks(False, H100) if t.name == f"2 {CAUSAL.format('time', 128)}"]
+    assert [name for name in case.candidates if name.startswith("pallas_gpu")] == [f"pallas_gpu {n}" for n in names]
+    monkeypatch.setattr(table_files, "DATA", tmp_path)
+    spec = _spec(4, 4096, 16, 128, "causal")
+    for fastest in names:
+        ours = {f"pallas_gpu {name}": 300.0 - 50 * (name == fastest) for name in names}
+        found = tuned_rows(of_case(CAUSAL.replace("D{}", "D128"), ours, 100.0, 9999.0)).rows["attention", "NVIDIA H100"]
+        text = TABLE.files.write("NVIDIA H100", found).read_text()
+        assert ("schedule" in text.splitlines()[0]) == (fastest != names[0])
+        with H100.targeted():
+            assert _named(TABLE.infer_block_sizes(spec, H100, "pallas_gpu")) == fastest
+            few = replace(spec, batch=1, key_heads=2)
+            assert TABLE.infer_block_sizes(few, H100, "pallas_gpu").schedule == ""
 
 
 @pytest.mark.parametrize("original, more, kept, said", [
@@ -375,7 +396,7 @@ def test_tasks_have_names_of_their_own_and_headlines_come_first():
         if task.case is not None:
             assert not set(of_kernels(task)) & set(LAST_FIRST)
     repeated = " ".join(task.name for task in found if task.stage == 3)
-    assert all(word in repeated for word in ("D256", "blocks 192", "float16", "NaN", "segments", "bias"))
+    assert all(word in repeated for word in ("D256", "(192, 128)", "persistent", "float16", "NaN", "segments", "bias"))
 
 
 # ---------------------------------------------------------------------- the command

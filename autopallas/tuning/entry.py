@@ -135,7 +135,9 @@ class Entry:
         given = self.block_sizes or {}
         like = kind.get_default()
         wanted = {f.name: type(getattr(like, f.name)) for f in fields(kind)}
-        if given.keys() != wanted.keys() or any(type(given[name]) is not t for name, t in wanted.items()):
+        # What the default leaves out, others may have.
+        complete = like.to_dict().keys() <= given.keys() <= wanted.keys()
+        if not complete or any(type(value) is not wanted[name] for name, value in given.items()):
             raise EntryError(f"the block sizes {dict(given)} are not those of {kind.__module__}")
         try:
             return kind(**given)

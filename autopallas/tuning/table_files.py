@@ -136,7 +136,9 @@ class Files(Mapping[str, Rows]):
 
     def _row(self, line: Mapping[str, str]) -> tuple[Key, Row[BlockSizes]]:
         implementation, direction, dtype, bucket, invariants = (line[name] for name in _KEY)
-        sizes = {name: _size(text) for name, text in line.items() if name not in _KEY and name not in _FIGURES}
+        # A size that is left out is its class's default.
+        given = ((name, text) for name, text in line.items() if name not in _KEY and name not in _FIGURES)
+        sizes = {name: _size(text) for name, text in given if text}
         figures = cast(_Figures, {name: read(line.get(name) or "") for name, read in _FIGURES.items()})
         return (implementation, direction, dtype, bucket, invariants), Row(self._block_sizes(**sizes), **figures)
 
@@ -148,7 +150,8 @@ class Files(Mapping[str, Rows]):
             place = self._buckets.index(bucket) if bucket in self._buckets else len(self._buckets)
             return (*first, place, invariants, row.measured_with, _age(row.jax_line))
 
-        sizes = [field.name for field in dataclasses.fields(self._block_sizes)]
+        named = {name for _, row in rows for name in row.block_sizes.to_dict()}
+        sizes = [field.name for field in dataclasses.fields(self._block_sizes) if field.name in named]
         written = io.StringIO()
         columns = [*_KEY, "extensions", *sizes, *(name for name in _FIGURES if name != "extensions")]
         writer = csv.DictWriter(written, columns, lineterminator="\n")

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 
 from autopallas.compile.gpu import Compiler, Kernel, missing
+from benchmarks.gpu_model import orders
 from benchmarks.gpu_model.anchors import anchors
 from benchmarks.gpu_model.model import CONSTANTS, Part, Tiles, Work, occupancy
 from benchmarks.gpu_model.present import estimated
@@ -27,6 +28,9 @@ def main(arguments: Sequence[str]) -> int:
         print(reason)
         return 2
     with Compiler() as compiler:
+        if options.orders:
+            print(*orders.estimates(compiler), sep="\n")
+            return 0
         for name, case, kernels in estimated(compiler, options.filter):
             print(f"{name}: estimated {case.teraflops():.0f} TFLOP/s, {case.seconds() * 1e3:.3f} ms", flush=True)
             for work in {work.code: work for work in case.works}.values():
@@ -57,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
     parser.add_argument("--model", action="store_true", help="estimate the kernels' times from their compiled code")
     parser.add_argument("--anchors", action="store_true", help="only compare the model with the times it was fitted to")
+    parser.add_argument("--orders", action="store_true", help="only estimate other orders of attention's blocks")
     parser.add_argument(
         "--filter", action="append", default=[], metavar="WORDS", help="only cases with all these words"
     )

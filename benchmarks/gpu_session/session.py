@@ -92,9 +92,10 @@ class Session:
                 self._begin("time" if stage in (2, 5) else "check")
                 if stage == 0 and 1 in self.plan.stages and not self.plan.small:
                     # While one process begins, the others compile what it needs next.
-                    pool.add(task for task in ahead if task.stage in (0, 2))
+                    pool.add(task for task in ahead if task.stage in {0, 2}.intersection(self.plan.stages))
                 elif stage == 1:
-                    pool.add(task for task in ahead if task.stage in ((0, 2, 3) if self.plan.small else (2,)))
+                    wanted = (0, 2, 3) if self.plan.small else {2}.intersection(self.plan.stages)
+                    pool.add(task for task in ahead if task.stage in wanted)
                     pool.finish()
                 elif stage > 2 and 1 in self.plan.stages and not self.plan.small:
                     pool.add(task for task in ahead if task.stage == stage)

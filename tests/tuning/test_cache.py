@@ -264,12 +264,16 @@ def test_a_pipe_or_a_folder_in_the_place_of_a_file_is_ignored(cache):
 
 def test_block_sizes_become_those_of_the_operation_that_was_asked_for():
     assert tuned().sizes_for(BlockSizes) == BlockSizes(256, 256)
+    scheduled = BlockSizes(256, 256, "persistent")
+    data = tuned().to_dict() | {"block_sizes": scheduled.to_dict()}
+    assert parse(json.dumps(data)).sizes_for(BlockSizes) == scheduled
 
 
 @pytest.mark.parametrize(
     "sizes",
     [{"query_block": 256}, {"query_block": 256, "key_block": "256"}, {"query_block": True, "key_block": 1}]
-    + [{"query_block": 0, "key_block": 8}, {"rows_block": 8, "vocabulary_block": 8}],
+    + [{"query_block": 0, "key_block": 8}, {"rows_block": 8, "vocabulary_block": 8}]
+    + [{"query_block": 8, "key_block": 8, "schedule": "none"}, {"query_block": 8, "key_block": 8, "schedule": 1}],
 )
 def test_block_sizes_of_another_shape_are_refused(sizes):
     data = tuned().to_dict() | {"block_sizes": sizes}

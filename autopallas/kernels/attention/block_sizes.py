@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, get_args
 
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.sites.block_sizes import aligned
+from autopallas.sites.spec import Sizes
 
-__all__ = ["BlockSizes"]
+__all__ = ["PERSISTENT", "SECTIONS", "BlockSizes", "Schedule"]
+
+Schedule: TypeAlias = Literal["", "sections", "persistent"]
+SECTIONS: Schedule = "sections"
+PERSISTENT: Schedule = "persistent"
 
 _WORKING_SET = 8 * 2**20
 
@@ -19,16 +25,21 @@ class BlockSizes:
     Attributes:
       query_block: rows, that is, query positions.
       key_block: columns, that is, key positions.  If it is the key length or more, a block of rows has one tile.
+      schedule: in which order a GPU's blocks are computed: head after head (""), in "sections" of several heads, or so
+        by "persistent" blocks of threads.  Other implementations have one order.
     """
 
     query_block: int
     key_block: int
+    schedule: Schedule = ""
 
     def __post_init__(self) -> None:
         for name in ("query_block", "key_block"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        if self.schedule not in get_args(Schedule):
+            raise ValueError(f"schedule must be one of {get_args(Schedule)}, not {self.schedule!r}")
 
     @classmethod
     def get_default(cls) -> BlockSizes:
@@ -40,7 +51,8 @@ class BlockSizes:
 
         A block need not divide the length: the last block is then shorter.
         """
-        return BlockSizes(aligned(self.query_block, spec.query_length), aligned(self.key_block, spec.key_length))
+        query_block, key_block = aligned(self.query_block, spec.query_length), aligned(self.key_block, spec.key_length)
+        return replace(self, query_block=query_block, key_block=key_block)
 
     def heads_per_step(self, spec: AttentionSpec) -> tuple[int, int]:
         """Returns (batch, key heads) that one tile covers: as many as fit into the cache, at least one."""
@@ -71,8 +83,10 @@ class BlockSizes:
         fitted = (cls(query, key).fitted(spec) for query, key in pairs)
         return tuple(dict.fromkeys(fitted))
 
-    def to_dict(self) -> dict[str, int]:
-        return {"query_block": self.query_block, "key_block": self.key_block}
+    def to_dict(self) -> Sizes:
+        """Returns the sizes by name, and the schedule where there is one."""
+        sizes = {"query_block": self.query_block, "key_block": self.key_block}
+        return {**sizes, "schedule": self.schedule} if self.schedule else sizes
 
 
 def _largest_divisor(number: int, at_most: int) -> int:

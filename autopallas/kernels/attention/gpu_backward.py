@@ -22,11 +22,21 @@ from jax.experimental import pallas as pl
 
 from autopallas.compat import Dtype
 from autopallas.kernels import gpu
-from autopallas.kernels.attention import gpu_forward, xla
-from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.attention.gpu_block_sizes import Tiles, backward_tiles
+from autopallas.kernels.attention import xla
+from autopallas.kernels.attention.block_sizes import BlockSizes, Schedule
+from autopallas.kernels.attention.gpu_block_sizes import Tiles, backward_tiles, schedule_of
 from autopallas.kernels.attention.gpu_elements import Value, backward_elements
-from autopallas.kernels.attention.gpu_forward import fill, multiply, parts, ring, share_registers, started, vectors
+from autopallas.kernels.attention.gpu_forward import (
+    drain,
+    fill,
+    multiply,
+    normalizers,
+    parts,
+    ring,
+    share_registers,
+    started,
+    vectors,
+)
 from autopallas.kernels.attention.gpu_grid import (
     WARPGROUP_ROWS,
     Loop,
@@ -42,11 +52,11 @@ from autopallas.kernels.attention.gpu_grid import (
     vector,
 )
 from autopallas.kernels.attention.gpu_layout import Layout, Turned, padded
-from autopallas.kernels.attention.gpu_score_units import F16, Units, fit, halves, norm
+from autopallas.kernels.attention.gpu_order import Order, entry, list_length
+from autopallas.kernels.attention.gpu_score_units import F16, Units, fit, halves, norm, unit_of
 from autopallas.kernels.attention.gpu_side_gradient import tile_gradient
 from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Residuals, ScaledRows
 from autopallas.kernels.attention.spec import AttentionSpec
-from autopallas.kernels.attention.tile_values import reciprocal
 from autopallas.kernels.gpu import mosaic, rounded, store, tile
 from autopallas.kernels.refs import Number, Ref
 from autopallas.sites.interpret import interpretation
@@ -55,9 +65,6 @@ __all__ = ["backward"]
 
 Array: TypeAlias = jax.Array
 F32 = np.dtype(np.float32)
-
-_LARGE_LOGSUMEXP = 256.0
-"""Beyond it the logsumexp's rounding shows in the probabilities, and maximum and sum are recomputed."""
 
 
 def backward(
@@ -69,14 +76,14 @@ def backward(
     # wgmma multiplies 16-bit operands: a cotangent that the original does not round is split into a sum of two, which
     # are concatenated along the head, and the values are repeated for them.
     split = spec.reads_weights != query.dtype or dout.dtype != query.dtype
-    shift, factor = _normalizers(spec, block_sizes, operands, residuals)
+    shift, factor = normalizers(spec, block_sizes, operands, residuals)
     if split and head_size_of(2 * size) is None:
         return xla.backward(spec, block_sizes, operands, residuals._replace(shift=shift, factor=factor), cotangents)
     # Everything after the probabilities is linear in the cotangent, which is multiplied by their factor instead.  It is
     # read and written as it lies in memory.
     layout = Layout.of(spec.layouts.query)
     scaled = layout.from_canonical(dout).astype(F32) * layout.from_canonical(factor[..., None])
-    unit = _unit(scaled, value) if query.dtype == np.float16 else None
+    unit = unit_of(scaled, value) if query.dtype == np.float16 else None
     scaled = scaled if unit is None else scaled * unit
     delta = jnp.sum(scaled * layout.from_canonical(residuals.out).astype(F32), axis=-1, keepdims=True)
     rounded_dout = scaled.astype(query.dtype)
@@ -88,14 +95,16 @@ def backward(
         spec = replace(spec, value_head_size=2 * size)
     rows = ScaledRows(layout.to_canonical(rounded_dout), shift, layout.to_canonical(delta)[..., 0])
     units = Units.of(spec, layout.to_canonical(norm(scaled)[..., None])[..., 0], value) if fit(spec) else None
+    schedule = schedule_of(spec, block_sizes)
     if spec.rounding_adds_up:
         tiles = backward_tiles(spec, "query")
-        rows = rows._replace(delta=_call(_Plan.of(spec, "query", tiles, (), read), read, rows)["delta"] * factor)
+        plan = _Plan.of(spec, "query", tiles, (), read, schedule)
+        rows = rows._replace(delta=_call(plan, read, rows)["delta"] * factor)
     found: dict[str | int, Array] = {}
     for kernel in ("query", "key_value"):
         tiles = backward_tiles(spec, kernel)
         for outputs in tiles.outputs:
-            found |= _call(_Plan.of(spec, kernel, tiles, outputs, read), read, rows, units)
+            found |= _call(_Plan.of(spec, kernel, tiles, outputs, read, schedule), read, rows, units)
     if split:
         found["value"] = found["value"][..., :size].astype(F32) + found["value"][..., size:].astype(F32)
 
@@ -114,40 +123,6 @@ def backward(
     dquery = finished(found["query"], query)
     dkey, dvalue = finished(found["key"], key), finished(found["value"], value)
     return Gradients(dquery, dkey, dvalue, dsides, dsink)
-
-
-def _normalizers(
-    spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands, residuals: Residuals
-) -> tuple[Array, Array]:
-    """Returns (shift, factor), each [B, K, G, T], such that the probabilities are exp(x - shift) * factor."""
-
-    def recomputed() -> tuple[Array, Array]:
-        maximum, total = gpu_forward.statistics(spec, block_sizes, operands)
-        return maximum, reciprocal(total)
-
-    if spec.inner_weights:  # what they drop may exceed the logsumexp by far
-        return recomputed()
-    logsumexp, factor = residuals.shift, residuals.factor
-    if factor is not None:
-        return logsumexp, factor
-    large = jnp.isfinite(logsumexp) & (jnp.abs(logsumexp) > _LARGE_LOGSUMEXP)
-    shift, factor = lax.cond(jnp.any(large), recomputed, lambda: (logsumexp, jnp.ones_like(logsumexp)))
-    return shift, factor
-
-
-def _unit(dout: Array, value: Array) -> Array:
-    """Returns a power of two that brings gradients of scores into the middle of float16's range.
-
-    The gradient of a probability is at most the product of the norms of its row's cotangent and of its key's value.
-    """
-    norms = (jnp.sqrt(jnp.max(jnp.sum(jnp.square(x.astype(F32)), axis=-1))) for x in (dout, value))
-    of_dout, of_value = norms
-    exponent = jnp.minimum(_MIDDLE - jnp.log2(of_dout * of_value), _LARGEST - jnp.log2(of_dout))
-    return jnp.where(jnp.isfinite(exponent), jnp.exp2(jnp.floor(exponent)), 1.0)
-
-
-_MIDDLE, _LARGEST = 6, 14
-"""Greatest exponents of a probability's gradient and of a cotangent; float16 has numbers from 2**-24 to 2**16."""
 
 
 def _side_gradient(
@@ -184,6 +159,7 @@ class _Plan(NamedTuple):
       head_size, value_head_size: those with which the kernel computes.
       dtype: of the operands that wgmma multiplies.
       halved: whether gradients of scores are multiplied in float16, by a copy of what is streamed.
+      order: of the home blocks.
       through_memory: whether tiles go through shared memory before a product, as they must when interpreted.
     """
 
@@ -199,6 +175,7 @@ class _Plan(NamedTuple):
     value_head_size: int
     dtype: Dtype
     halved: bool
+    order: Order
     through_memory: bool
 
     @staticmethod
@@ -208,6 +185,7 @@ class _Plan(NamedTuple):
         tiles: Tiles,
         outputs: tuple[str, ...],
         operands: Operands,
+        schedule: Schedule,
     ) -> _Plan:
         flipped = kernel == "key_value"
         home, away = tiles.warpgroups * WARPGROUP_ROWS, tiles.away
@@ -219,7 +197,16 @@ class _Plan(NamedTuple):
         dtype = np.dtype(operands.query.dtype)
         division = visits, tiles.warpgroups, away, stages, *sizes
         halved = fit(spec) and outputs not in ((), ("value",))
-        return _Plan(spec, flipped, outputs, numbers, *division, dtype, halved, bool(interpretation()))
+        length = spec.query_length * spec.groups if flipped else spec.key_length
+        streamed = length * (sum(sizes) + halved * sizes[0]) * dtype.itemsize
+        heads, sharing = spec.batch * spec.key_heads, 1 if flipped else spec.groups
+        order = Order.of(visits, heads * sharing, schedule, streamed, sharing)
+        return _Plan(spec, flipped, outputs, numbers, *division, dtype, halved, order, bool(interpretation()))
+
+    @property
+    def persistent(self) -> bool:
+        """Whether a block of threads computes several home blocks."""
+        return self.order.lists is not None
 
     @property
     def home(self) -> int:
@@ -299,7 +286,7 @@ class _Plan(NamedTuple):
             found += [layouts[name].padded(copy, length, d), *both]
         # Without the barrier XLA would compute the sums of products within the copy that stacks them, one at a time.
         found += [jnp.stack(lax.optimization_barrier(numbers), axis=-2)]
-        found += self.visits.operands
+        found += [*self.visits.operands, *self.order.operands]
         for n, (side, x) in enumerate(zip(spec.sides, sides, strict=True)):
             found.append(side_operand(side, x, rows, columns, self.flipped and n not in self.turned))
         return found
@@ -330,7 +317,8 @@ class _Plan(NamedTuple):
         found += [tile(shape, stored(self.spec.sides[n])) for n in self.turned]
         at_home = mosaic().Barrier(num_arrivals=2, num_barriers=self.warpgroups)
         copies = 2 + self.halved + self.flipped + self.warpgroups * len(self.turned)
-        return [*found, at_home, *ring(self.stages, self.warpgroups, copies)]
+        again = [mosaic().Barrier(num_barriers=self.warpgroups)] if self.persistent else []
+        return [*found, at_home, *ring(self.stages, self.warpgroups, copies), *again]
 
 
 def _numbers_of(spec: AttentionSpec, flipped: bool, outputs: tuple[str, ...]) -> tuple[int | Literal["delta"], ...]:
@@ -365,13 +353,14 @@ class _Memory(NamedTuple):
       home, streamed: operands at home and streamed operands, in main memory.
       units: of what is at home, and the factors by which gradients in them are multiplied in the end.
       numbers: shift and delta of the rows, [B, K, G, 2, T].
-      table, sides: further operands.
+      table, lists, sides: further operands.
       results: of :attr:`_Plan.results`.
       home_shared, streamed_shared: operands of each warpgroup, and stages of the ring.
       staged, staged_half: the tile of each warpgroup, if it goes through shared memory; in float16.
       numbers_shared: stages of shift and delta, if rows are streamed.
       sides_shared: stages of the side inputs of :attr:`_Plan.turned`, for each warpgroup.
       home_ready, ready, free: barriers of these.
+      home_free: the barriers at which a persistent warpgroup gives back its operands at home.
     """
 
     home: _Pair
@@ -379,6 +368,7 @@ class _Memory(NamedTuple):
     units: tuple[Ref, ...]
     numbers: Ref
     table: Ref
+    lists: Ref
     sides: tuple[Ref, ...]
     results: tuple[Ref, ...]
     home_shared: _Pair
@@ -390,6 +380,7 @@ class _Memory(NamedTuple):
     home_ready: Ref
     ready: Ref
     free: Ref
+    home_free: Ref
 
     @staticmethod
     def of(plan: _Plan, refs: Sequence[Ref]) -> _Memory:
@@ -410,6 +401,7 @@ class _Memory(NamedTuple):
             units=tuple(next(left) for _ in range(2 * plan.halved)),
             numbers=next(left),
             table=given(bool(plan.visits.operands)),
+            lists=given(plan.persistent),
             sides=tuple(next(left) for _ in plan.spec.sides),
             results=(
                 *(Turned(next(left), layouts[o]) for o in plan.outputs),
@@ -424,6 +416,7 @@ class _Memory(NamedTuple):
             home_ready=next(left),
             ready=next(left),
             free=next(left),
+            home_free=given(plan.persistent),
         )
 
 
@@ -436,6 +429,8 @@ class _Block(NamedTuple):
       outer: the indices of batch entry and key head; if rows are at home, of the query head of its group too.
       number: of the home block.
       steps, loops: the blocks to visit.
+      listed: its place in the list of a persistent block of threads.
+      done: steps of home blocks before it; None if there are none.
     """
 
     plan: _Plan
@@ -445,14 +440,25 @@ class _Block(NamedTuple):
     number: Array
     steps: Steps
     loops: tuple[Loop, ...]
+    listed: Number
+    done: Array | None
 
     @staticmethod
-    def of(plan: _Plan, memory: _Memory) -> _Block:
+    def of(plan: _Plan, memory: _Memory, listed: Number = 0, done: Array | None = None) -> _Block:
         # The warpgroups that compute and the one that loads compute it each for itself: kept for the latter, it would
         # leave the registers of the former.
-        outer, number = _home(plan, lax.optimization_barrier(lax.axis_index("block")))
-        steps = plan.visits.steps(memory.table, outer[0], number)
-        return _Block(plan, memory, lax.axis_index("warpgroup"), outer, number, steps, tuple(plan.visits.loops(steps)))
+        outer, number = _home(plan, memory, listed)
+        steps, here = plan.visits.steps(memory.table, outer[0], number), lax.axis_index("warpgroup")
+        return _Block(plan, memory, here, outer, number, steps, tuple(plan.visits.loops(steps)), listed, done)
+
+    @property
+    def total(self) -> Number:
+        """The number of steps."""
+        return self.steps.total * self.plan.groups
+
+    def slot(self, n: Number) -> Array:
+        """Returns the stage of step ``n``."""
+        return lax.rem(n if self.done is None else self.done + n, jnp.int32(self.plan.stages))
 
     def window(self, again: bool = False) -> tuple[tuple[Number, ...], Array]:
         """Returns what this warpgroup has at home: the indices of batch entry and heads, and the first position.
@@ -461,7 +467,7 @@ class _Block(NamedTuple):
         """
         outer, number = self.outer, self.number
         if again:
-            outer, number = _home(self.plan, lax.optimization_barrier(lax.axis_index("block")))
+            outer, number = _home(self.plan, self.memory, self.listed)
         return outer, number * self.plan.home + self.warpgroup * WARPGROUP_ROWS
 
     def units(self, which: int) -> Value:
@@ -480,10 +486,12 @@ class _Block(NamedTuple):
         return (*self.outer, group), self.steps.block(step) * plan.away
 
 
-def _home(plan: _Plan, block: Array) -> tuple[tuple[Array, ...], Array]:
-    """Returns the indices of batch entry and heads, and the number of the home block, of a block of threads."""
-    spec, visits = plan.spec, plan.visits
-    head, number = gpu.unravelled(block, visits.home_blocks)
+def _home(plan: _Plan, memory: _Memory, listed: Number) -> tuple[tuple[Array, ...], Array]:
+    """Returns the indices of batch entry and heads, and the number of the home block, of a block of threads; of a
+    persistent one, of the ``listed`` in its list.  They are computed anew, so that they need not be kept."""
+    spec = plan.spec
+    block = lax.optimization_barrier(lax.axis_index("block"))
+    head, number = plan.order.place(block if memory.lists is None else entry(memory.lists, listed, block), memory.lists)
     outer: tuple[Array, ...]
     if plan.flipped:
         outer = lax.div(head, jnp.int32(spec.key_heads)), lax.rem(head, jnp.int32(spec.key_heads))
@@ -491,7 +499,7 @@ def _home(plan: _Plan, block: Array) -> tuple[tuple[Array, ...], Array]:
         key_head = lax.div(head, jnp.int32(spec.groups))
         k = lax.rem(key_head, jnp.int32(spec.key_heads))
         outer = lax.div(key_head, jnp.int32(spec.key_heads)), k, lax.rem(head, jnp.int32(spec.groups))
-    return outer, visits.home_blocks - 1 - number if visits.longest_first else number
+    return outer, number
 
 
 def _call(plan: _Plan, operands: Operands, rows: ScaledRows, units: Units | None = None) -> dict[str | int, Array]:
@@ -504,7 +512,7 @@ def _call(plan: _Plan, operands: Operands, rows: ScaledRows, units: Units | None
     found = gpu.call(
         partial(_kernel, plan),
         name=f"autopallas_attention_gpu_backward_{'_'.join(outputs) or 'delta'}",
-        grid={"block": math.prod(plan.heads) * visits.home_blocks},
+        grid={"block": plan.order.blocks},
         out_type=results,
         scratch=plan.scratch(),
         warpgroups=plan.warpgroups + 1,
@@ -524,46 +532,114 @@ def _call(plan: _Plan, operands: Operands, rows: ScaledRows, units: Units | None
 
 def _kernel(plan: _Plan, *refs: Ref) -> None:
     memory, warpgroup = _Memory.of(plan, refs), lax.axis_index("warpgroup")
+    if plan.persistent:
+        pl.when(warpgroup < plan.warpgroups)(partial(_compute_all, plan, memory, warpgroup))
+        pl.when(warpgroup == plan.warpgroups)(partial(_load_all, plan, memory))
+        return
     pl.when(warpgroup < plan.warpgroups)(lambda: _compute(_Block.of(plan, memory)))
     pl.when(warpgroup == plan.warpgroups)(lambda: _load(_Block.of(plan, memory)))
 
 
 def _load(own: _Block) -> None:
     """Fills the ring with the streamed operands."""
-    plgpu, plan, memory = mosaic(), own.plan, own.memory
+    share_registers(own.plan.warpgroups, computes=False)
+    fill(_parts(own), own.plan.stages, partial(_load_step, own), partial(_free, own.memory))
+
+
+def _load_all(plan: _Plan, memory: _Memory) -> None:
+    """Fills the ring, and loads what is at home when what was there before is not read any more.
+
+    The first streamed operands of a home block are loaded before, since they need not wait for that.
+    """
+    plgpu = mosaic()
     share_registers(plan.warpgroups, computes=False)
 
-    def load(part: int, n: Number, slot: Array) -> None:
-        index, start = own.address(n, own.loops[part])
-        window = (*index, pl.ds(start, plan.away))
-        for source, target in zip(memory.streamed, memory.streamed_shared, strict=True):
-            if source is not None:
-                plgpu.copy_gmem_to_smem(source.at[window], target.at[slot], memory.ready.at[slot])
-        if plan.flipped:
-            numbers = memory.numbers.at[(*index, slice(None), pl.ds(start, plan.away))]
-            plgpu.copy_gmem_to_smem(numbers, memory.numbers_shared.at[slot], memory.ready.at[slot])
-        for side, target in memory.sides_shared.items():
-            # Computed anew, for this warpgroup has few registers.
-            (b, k), number = _home(plan, lax.optimization_barrier(lax.axis_index("block")))
-            at = tuple(i if v else 0 for i, v in zip((b, k, index[2]), plan.spec.sides[side].varies, strict=False))
-            for w in range(plan.warpgroups):
-                keys = pl.ds(number * plan.home + w * WARPGROUP_ROWS, WARPGROUP_ROWS)
-                source = memory.sides[side].at[(*at, pl.ds(start, plan.away), keys)]
-                plgpu.copy_gmem_to_smem(source, target.at[slot, w], memory.ready.at[slot])
+    def at_home(own: _Block, n: Number) -> None:
+        outer, number = _home(plan, memory, n)
+        for w in range(plan.warpgroups):
+            pl.when(n > 0)(partial(plgpu.barrier_wait, memory.home_free.at[w]))
+            _load_home(own, outer, number * plan.home + w * WARPGROUP_ROWS, w)
 
-    groups = plan.groups
-    parts = [(loop.first * groups, loop.steps * groups) for loop in own.loops]
-    fill(parts, plan.stages, load, lambda slot: plgpu.barrier_wait(memory.free.at[slot]))
+    def take(n: Array, done: Array) -> Array:
+        own = _Block.of(plan, memory, n, done)
+
+        def load(part: int, step: Number, slot: Array) -> None:
+            _load_step(own, part, step, slot)
+            pl.when(step == 0)(partial(at_home, own, n))
+
+        pl.when(own.total == 0)(partial(at_home, own, n))
+        fill(_parts(own), plan.stages, load, partial(_free, memory), done)
+        return done + own.total
+
+    done = lax.fori_loop(0, list_length(memory.lists), take, jnp.int32(0))
+    drain(done, plan.stages, partial(_free, memory))
+    for w in range(plan.warpgroups):
+        plgpu.barrier_wait(memory.home_free.at[w])
+
+
+def _parts(own: _Block) -> list[tuple[Number, Number]]:
+    """Returns the first step and the number of steps of each loop."""
+    groups = own.plan.groups
+    return [(loop.first * groups, loop.steps * groups) for loop in own.loops]
+
+
+def _load_step(own: _Block, part: int, n: Number, slot: Array) -> None:
+    """Loads what a step streams."""
+    plgpu, plan, memory = mosaic(), own.plan, own.memory
+    index, start = own.address(n, own.loops[part])
+    window = (*index, pl.ds(start, plan.away))
+    for source, target in zip(memory.streamed, memory.streamed_shared, strict=True):
+        if source is not None:
+            plgpu.copy_gmem_to_smem(source.at[window], target.at[slot], memory.ready.at[slot])
+    if plan.flipped:
+        numbers = memory.numbers.at[(*index, slice(None), pl.ds(start, plan.away))]
+        plgpu.copy_gmem_to_smem(numbers, memory.numbers_shared.at[slot], memory.ready.at[slot])
+    for side, target in memory.sides_shared.items():
+        # Computed anew, for this warpgroup has few registers.
+        (b, k), number = _home(plan, memory, own.listed)
+        at = tuple(i if v else 0 for i, v in zip((b, k, index[2]), plan.spec.sides[side].varies, strict=False))
+        for w in range(plan.warpgroups):
+            keys = pl.ds(number * plan.home + w * WARPGROUP_ROWS, WARPGROUP_ROWS)
+            source = memory.sides[side].at[(*at, pl.ds(start, plan.away), keys)]
+            plgpu.copy_gmem_to_smem(source, target.at[slot, w], memory.ready.at[slot])
+
+
+def _free(memory: _Memory, slot: Array) -> None:
+    """Waits for the last use of a stage."""
+    mosaic().barrier_wait(memory.free.at[slot])
+
+
+def _load_home(own: _Block, outer: tuple[Number, ...], base: Number, warpgroup: Number) -> None:
+    """Loads what a warpgroup has at home, from position ``base`` on."""
+    plgpu, memory = mosaic(), own.memory
+    window = (*outer, pl.ds(base, WARPGROUP_ROWS))
+    for source, target in zip(memory.home[:2], memory.home_shared[:2], strict=True):
+        plgpu.copy_gmem_to_smem(source.at[window], target.at[warpgroup], memory.home_ready.at[warpgroup])
 
 
 def _compute(own: _Block) -> None:
     """Computes the gradients of the 64 rows or columns of a warpgroup."""
-    plgpu, plan, memory, here = mosaic(), own.plan, own.memory, own.warpgroup
+    share_registers(own.plan.warpgroups, computes=True)
+    _load_home(own, *own.window(), own.warpgroup)
+    _visit(own)
+
+
+def _compute_all(plan: _Plan, memory: _Memory, here: Array) -> None:
+    """Computes the gradients of 64 rows or columns of each home block that this block of threads has."""
     share_registers(plan.warpgroups, computes=True)
-    outer, base = own.window()
-    window = (*outer, pl.ds(base, WARPGROUP_ROWS))
-    for source, target in zip(memory.home[:2], memory.home_shared[:2], strict=True):
-        plgpu.copy_gmem_to_smem(source.at[window], target.at[here], memory.home_ready.at[here])
+
+    def take(n: Array, done: Array) -> Array:
+        own = _Block.of(plan, memory, n, done)
+        _visit(own)
+        return done + own.total
+
+    lax.fori_loop(0, list_length(memory.lists), take, jnp.int32(0))
+
+
+def _visit(own: _Block) -> None:
+    """Computes and stores the gradients of what a warpgroup has at home."""
+    plgpu, plan, memory, here = mosaic(), own.plan, own.memory, own.warpgroup
+    _, base = own.window()
     at_home = {}
     if not plan.flipped:
         rows = pl.ds(base, WARPGROUP_ROWS)
@@ -578,6 +654,8 @@ def _compute(own: _Block) -> None:
             first, last = loop.first * plan.groups, (loop.first + loop.steps) * plan.groups
             step = partial(_add_tile, own, base, at_home, loop, dict(zip(plan.outputs, sums, strict=True)))
             numbers = lax.fori_loop(first, last, step, numbers)
+        if plan.persistent:
+            plgpu.barrier_arrive(memory.home_free.at[here])
         outer, first = own.window(again=True)
         window = (*outer, pl.ds(first, WARPGROUP_ROWS))
         found = {name: sum_[...] for name, sum_ in zip(plan.outputs, sums, strict=True)}
@@ -612,7 +690,7 @@ class _Tile(NamedTuple):
     @staticmethod
     def of(own: _Block, base: Array, at_home: Mapping[str, Value], loop: Loop, n: Number) -> _Tile:
         plan, spec = own.plan, own.plan.spec
-        slot = lax.rem(n, jnp.int32(plan.stages))
+        slot = own.slot(n)
         index, start = own.address(n, loop)
         row, column = (start, base) if plan.flipped else (base, start)
         b, k, g = index if plan.flipped else own.outer

@@ -11,19 +11,32 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.block_sizes import PERSISTENT, SECTIONS, BlockSizes, Schedule
 from autopallas.kernels.attention.gpu_grid import WARPGROUP_ROWS, head_size_of, stored, turned_sides
 from autopallas.kernels.attention.gpu_score_units import F16, fit
 from autopallas.kernels.attention.spec import AttentionSpec
-from autopallas.kernels.gpu import SHARED_MEMORY, rounded, shared_bytes
+from autopallas.kernels.gpu import SHARED_MEMORY, processors, rounded, shared_bytes
+from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram, Index, Score
 
-__all__ = ["Tiles", "backward_tiles", "candidates", "default", "fitting", "forward_tiles", "shared_memory"]
+__all__ = [
+    "Tiles",
+    "backward_tiles",
+    "candidates",
+    "default",
+    "fitting",
+    "forward_tiles",
+    "schedule_of",
+    "schedules",
+    "shared_memory",
+]
 
 Kernel: TypeAlias = Literal["forward", "query", "key_value"]
 
 _PREFERRED = ((128, 128), (128, 256), (192, 128), (128, 64), (192, 64), (64, 128), (64, 64))
 _MOST_STAGES = 4
+_MOST_LISTED = 2**16
+"""Blocks of which lists are made for persistent ones; of more, the last ones take a small part of the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +180,43 @@ def _axes_of(program: ElementwiseProgram) -> Iterator[tuple[str, set[str]]]:
 def fitting(spec: AttentionSpec, block_sizes: BlockSizes) -> BlockSizes:
     """Returns the sizes with which the forward computes if these are asked for."""
     tiles = forward_tiles(spec, block_sizes)
-    return BlockSizes(tiles.warpgroups * WARPGROUP_ROWS, tiles.away)
+    return BlockSizes(tiles.warpgroups * WARPGROUP_ROWS, tiles.away, schedule_of(spec, block_sizes))
+
+
+def schedule_of(spec: AttentionSpec, block_sizes: BlockSizes) -> Schedule:
+    """Returns the schedule with which the kernels compute if these block sizes are asked for.
+
+    There is none to choose where each processor has at most one block, and none by lists where these would be long.
+    """
+    rows = forward_tiles(spec, block_sizes).warpgroups * WARPGROUP_ROWS
+    blocks = spec.batch * spec.key_heads * spec.groups * -(-spec.query_length // rows)
+    if blocks <= processors(Device.current()):
+        return ""
+    return SECTIONS if block_sizes.schedule == PERSISTENT and blocks > _MOST_LISTED else block_sizes.schedule
+
+
+def schedules(spec: AttentionSpec) -> tuple[Schedule, ...]:
+    """Returns the further schedules that may be faster.
+
+    Where blocks visit what side inputs show at run time, none are: a processor that takes the next block whenever it
+    has finished one is better than lists that do not know.  Sections matter where blocks visit different numbers.
+    """
+    if spec.mask_class not in ("full", "causal", "static"):
+        return ()
+    return (PERSISTENT,) if spec.mask_class == "full" else (PERSISTENT, SECTIONS)
 
 
 def candidates(spec: AttentionSpec) -> tuple[BlockSizes, ...]:
-    """Returns different block sizes to try, best guess first."""
-    return tuple(dict.fromkeys(fitting(spec, BlockSizes(*pair)) for pair in _PREFERRED))
+    """Returns different block sizes to try, best guess first; further schedules of those that are most often best."""
+    found = []
+    for n, pair in enumerate(_PREFERRED):
+        further = schedules(spec) if n < _SCHEDULED else ()
+        found += [fitting(spec, BlockSizes(*pair, schedule)) for schedule in ("", *further)]
+    return tuple(dict.fromkeys(found))
+
+
+_SCHEDULED = 2
+"""How many of the preferred sizes are tried with every schedule."""
 
 
 def default(spec: AttentionSpec, known: BlockSizes | None = None) -> BlockSizes:

@@ -3,7 +3,8 @@
 The algorithm is FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691) with the division of work of
 FlashAttention-3 (Shah et al. 2024, https://arxiv.org/abs/2407.08608): the last warpgroup fills a ring of stages with
 keys and values by TMA; the others wait until a stage is filled, use it, and release it.  Two that compute take turns,
-as there: one multiplies while the other computes exponentials.
+as there: one multiplies while the other computes exponentials.  Persistent blocks of threads go through lists of blocks
+of rows (:mod:`.gpu_order`): the last warpgroup then loads the queries too, and runs ahead, over the end of a block.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jax.typing import DTypeLike
 from autopallas.compat import Dtype, PyTree
 from autopallas.kernels import gpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.attention.gpu_block_sizes import forward_tiles
+from autopallas.kernels.attention.gpu_block_sizes import forward_tiles, schedule_of
 from autopallas.kernels.attention.gpu_elements import Value, forward_elements, scale_of
 from autopallas.kernels.attention.gpu_grid import (
     WARPGROUP_ROWS,
@@ -38,18 +39,33 @@ from autopallas.kernels.attention.gpu_grid import (
     vector,
 )
 from autopallas.kernels.attention.gpu_layout import Layout, Turned, padded
-from autopallas.kernels.attention.operands import Operands, Results
+from autopallas.kernels.attention.gpu_order import Order, entry, list_length
+from autopallas.kernels.attention.operands import Operands, Residuals, Results
 from autopallas.kernels.attention.spec import AttentionSpec
-from autopallas.kernels.attention.tile_values import halves
+from autopallas.kernels.attention.tile_values import halves, reciprocal
 from autopallas.kernels.gpu import mosaic, rounded, store, tile
 from autopallas.kernels.refs import Number, Ref
 from autopallas.sites.interpret import interpretation
 
-__all__ = ["forward", "multiply", "parts", "ring", "share_registers", "started", "statistics", "vectors"]
+__all__ = [
+    "drain",
+    "fill",
+    "forward",
+    "multiply",
+    "normalizers",
+    "parts",
+    "ring",
+    "share_registers",
+    "started",
+    "statistics",
+    "vectors",
+]
 
 Array: TypeAlias = jax.Array
 F32 = np.dtype(np.float32)
 LOG2E = math.log2(math.e)
+_LARGE_LOGSUMEXP = 256.0
+"""Beyond it the logsumexp's rounding shows in the probabilities, and maximum and sum are recomputed."""
 _REGISTERS = {1: None, 2: (240, 24), 3: (160, 32)}
 """Registers of a thread that computes, and of one that only moves memory, by the number of warpgroups that compute.
 
@@ -78,6 +94,25 @@ def statistics(spec: AttentionSpec, blocks: BlockSizes, operands: Operands) -> t
     return maximum, total
 
 
+def normalizers(
+    spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands, residuals: Residuals
+) -> tuple[Array, Array]:
+    """Returns (shift, factor), each [B, K, G, T], such that the probabilities are exp(x - shift) * factor."""
+
+    def recomputed() -> tuple[Array, Array]:
+        maximum, total = statistics(spec, block_sizes, operands)
+        return maximum, reciprocal(total)
+
+    if spec.inner_weights:  # what they drop may exceed the logsumexp by far
+        return recomputed()
+    logsumexp, factor = residuals.shift, residuals.factor
+    if factor is not None:
+        return logsumexp, factor
+    large = jnp.isfinite(logsumexp) & (jnp.abs(logsumexp) > _LARGE_LOGSUMEXP)
+    shift, factor = lax.cond(jnp.any(large), recomputed, lambda: (logsumexp, jnp.ones_like(logsumexp)))
+    return shift, factor
+
+
 # ---------------------------------------------------------------------- the kernel
 
 
@@ -92,6 +127,7 @@ class _Plan(NamedTuple):
       stages: of the ring.
       head_size, value_head_size: those with which the kernel computes.
       values: whether the result is computed, not only the numbers for each row.
+      order: of the blocks of rows.
       through_memory: whether probabilities go through shared memory, as they must when interpreted.
     """
 
@@ -103,6 +139,7 @@ class _Plan(NamedTuple):
     head_size: int
     value_head_size: int
     values: bool
+    order: Order
     through_memory: bool
 
     @staticmethod
@@ -111,11 +148,20 @@ class _Plan(NamedTuple):
         visits = Visits.of(spec, "row", tiles.warpgroups * WARPGROUP_ROWS, tiles.away, operands.sides)
         stages = min(tiles.stages, max(visits.most, 1))
         sizes = head_size_of(spec.head_size) or 0, head_size_of(spec.value_head_size) or 0
-        return _Plan(spec, visits, tiles.warpgroups, tiles.away, stages, *sizes, values, bool(interpretation()))
+        streamed = spec.key_length * sum(sizes) * operands.key.dtype.itemsize
+        heads, schedule = spec.batch * spec.key_heads * spec.groups, schedule_of(spec, blocks) if values else ""
+        order = Order.of(visits, heads, schedule, streamed, sharing=spec.groups)
+        division = visits, tiles.warpgroups, tiles.away, stages, *sizes
+        return _Plan(spec, *division, values, order, bool(interpretation()))
 
     @property
     def query_block(self) -> int:
         return self.warpgroups * WARPGROUP_ROWS
+
+    @property
+    def persistent(self) -> bool:
+        """Whether a block of threads computes several blocks of rows."""
+        return self.order.lists is not None
 
     @property
     def takes_turns(self) -> bool:
@@ -139,7 +185,7 @@ class _Plan(NamedTuple):
         found = [of_query.padded(query, rows, self.head_size), of_key.padded(key, columns, self.head_size)]
         if self.values:
             found.append(of_value.padded(value, columns, self.value_head_size))
-        found += self.visits.operands
+        found += [*self.visits.operands, *self.order.operands]
         found += [side_operand(s, x, rows, columns, False) for s, x in zip(spec.sides, sides, strict=True)]
         if sink is not None:
             numbers = jnp.broadcast_to(sink[..., 0].astype(F32), (*self.heads, spec.query_length))
@@ -170,6 +216,8 @@ class _Plan(NamedTuple):
             found.append(tile((w, WARPGROUP_ROWS, bk), value.dtype))
         if self.takes_turns:
             barriers.append(mosaic().Barrier(num_arrivals=2))
+        if self.persistent:
+            barriers.append(mosaic().Barrier(num_barriers=w))
         return [*found, *barriers]
 
 
@@ -177,18 +225,20 @@ class _Memory(NamedTuple):
     """References of the kernel; None for what it lacks.
 
     Attributes:
-      query, key, value, table, sides, sink: operands in main memory.
+      query, key, value, table, lists, sides, sink: operands in main memory.
       results: of :attr:`_Plan.results`.
       query_shared, key_shared, value_shared: queries of each warpgroup, and the ring's stages of keys and values.
       staged: the probabilities of each warpgroup, if they go through shared memory.
       query_ready, key_ready, key_free, value_ready, value_free: barriers of these.
       turn: the barrier at which two warpgroups take turns.
+      query_free: the barriers at which a persistent warpgroup gives back its queries.
     """
 
     query: Turned
     key: Turned
     value: Ref
     table: Ref
+    lists: Ref
     sides: tuple[Ref, ...]
     sink: Ref
     results: tuple[Ref, ...]
@@ -202,6 +252,7 @@ class _Memory(NamedTuple):
     value_ready: Ref
     value_free: Ref
     turn: Ref
+    query_free: Ref
 
     @staticmethod
     def of(plan: _Plan, refs: Sequence[Ref]) -> _Memory:
@@ -212,6 +263,7 @@ class _Memory(NamedTuple):
             key=Turned(next(left), of_key),
             value=Turned(next(left), of_value) if plan.values else None,
             table=next(left) if plan.visits.operands else None,
+            lists=next(left) if plan.persistent else None,
             sides=tuple(next(left) for _ in plan.spec.sides),
             sink=next(left) if plan.spec.sink is not None else None,
             results=(
@@ -228,6 +280,7 @@ class _Memory(NamedTuple):
             value_ready=next(left) if plan.values else None,
             value_free=next(left) if plan.values else None,
             turn=next(left) if plan.takes_turns else None,
+            query_free=next(left) if plan.persistent else None,
         )
 
 
@@ -240,6 +293,7 @@ class _Block(NamedTuple):
       batch, head, group: the batch entry, the key head, and the query head of its group.
       home: the number of the block of rows.
       steps: the blocks of keys to visit.
+      done: steps of blocks of rows before it; None if there are none.
     """
 
     plan: _Plan
@@ -250,18 +304,29 @@ class _Block(NamedTuple):
     group: Array
     home: Array
     steps: Steps
+    done: Array | None
 
     @staticmethod
-    def of(plan: _Plan, memory: _Memory) -> _Block:
+    def of(plan: _Plan, memory: _Memory, n: Number = 0, done: Array | None = None) -> _Block:
+        """Returns what this block of threads computes; a persistent one the ``n``-th, after so many steps."""
         spec, visits = plan.spec, plan.visits
         warpgroup = lax.axis_index("warpgroup")
-        head, home = gpu.unravelled(lax.axis_index("block"), visits.home_blocks)
+        listed = memory.lists
+        number = lax.axis_index("block") if listed is None else entry(listed, n)
+        head, home = plan.order.place(number, listed)
         group = lax.rem(head, jnp.int32(spec.groups))
         b, k = lax.div(head, jnp.int32(spec.groups * spec.key_heads)), lax.div(head, jnp.int32(spec.groups))
         k = lax.rem(k, jnp.int32(spec.key_heads))
-        if visits.longest_first:
-            home = visits.home_blocks - 1 - home
-        return _Block(plan, memory, warpgroup, b, k, group, home, visits.steps(memory.table, b, home))
+        return _Block(plan, memory, warpgroup, b, k, group, home, visits.steps(memory.table, b, home), done)
+
+    def rows(self, warpgroup: Number) -> tuple[object, ...]:
+        """Returns the index of the rows of a warpgroup."""
+        base = self.home * self.plan.query_block + warpgroup * WARPGROUP_ROWS
+        return self.batch, self.head, self.group, pl.ds(base, WARPGROUP_ROWS)
+
+    def slot(self, n: Number) -> Array:
+        """Returns the stage of step ``n``."""
+        return lax.rem(n if self.done is None else self.done + n, jnp.int32(self.plan.stages))
 
 
 def _call(plan: _Plan, operands: Operands) -> tuple[Array, ...]:
@@ -273,7 +338,7 @@ def _call(plan: _Plan, operands: Operands) -> tuple[Array, ...]:
     found = gpu.call(
         partial(_kernel, plan),
         name="autopallas_attention_gpu" + ("" if plan.values else "_statistics"),
-        grid={"block": math.prod(plan.heads) * visits.home_blocks},
+        grid={"block": plan.order.blocks},
         out_type=results,
         scratch=plan.scratch(operands),
         warpgroups=plan.warpgroups + 1,
@@ -289,7 +354,13 @@ def _call(plan: _Plan, operands: Operands) -> tuple[Array, ...]:
 
 
 def _kernel(plan: _Plan, *refs: Ref) -> None:
-    own = _Block.of(plan, _Memory.of(plan, refs))
+    memory = _Memory.of(plan, refs)
+    if plan.persistent:
+        warpgroup = lax.axis_index("warpgroup")
+        pl.when(warpgroup < plan.warpgroups)(partial(_compute_all, plan, memory, warpgroup))
+        pl.when(warpgroup == plan.warpgroups)(partial(_load_all, plan, memory))
+        return
+    own = _Block.of(plan, memory)
     pl.when(own.warpgroup < plan.warpgroups)(partial(_compute, own))
     pl.when(own.warpgroup == plan.warpgroups)(partial(_load, own))
 
@@ -298,12 +369,48 @@ def _compute(own: _Block) -> None:
     """Computes the 64 rows of a warpgroup."""
     plgpu, plan, memory, here = mosaic(), own.plan, own.memory, own.warpgroup
     share_registers(plan.warpgroups, computes=True)
-    base = own.home * plan.query_block + here * WARPGROUP_ROWS
-    window = own.batch, own.head, own.group, pl.ds(base, WARPGROUP_ROWS)
+    window = own.rows(here)
     plgpu.copy_gmem_to_smem(memory.query.at[window], memory.query_shared.at[here], memory.query_ready.at[here])
+    running = _visited(own)
+    if plan.takes_turns:
+        pl.when(here == 0)(partial(_switch, memory))
+    _store(own, window, running)
+
+
+def _compute_all(plan: _Plan, memory: _Memory, here: Array) -> None:
+    """Computes the 64 rows of a warpgroup of each block of rows that this block of threads has.
+
+    Of two warpgroups the second is half a step behind, from one block to the next too: each lets the other multiply
+    before it writes its results.
+    """
+    plgpu = mosaic()
+    share_registers(plan.warpgroups, computes=True)
+    if plan.takes_turns:
+        pl.when(here == 1)(partial(_switch, memory))
+
+    def take(n: Array, done: Array) -> Array:
+        own = _Block.of(plan, memory, n, done)
+        running = _visited(own)
+        pl.when(own.steps.total == 0)(lambda: plgpu.barrier_arrive(memory.query_free.at[here]))
+        if plan.takes_turns:
+            plgpu.barrier_arrive(memory.turn)
+        _store(own, own.rows(here), running)
+        if plan.takes_turns:
+            plgpu.barrier_wait(memory.turn)
+        return done + own.steps.total
+
+    lax.fori_loop(0, list_length(memory.lists), take, jnp.int32(0))
+    if plan.takes_turns:
+        pl.when(here == 0)(partial(_switch, memory))
+
+
+def _visited(own: _Block) -> _Running:
+    """Returns the state of the rows of a warpgroup after all their tiles."""
+    plgpu, plan, memory, here = mosaic(), own.plan, own.memory, own.warpgroup
+    base = own.home * plan.query_block + here * WARPGROUP_ROWS
     start = vectors(-jnp.inf), vectors(0.0)
     if memory.sink is not None:
-        first = vector(memory.sink, window, "along_0").array
+        first = vector(memory.sink, own.rows(here), "along_0").array
         start = first, jnp.where(first == -jnp.inf, 0.0, 1.0)
     accumulator = kept = None
     if plan.values:
@@ -311,14 +418,12 @@ def _compute(own: _Block) -> None:
         kept = vectors(0.0) if plan.spec.keeps else None
     running = _Running(accumulator, *start, kept)
     plgpu.barrier_wait(memory.query_ready.at[here])
-    if plan.takes_turns:
+    if plan.takes_turns and not plan.persistent:
         pl.when(here == 1)(partial(_switch, memory))
     for loop in plan.visits.loops(own.steps):
         step = partial(_advanced, own, base, loop)
         running = lax.fori_loop(loop.first, loop.first + loop.steps, step, running)
-    if plan.takes_turns:
-        pl.when(here == 0)(partial(_switch, memory))
-    _store(own, window, running)
+    return running
 
 
 def _switch(memory: _Memory) -> None:
@@ -332,11 +437,13 @@ def _advanced(own: _Block, base: Array, loop: Loop, n: Number, running: _Running
     plgpu, plan, memory, here = mosaic(), own.plan, own.memory, own.warpgroup
     shape = WARPGROUP_ROWS, plan.key_block
     place = Place(own.batch, own.head, own.group, base, own.steps.block(n) * plan.key_block, shape)
-    slot = lax.rem(n, jnp.int32(plan.stages))
+    slot = own.slot(n)
     plgpu.barrier_wait(memory.key_ready.at[slot])
     switch = partial(_switch, memory) if plan.takes_turns else None
     (score,) = products([(memory.query_shared.at[here], memory.key_shared.at[slot])], shape, switch)
     plgpu.barrier_arrive(memory.key_free.at[slot])
+    if plan.persistent and (loop.general or not plan.visits.ends_partial):
+        pl.when(n == own.steps.total - 1)(lambda: plgpu.barrier_arrive(memory.query_free.at[here]))
     p, running = _softmax(own, loop, place, score, running)
     if running.accumulator is None:
         return running
@@ -378,21 +485,56 @@ def _store(own: _Block, window: tuple[object, ...], running: _Running) -> None:
 
 def _load(own: _Block) -> None:
     """Fills the ring with keys and values."""
-    plgpu, plan, memory = mosaic(), own.plan, own.memory
+    share_registers(own.plan.warpgroups, computes=False)
+    fill([(0, own.steps.total)], own.plan.stages, partial(_load_step, own), partial(_free, own.plan, own.memory))
+
+
+def _load_all(plan: _Plan, memory: _Memory) -> None:
+    """Fills the ring with keys and values, and loads queries when those before are not read any more.
+
+    The first keys and values of a block of rows are loaded before its queries, since they need not wait for these.
+    """
+    plgpu = mosaic()
     share_registers(plan.warpgroups, computes=False)
+    free = partial(_free, plan, memory)
 
-    def load(_: int, n: Number, slot: Array) -> None:
-        window = own.batch, own.head, pl.ds(own.steps.block(n) * plan.key_block, plan.key_block)
-        plgpu.copy_gmem_to_smem(memory.key.at[window], memory.key_shared.at[slot], memory.key_ready.at[slot])
-        if plan.values:
-            plgpu.copy_gmem_to_smem(memory.value.at[window], memory.value_shared.at[slot], memory.value_ready.at[slot])
+    def queries(own: _Block, n: Number) -> None:
+        for w in range(plan.warpgroups):
+            pl.when(n > 0)(partial(plgpu.barrier_wait, memory.query_free.at[w]))
+            plgpu.copy_gmem_to_smem(memory.query.at[own.rows(w)], memory.query_shared.at[w], memory.query_ready.at[w])
 
-    def free(slot: Array) -> None:
-        plgpu.barrier_wait(memory.key_free.at[slot])
-        if plan.values:
-            plgpu.barrier_wait(memory.value_free.at[slot])
+    def take(n: Array, done: Array) -> Array:
+        own = _Block.of(plan, memory, n, done)
 
-    fill([(0, own.steps.total)], plan.stages, load, free)
+        def load(part: int, step: Array, slot: Array) -> None:
+            _load_step(own, part, step, slot)
+            pl.when(step == 0)(partial(queries, own, n))
+
+        pl.when(own.steps.total == 0)(partial(queries, own, n))
+        fill([(0, own.steps.total)], plan.stages, load, free, done)
+        return done + own.steps.total
+
+    done = lax.fori_loop(0, list_length(memory.lists), take, jnp.int32(0))
+    drain(done, plan.stages, free)
+    for w in range(plan.warpgroups):
+        plgpu.barrier_wait(memory.query_free.at[w])
+
+
+def _load_step(own: _Block, _: int, n: Number, slot: Array) -> None:
+    """Loads the keys and values of a step."""
+    plgpu, plan, memory = mosaic(), own.plan, own.memory
+    window = own.batch, own.head, pl.ds(own.steps.block(n) * plan.key_block, plan.key_block)
+    plgpu.copy_gmem_to_smem(memory.key.at[window], memory.key_shared.at[slot], memory.key_ready.at[slot])
+    if plan.values:
+        plgpu.copy_gmem_to_smem(memory.value.at[window], memory.value_shared.at[slot], memory.value_ready.at[slot])
+
+
+def _free(plan: _Plan, memory: _Memory, slot: Array) -> None:
+    """Waits for the last use of keys and values."""
+    plgpu = mosaic()
+    plgpu.barrier_wait(memory.key_free.at[slot])
+    if plan.values:
+        plgpu.barrier_wait(memory.value_free.at[slot])
 
 
 def _softmax(own: _Block, loop: Loop, place: Place, score: Array, running: _Running) -> tuple[Array, _Running]:
@@ -487,17 +629,18 @@ def fill(
     stages: int,
     load: Callable[[int, Array, Array], None],
     free: Callable[[Array], None],
+    done: Array | None = None,
 ) -> None:
     """Loads each step into its stage, in the warpgroup that moves memory, after waiting for the stage's last use.
 
-    In the end it waits for the last use of each stage: every arrival is observed, and shared memory is not released
-    while wgmma reads it.
+    In the end it waits for the last use of each stage (:func:`drain`), unless the block is one of several.
 
     Args:
       parts: (first step, number of steps) of each loop of the warpgroups that compute, in order.
       stages: the number of stages.
       load: starts the transfers; called with the part, the step, and the step's stage.
       free: waits until a stage may be filled again.
+      done: steps of the blocks before, if the block is one of several; the last of these is not the last use.
     """
     total: Number = 0
     for number, (first, count) in enumerate(parts):
@@ -505,10 +648,20 @@ def fill(
 
         @pl.loop(first, first + count)
         def _(n: Array, number: int = number) -> None:
-            slot = lax.rem(n, jnp.int32(stages))
-            pl.when(n >= stages)(lambda: free(slot))
+            step = n if done is None else done + n
+            slot = lax.rem(step, jnp.int32(stages))
+            pl.when(step >= stages)(lambda: free(slot))
             load(number, n, slot)
 
+    if done is None:
+        drain(total, stages, free)
+
+
+def drain(total: Number, stages: int, free: Callable[[Array], None]) -> None:
+    """Waits for the last use of each stage, after ``total`` steps.
+
+    Every arrival is observed, and shared memory is not released while wgmma reads it.
+    """
     used = min(total, stages) if isinstance(total, int) else jnp.minimum(total, stages)
 
     @pl.loop(0, used)

@@ -170,6 +170,16 @@ class Visits:
             yield Loop(self.general, True, steps.full, steps.total - steps.full)
 
     @property
+    def ends_partial(self) -> bool:
+        """Whether the last step of each block that has any is known to be in the loop over partial ones."""
+        if not self.has_full:
+            return True
+        if self.counts is not None:
+            return self.counts[1] > self.counts[0]
+        counts = self.table[0, :, :2] if isinstance(self.table, np.ndarray) else None
+        return counts is not None and bool(np.all((counts[:, 1] > counts[:, 0]) | (counts[:, 1] == 0)))
+
+    @property
     def most(self) -> int:
         """Number of steps of the longest list."""
         return self.counts[1] if self.counts is not None else self.away_blocks

@@ -25,7 +25,7 @@ from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tiles import FULL, PARTIAL, tile_map
 from autopallas.sites.elementwise import Constant, ElementwiseProgram, Score
 
-__all__ = ["Units", "fit", "halves", "norm", "slope"]
+__all__ = ["Units", "fit", "halves", "norm", "slope", "unit_of"]
 
 Array: TypeAlias = jax.Array
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
@@ -215,3 +215,18 @@ def _greatest_seen(spec: AttentionSpec, away: Array, flipped: bool) -> Array:
         found = jnp.maximum(found, jnp.max(part, axis=(-3, -1)))
     found = jnp.broadcast_to(found, (*found.shape[:-1], seen.block))
     return found.reshape(*found.shape[:-2], -1)[..., :length]
+
+
+def unit_of(dout: Array, value: Array) -> Array:
+    """Returns a power of two that brings gradients of scores into the middle of float16's range.
+
+    The gradient of a probability is at most the product of the norms of its row's cotangent and of its key's value.
+    """
+    norms = (jnp.sqrt(jnp.max(jnp.sum(jnp.square(x.astype(F32)), axis=-1))) for x in (dout, value))
+    of_dout, of_value = norms
+    exponent = jnp.minimum(_MIDDLE - jnp.log2(of_dout * of_value), _LARGEST_COTANGENT - jnp.log2(of_dout))
+    return jnp.where(jnp.isfinite(exponent), jnp.exp2(jnp.floor(exponent)), 1.0)
+
+
+_MIDDLE, _LARGEST_COTANGENT = 6, 14
+"""Greatest exponents of a probability's gradient and of a cotangent; float16 has numbers from 2**-24 to 2**16."""

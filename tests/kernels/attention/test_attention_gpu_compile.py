@@ -119,6 +119,25 @@ def test_large_heads(compiler, name, size, backward):
     check(compiler, case, BF16, pallas_gpu.candidates(case.spec(BF16), H100)[0], backward)
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    "name, size, lengths",
+    [
+        *((name, size, WHOLE) for name in ("full", "causal") for size in (64, 96, 128, 192, 256)),
+        *((name, 128, RAGGED) for name in ("full", "causal", "sliding window")),
+        *((name, 128, WHOLE) for name in ("sink", "soft cap and position bias", "segments and causal")),
+    ],
+    ids=str,
+)
+def test_persistent_blocks_hold_no_more_than_registers(compiler, name, size, lengths, backward):
+    case = sized(name, size, lengths)
+    case = replace(case, batch=32 // case.groups)
+    with H100.targeted():
+        sizes = gpu_block_sizes.fitting(case.spec(BF16), BlockSizes(128, 128, "persistent"))
+    assert sizes.schedule == "persistent"
+    check(compiler, case, BF16, sizes, backward)
+
+
 @pytest.mark.parametrize("lengths", [WHOLE, RAGGED], ids=str)
 @pytest.mark.parametrize("size", [64, 96, 128, 192, 256])
 def test_a_bias_of_16_bits_is_not_turned_in_memory(compiler, size, lengths):

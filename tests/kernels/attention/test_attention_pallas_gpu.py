@@ -25,6 +25,7 @@ from autopallas.kernels.attention import gpu_block_sizes, gpu_forward, gpu_side_
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.gpu_elements import primitives, scale_of
 from autopallas.kernels.attention.gpu_grid import Visits, turned_sides
+from autopallas.kernels.attention.gpu_order import Order
 from autopallas.kernels.attention.operands import Cotangents, Operands, Residuals, ScaledRows
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.programs import causal
@@ -197,6 +198,79 @@ class TestPallasGpu(AttentionImplementation):
         pytest.skip("pallas_gpu: wgmma multiplies 16 bits")
 
 
+PERSISTENT = BlockSizes(64, 64, "persistent")
+QUICK_PERSISTENT = {"test_values_and_gradients[grouped queries]"}
+
+
+@pytest.fixture
+def one_processor(monkeypatch):
+    """Has one block of threads, which computes all blocks one after the other."""
+    for module in (gpu, gpu_block_sizes):
+        monkeypatch.setattr(module, "processors", lambda device: 1)
+
+
+@needs_interpreter
+class TestPersistentBlocks(TestPallasGpu):
+    """What blocks of threads that stay compute, one block after the other."""
+
+    sizes = PERSISTENT
+
+    @pytest.fixture(autouse=True)
+    def interpreted(self, request, one_processor):
+        if not FULL_GRID and request.node.name not in QUICK_PERSISTENT:
+            pytest.skip("one of the cases that make check-gpu runs")
+        with racing():
+            yield
+
+
+@needs_interpreter
+@pytest.mark.parametrize("processors", [1, 3])
+@pytest.mark.parametrize(
+    "name, query_block, key_block",
+    [
+        ("causal", 128, 64), ("causal", 192, 128), ("full", 128, 256), ("sliding window", 128, 128),
+        ("rows without keys, fill -inf", 128, 64), ("sink", 128, 64), ("segments and causal", 64, 64),
+    ],
+)  # fmt: skip
+def test_persistent_warpgroups_take_turns_over_the_ends_of_blocks(
+    name, query_block, key_block, processors, monkeypatch
+):
+    """Also where blocks have no steps, and where a list is shorter than others."""
+    if not FULL_GRID and (name, processors) != ("rows without keys, fill -inf", 3):
+        pytest.skip("one of the cases that make check-gpu runs")
+    for module in (gpu, gpu_block_sizes):
+        monkeypatch.setattr(module, "processors", lambda device: processors)
+    case = replace(larger(BY_NAME[name]), query_length=330, key_length=300)
+    with racing():
+        found = computed(pallas_gpu, case, BF16, BlockSizes(query_block, key_block, "persistent"))
+    for part, value in oracle(case, BF16).items():
+        assert errors(found[part], value)[0] <= TOLERANCES["bfloat16"][part.startswith("d")], part
+
+
+@needs_interpreter
+@pytest.mark.parametrize("size", [96, 128, 192, 256])
+def test_persistent_blocks_of_every_head_size(size, one_processor):
+    if not FULL_GRID:
+        pytest.skip("one of the cases that make check-gpu runs")
+    case = replace(BY_NAME["causal"], batch=1, key_heads=1, groups=2, query_length=133, key_length=133, head_size=size,
+                   value_head_size=size)  # fmt: skip
+    with racing():
+        found = computed(pallas_gpu, case, BF16, PERSISTENT)
+    for part, value in oracle(case, BF16).items():
+        assert errors(found[part], value)[0] <= TOLERANCES["bfloat16"][part.startswith("d")], part
+
+
+@needs_interpreter
+def test_blocks_in_sections_are_the_same_blocks(monkeypatch):
+    case = replace(larger(BY_NAME["causal"]), key_heads=3)
+    with racing():
+        plain, sections = (
+            computed(pallas_gpu, case, BF16, replace(SIZES, schedule=schedule)) for schedule in ("", "sections")
+        )
+    for part, value in plain.items():
+        np.testing.assert_array_equal(sections[part], value, err_msg=part)
+
+
 @needs_interpreter
 @pytest.mark.parametrize("layouts", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", ["grouped queries", "causal", "biases of every shape", "sink"])
@@ -310,6 +384,76 @@ def test_repeated_runs_agree_to_the_last_bit():
             again = computed(pallas_gpu, case, BF16, SIZES)
             for name, value in first.items():
                 np.testing.assert_array_equal(again[name], value, err_msg=name)
+
+
+# ---------------------------------------------------------------------- the order of blocks
+
+HEADS_AND_LENGTHS = [(64, 4096), (16, 16384), (16, 8192), (5, 2048), (7, 1000), (3, 300)]
+
+
+def visited(length: int, home: str = "row", name: str = "causal") -> Visits:
+    spec = replace(BY_NAME[name], query_length=length, key_length=length).spec(BF16)
+    return Visits.of(spec, home, 128, 128, ())
+
+
+def places(order: Order) -> np.ndarray:
+    """The (head, block) of each block of threads, in their order."""
+    found = jax.vmap(order.place)(jnp.arange(order.heads * order.home_blocks, dtype=jnp.int32))
+    return np.stack([np.asarray(x) for x in found], axis=-1)
+
+
+@pytest.mark.parametrize("heads, length", HEADS_AND_LENGTHS)
+@pytest.mark.parametrize("home", ["row", "column"])
+def test_each_order_has_each_block_once(heads, length, home):
+    visits = visited(length, home)
+    wanted = {(head, block) for head in range(heads) for block in range(visits.home_blocks)}
+    with compile_gpu.H100.targeted():
+        for schedule in ("", "sections"):
+            found = places(Order.of(visits, heads, schedule, 2**20))
+            assert len(found) == len(wanted)
+            assert {tuple(x) for x in found.tolist()} == wanted
+        order = Order.of(visits, heads, "persistent", 2**20)
+    assert order.blocks == len(order.lists) <= 132
+    listed = [x for row in order.lists for x in row[1 : 1 + row[0]].tolist()]
+    assert sorted(listed) == [head * visits.home_blocks + block for head, block in sorted(wanted)]
+
+
+@pytest.mark.parametrize("heads", [5, 6])
+def test_in_a_section_long_blocks_come_before_short_ones(heads):
+    order = Order(heads, 4, 3, True, None)
+    blocks, of_heads = places(order)[:, 1], places(order)[:, 0]
+    assert blocks[:12].tolist() == [3, 3, 3, 2, 2, 2, 1, 1, 1, 0, 0, 0]
+    assert set(of_heads[:12].tolist()) == {0, 1, 2}
+    assert order._all().tolist() == (of_heads * 4 + blocks).tolist()
+
+
+def test_an_order_begins_long_blocks_early_and_keeps_few_heads_in_the_cache():
+    """Simulated with the number of steps of each block: what is lost to processors that wait."""
+    with compile_gpu.H100.targeted():
+        for heads, length in HEADS_AND_LENGTHS[:3]:
+            visits, bytes_of_head = visited(length), length * 512
+            plain = Order.of(visits, heads, "", bytes_of_head)
+            chosen = Order.of(visits, heads, "sections", bytes_of_head)
+            ideal = heads * (visits.table[0, :, 1] + 2).sum() / 132
+            assert chosen.dealt(visits)[1] <= min(1.02 * ideal, plain.dealt(visits)[1])
+            assert chosen.section * bytes_of_head <= 2**24
+
+
+def test_schedules_are_for_more_blocks_than_processors():
+    spec = replace(BY_NAME["causal"], batch=4, key_heads=16, query_length=4096, key_length=4096).spec(BF16)
+    with compile_gpu.H100.targeted():
+        found = gpu_block_sizes.candidates(spec)
+        assert [sizes.schedule for sizes in found[:3]] == ["", "persistent", "sections"]
+        few = replace(spec, batch=1, key_heads=2)
+        for schedule in ("persistent", "sections"):
+            known = BlockSizes(128, 128, schedule)
+            assert gpu_block_sizes.default(spec, known) == known
+            assert gpu_block_sizes.default(few, known).schedule == ""
+        assert {sizes.schedule for sizes in gpu_block_sizes.candidates(few)} == {""}
+        many = replace(spec, batch=512)
+        assert gpu_block_sizes.default(many, BlockSizes(128, 128, "persistent")).schedule == "sections"
+        dynamic = replace(BY_NAME["segments and causal"], batch=4, key_heads=16, query_length=4096, key_length=4096)
+        assert {sizes.schedule for sizes in gpu_block_sizes.candidates(dynamic.spec(BF16))} == {""}
 
 
 # ---------------------------------------------------------------------- what is visited
