@@ -173,8 +173,10 @@ def check_sites(name: str, graph: Graph, matches: Sequence[Match]) -> None:
                 exists = 0 <= number < len(graph.avals) and number not in graph.supposed
                 if not exists:
                     raise _broken(name, f"{where} names a value that the program does not have")
-            for numbers, avals in ((part.operands, part.original.in_avals), (part.results, part.original.out_avals)):
-                own = [_kind(graph.avals[number]) for number in numbers]
+            shapes = part.shapes_read([graph.shape(number) for number in part.operands])
+            read_types = list(zip(shapes, map(graph.dtype, part.operands), strict=True))
+            given_types = [_kind(graph.avals[number]) for number in part.results]
+            for own, avals in ((read_types, part.original.in_avals), (given_types, part.original.out_avals)):
                 if own != list(map(_kind, avals)):
                     raise _broken(name, f"{where} has values of other types than its original")
             for position, _ in (gradient for backward in part.backwards for gradient in backward.gradients):
@@ -182,7 +184,7 @@ def check_sites(name: str, graph: Graph, matches: Sequence[Match]) -> None:
                     raise _broken(name, f"{where} has a gradient of no operand")
             if not _has_labels(part.site) or getattr(part.site, "prelude", None) is not None:
                 continue  # after a prelude, labels belong to its results, not to the operands
-            shapes, axes = [graph.shape(number) for number in part.operands], part.site.shardable_axes()
+            axes = part.site.shardable_axes()
             for use in axes.operands:
                 known = 0 <= use.position < len(shapes)
                 if not known or not _fits(use.view, shapes[use.position], part.site.sizes):

@@ -45,6 +45,7 @@ __all__ = [
     "operation_name",
     "reader",
     "rebuild",
+    "repeated_equation",
     "reshape_equation",
     "with_bodies",
     "with_weak_types",
@@ -241,6 +242,17 @@ def reshape_equation(variable: Var, shape: tuple[int, ...]) -> JaxprEqn:
     """Returns an equation that reshapes a variable."""
     equation: JaxprEqn
     (equation,) = jax.make_jaxpr(lambda x: jax.lax.reshape(x, shape))(np.zeros(variable.aval.shape, bool)).eqns
+    result = Var(compat.array_type(shape, variable.aval.dtype, [variable.aval]))
+    return equation.replace(invars=[variable], outvars=[result])
+
+
+def repeated_equation(variable: Var, axis: int, size: int, of_one: bool) -> JaxprEqn:
+    """Returns an equation that repeats an array along a new axis, or along one of size 1 if ``of_one``."""
+    before = variable.aval.shape
+    shape = (*before[:axis], size, *before[axis + of_one :])
+    dimensions = [d + (d >= axis and not of_one) for d in range(len(before))]
+    equation: JaxprEqn
+    (equation,) = jax.make_jaxpr(lambda x: jax.lax.broadcast_in_dim(x, shape, dimensions))(np.zeros(before, bool)).eqns
     result = Var(compat.array_type(shape, variable.aval.dtype, [variable.aval]))
     return equation.replace(invars=[variable], outvars=[result])
 

@@ -23,6 +23,7 @@ __all__ = [
     "ELEMENTWISE",
     "Rule",
     "called_program",
+    "derivative_of",
     "is_elementwise_call",
     "restates_casts",
     "rule_key",
@@ -235,10 +236,9 @@ def _program(body: _Identified[JaxprLike]) -> ElementwiseProgram | None:
 
 
 @lru_cache(maxsize=128)
-def _tangent(function: _Identified[Callable[..., object]]) -> ElementwiseProgram | None:
-    """Traces the derivative as JAX would differentiate the equation."""
-    equation = function.use
-    assert equation is not None
+def derivative_of(equation: JaxprEqn) -> ClosedJaxpr:
+    """Traces the tangent of the result of an equation, as JAX would differentiate it: a program of its operands and the
+    tangents of the floating ones."""
     inputs = [Var(atom.aval) for atom in equation.invars]
     info = jaxprs.debug_info("autopallas", len(inputs), 1)
     again = equation.replace(invars=inputs)
@@ -256,8 +256,14 @@ def _tangent(function: _Identified[Callable[..., object]]) -> ElementwiseProgram
         tangent: jax.Array = jax.jvp(function, tuple(operands[i] for i in active), tuple(tangents))[1]
         return tangent
 
+    return compat.make_jaxpr(moved, shapes, [shapes[i] for i in active])
+
+
+def _tangent(function: _Identified[Callable[..., object]]) -> ElementwiseProgram | None:
+    equation = function.use
+    assert equation is not None
     try:
-        jaxpr, consts = jaxprs.open_jaxpr(compat.make_jaxpr(moved, shapes, [shapes[i] for i in active]))
+        jaxpr, consts = jaxprs.open_jaxpr(derivative_of(equation))
     except Exception:  # a user's rule may do anything, and perhaps nobody asked for the derivative
         return None
     return None if consts else _read(jaxpr)

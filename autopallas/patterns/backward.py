@@ -26,8 +26,9 @@ from autopallas.graph.edit import surviving
 from autopallas.graph.extract import closed
 from autopallas.graph.flatten import Child
 from autopallas.graph.numbering import is_identity
+from autopallas.graph.one_example import OneExample
 from autopallas.graph.steps import OutOfSteps
-from autopallas.patterns.forward import Forward, Use
+from autopallas.patterns.forward import Forward, PerExample, Use
 
 __all__ = ["Backward", "Level", "Lookup", "Search", "settle"]
 
@@ -38,6 +39,8 @@ _ROUNDS = 20
 
 _MOST_TERMS = 16
 """Most cotangents of one value that are compared whatever the order is in which they are added up."""
+_WAYS = 4
+"""Most searches for one site, the second ones of each instead of the first."""
 _STARTS = 8
 """Most values that are tried as the cotangent with which a backward loop starts."""
 
@@ -59,11 +62,14 @@ class Backward:
       levels: per use whose cotangent the program computes, the pairs of operand and cotangent: first the use itself,
         then the values from which it comes by layout operations alone, as far back as the program has their cotangents.
       mapped: how many cotangents there are, along a leading axis of each cotangent; None for one without that axis.
+      spread: per use that all examples of a ``vmap`` share, each with a cotangent of its own: the axis along which
+        these lie.
     """
 
     cotangent: int
     levels: dict[int, list[Level]] = field(default_factory=dict)
     mapped: int | None = None
+    spread: dict[int, int] = field(default_factory=dict)
 
 
 class Lookup:
@@ -124,7 +130,7 @@ class Lookup:
         """Finds every backward of ``forward`` in the program, with the cotangents of those uses in ``wanted`` that it
         computes."""
         found = self._backwards(forward, wanted, None)
-        for size in () if found else self._many(forward):
+        for size in () if found or isinstance(forward, PerExample) else self._many(forward):
             found += self._backwards(forward, wanted, size)
         return found
 
@@ -142,7 +148,7 @@ class Lookup:
                 raise
             return []  # JAX cannot map some equation of the derivative, so no program holds the mapped one
         cotangent, *inputs = derivative.body.invars
-        known = {v: u.number for v, u in zip(inputs, forward.uses, strict=True)}
+        known = forward.known(inputs, derivative.body.equations)
         followed: dict[int, dict[Var, int]] = {}  # per candidate, the values that were found with it
         found: dict[int, Backward] = {}
         tied: set[int] = set()  # cotangents that meet values of the site; one only added up may be any site's
@@ -162,9 +168,28 @@ class Lookup:
                 if path.of_site:
                     tied.add(candidate)
         for backward in found.values():
+            backward.spread = {i: axis for i, axis in derivative.spread.items() if i in backward.levels}
             for i, levels in backward.levels.items():
-                self._extend(forward, forward.uses[i], levels, frame, mapped)
+                if i not in backward.spread:
+                    self._extend(forward, forward.uses[i], levels, frame, mapped)
         return [found[c] for c in found if c in tied and graph.shape(c) == tuple(cotangent.aval.shape)]
+
+    def per_example(self, forward: Forward, wanted: Sequence[int]) -> PerExample | None:
+        """Returns the forward as one of examples, where the program has an array for each of the uses in ``wanted``
+        that all examples share, with as many as these are; None where it has none."""
+        sizes: dict[int, None] = {}
+        for i in wanted:
+            aval = forward.uses[i].variable.aval
+            sizes.update(self._sizes.get((tuple(aval.shape), aval.dtype), {}))
+            if 1 in aval.shape:  # of all examples, in the place of whose axis it has one of size 1
+                rest = list(aval.shape)
+                rest.remove(1)
+                sizes.update(self._sizes.get((tuple(rest), aval.dtype), {}))
+        for axis in (axis for axis, size in enumerate(forward.root.aval.shape) if size > 1 and size in sizes):
+            example = OneExample.of(forward.jaxpr(), axis)
+            if example is not None and any(example.axes[i] is None for i in wanted):
+                return PerExample(forward, example)
+        return None
 
     def _derivative(self, forward: Forward, wanted: Sequence[int], mapped: int | None) -> _Derivative:
         """Returns the equations of ``jax.vjp``, from (cotangent, uses) to the cotangents of the uses in ``wanted``;
@@ -176,18 +201,9 @@ class Lookup:
             if any(position in forward.body.children for position in forward.positions):
                 program = jaxprs.without_dead_code(program)  # drops what loops stack for their own derivative
 
-            def pulled(cotangent: jax.Array, *inputs: jax.Array) -> tuple[jax.Array, ...]:
-                def function(*chosen: jax.Array) -> jax.Array:
-                    filled = list(inputs)
-                    for i, x in zip(wanted, chosen, strict=True):
-                        filled[i] = x
-                    return compat.jaxpr_as_fun(program)(*filled)[0]
-
-                cotangents: tuple[jax.Array, ...] = jax.vjp(function, *(inputs[i] for i in wanted))[1](cotangent)
-                return cotangents
-
+            pulled = forward.pulled(program, wanted)
             avals = [forward.root.aval, *(u.variable.aval for u in forward.uses)]
-            shapes = [compat.typed_like(a) for a in avals]
+            shapes = [compat.typed_like(forward.root.aval), *forward.types()]
             if mapped is not None:
                 pulled = jax.vmap(pulled, in_axes=(0, *(None for _ in forward.uses)))
                 shapes[0] = jax.ShapeDtypeStruct((mapped, *shapes[0].shape), shapes[0].dtype)
@@ -197,7 +213,8 @@ class Lookup:
                     derivative = compat.make_jaxpr(_without_rules(derivative), *shapes)
                 pattern = flatten(derivative, forward.body.path)
                 self._children.update((id(pattern.equations[i]), own) for i, own in pattern.children.items())
-                known = self._derivatives[key] = _Derivative(pattern, wanted)
+                shared = forward.shared if isinstance(forward, PerExample) else ()
+                known = self._derivatives[key] = _Derivative(pattern, wanted, shared)
         return known
 
     def _extend(
@@ -239,7 +256,8 @@ class Lookup:
                 for other in places.setdefault(level.operand, []):
                     steps = levels.get(other, ())
                     ends = [step.cotangent for step in steps if step.operand == level.operand]
-                    total = self._sum(level.cotangent, ends[0]) if ends and other != use else None
+                    alike = ends and other != use and backward.spread.get(other) == backward.spread.get(use)
+                    total = self._sum(level.cotangent, ends[0]) if alike else None
                     if total is not None:
                         break
                 else:
@@ -248,7 +266,8 @@ class Lookup:
                 del levels[other]
                 levels[use] = [Level(level.operand, total)]
                 frame = self.graph.frames[forward.body]
-                self._extend(forward, forward.uses[use], levels[use], frame, backward.mapped)
+                if use not in backward.spread:
+                    self._extend(forward, forward.uses[use], levels[use], frame, backward.mapped)
                 todo.append(use)
                 break
 
@@ -452,6 +471,8 @@ class Search:
     instead: Search | None = None
     summed: Sequence[int] = ()
     """Uses of one value, among ``roles``, whose cotangents the program may add up."""
+    by_example: bool = False
+    """Whether the backwards of examples that share some operands are looked for, if all else fails."""
 
     def give_way(self) -> bool:
         """Turns to the search ``instead``; returns whether there is one."""
@@ -490,6 +511,14 @@ def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[
             for backward in search.found:
                 lookup.add_up(search.forward, backward, [*search.others, *search.summed])
 
+    def by_example(search: Search) -> bool:
+        """Turns to the backwards of examples; returns whether there may be any."""
+        found: PerExample | None = None
+        with contained(graph.definitions[search.root]), suppress(OutOfSteps), graph.steps.one_try():
+            found = lookup.per_example(search.forward, [*search.roles, *search.others])
+        search.forward = search.forward if found is None else found
+        return found is not None
+
     for search in searches:
         look(search, search.roles)
     _drop_echoes(searches)
@@ -500,8 +529,8 @@ def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[
 
     chosen = list(searches)
     left = incomplete(chosen)
-    for given_way in (False, True):
-        if given_way:
+    for ways in range(_WAYS):
+        if ways:
             asked = [search for search in left if search.give_way()]
         else:
             asked = left if any(search.others for search in left) else []
@@ -510,6 +539,11 @@ def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[
         if asked:
             _drop_echoes(searches)
             left = incomplete(chosen)
+    if asked := [search for search in left if search.by_example and by_example(search)]:
+        for search in asked:
+            look(search, [*search.roles, *search.others])
+        _drop_echoes(searches)
+        left = incomplete(chosen)
     for _ in range(_ROUNDS):
         if not left:
             return chosen
@@ -547,18 +581,34 @@ class _Path(NamedTuple):
 
 
 class _Derivative:
-    """A derivative, from (cotangent, uses) to cotangents of ``wanted`` uses: its paths, those of the site first."""
+    """A derivative, from (cotangent, uses) to cotangents of ``wanted`` uses: its paths, those of the site first.
 
-    def __init__(self, body: Body, wanted: Sequence[int]):
+    ``spread`` gives, for each use in ``shared``, the axis along which its cotangents of all examples lie.
+    """
+
+    def __init__(self, body: Body, wanted: Sequence[int], shared: Sequence[int] = ()):
         self.body = body
+        self.spread: dict[int, int] = {}
         given = set(body.invars[1:])
         paths = []
         for i, result in zip(wanted, body.outvars, strict=True):
+            if i in shared:
+                result, self.spread[i] = _before_moved(body, result)
             if isinstance(result, Var):
                 path = _leading_to(body.equations, result)
                 of_site = any(isinstance(atom, Var) and atom in given for e in path for atom in e.invars)
                 paths.append(_Path(i, result, path, of_site))
         self.paths = sorted(paths, key=lambda path: not path.of_site)
+
+
+def _before_moved(body: Body, result: JaxprAtom) -> tuple[JaxprAtom, int]:
+    """Returns a value as it was before one of its axes was moved to the front, and that axis."""
+    position = body.defined.get(result) if isinstance(result, Var) else None
+    if position is not None and body.equations[position].primitive.name == "transpose":
+        order = body.equations[position].params["permutation"]
+        if order[0] and sorted(order[1:]) == [*order[1:]]:
+            return body.equations[position].invars[0], int(order[0])
+    return result, 0
 
 
 def _leading_to(equations: Sequence[JaxprEqn], result: Var) -> list[JaxprEqn]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -18,8 +19,9 @@ from autopallas.graph import Body, Graph, Node
 from autopallas.graph.edit import surviving
 from autopallas.patterns.backward import Backward, Lookup, Search, settle
 from autopallas.patterns.carry import is_available
-from autopallas.patterns.forward import Forward, RectifiedApart
-from autopallas.patterns.match import BackwardMatch, Match, NearMiss
+from autopallas.patterns.examples import of_examples
+from autopallas.patterns.forward import COPIES, Forward, PerExample, RectifiedApart
+from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss
 from autopallas.sites.declared import DeclaredSite
 
 __all__ = ["CALLS", "complete"]
@@ -79,12 +81,16 @@ def complete(
 
 
 def _inner(graph: Graph, match: Match) -> set[int]:
-    """Returns the values between operands and result, except those that are made of literals alone."""
+    """Returns the values between operands and result, except those that are made of literals alone, and operands in
+    another dtype or layout: where these are needed elsewhere too, they are computed there as they were."""
     constant: set[int] = set()
+    copies: set[int] = set()
     for node in match.equations:
         if all(number in graph.literals or number in constant for number in node.inputs):
             constant.update(node.outputs)
-    return {number for node in match.equations for number in node.outputs} - constant - set(match.results)
+        elif node.name in COPIES and (node.inputs[0] in match.operands or node.inputs[0] in copies):
+            copies.update(node.outputs)
+    return {number for node in match.equations for number in node.outputs} - constant - copies - set(match.results)
 
 
 def _escape(graph: Graph, match: Match) -> str:
@@ -106,7 +112,7 @@ def _search(graph: Graph, match: Match, kind: type[Forward]) -> Search | None:
     if not forward.complete or any(use.number not in match.operands for use in forward.uses):
         return None
     wanted = [i for i, u in enumerate(forward.uses) if jnp.issubdtype(u.variable.aval.dtype, jnp.floating)]
-    return Search(forward, wanted, ())
+    return Search(forward, wanted, (), by_example=True)
 
 
 def _with_backwards(graph: Graph, waiting: Sequence[tuple[Match, Search | None]]) -> dict[tuple[int, ...], Match]:
@@ -155,7 +161,7 @@ def _with_backward(match: Match, search: Search, beside: _Beside) -> Match | Non
         return None
     site = match.site
     assert isinstance(site, DeclaredSite)
-    return replace(
+    whole = replace(
         match,
         site=replace(site, uses=tuple(match.operands.index(number) for number in numbers)),
         direction="forward+backward",
@@ -164,6 +170,11 @@ def _with_backward(match: Match, search: Search, beside: _Beside) -> Match | Non
         backwards=tuple(backwards),
         homes=homes,
     )
+    if not isinstance(forward, PerExample):
+        return whole
+    with suppress(Mismatch):
+        return of_examples(whole, forward, search.found)
+    return None
 
 
 def _homes(graph: Graph, match: Match, numbers: Sequence[int]) -> tuple[Body, ...]:

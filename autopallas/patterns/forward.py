@@ -9,20 +9,23 @@ import jax
 import jax.numpy as jnp
 
 from autopallas import compat, jaxprs
-from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Var
+from autopallas.compat import ArrayFunction, ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph import Body, Graph
 from autopallas.graph.custom_rules import is_elementwise_call, rule_key
 from autopallas.graph.extract import closed
 from autopallas.graph.keys import literal_key
 from autopallas.graph.numbering import is_identity
+from autopallas.graph.one_example import OneExample
 from autopallas.patterns.inlined_softplus import inlined_softplus
 
 __all__ = [
+    "COPIES",
     "LAYOUT",
     "Dissolved",
     "DissolvedApart",
     "Forward",
     "Merged",
+    "PerExample",
     "Rectified",
     "RectifiedApart",
     "Use",
@@ -31,6 +34,9 @@ __all__ = [
 ]
 
 LAYOUT = frozenset({"transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims"})
+
+COPIES = LAYOUT | {"convert_element_type"}
+"""Primitives whose result has the elements of the operand, in another dtype or layout."""
 
 _RECTIFIED_WITHIN = frozenset({"scan", "jit", "pjit", "closed_call"})
 
@@ -43,6 +49,24 @@ class Use:
     position: int
     variable: Var
     number: int
+
+
+def pullback(function: ArrayFunction, wanted: Sequence[int]) -> ArrayFunction:
+    """Returns ``jax.vjp`` of a function with one result, from (cotangent, arguments) to the cotangents of the arguments
+    in ``wanted``."""
+
+    def pulled(cotangent: jax.Array, *inputs: jax.Array) -> tuple[jax.Array, ...]:
+        def varied(*chosen: jax.Array) -> jax.Array:
+            filled = list(inputs)
+            for i, x in zip(wanted, chosen, strict=True):
+                filled[i] = x
+            result: jax.Array = function(*filled)
+            return result
+
+        cotangents: tuple[jax.Array, ...] = jax.vjp(varied, *(inputs[i] for i in wanted))[1](cotangent)
+        return cotangents
+
+    return pulled
 
 
 class Forward:
@@ -95,7 +119,7 @@ class Forward:
             for k, atom in enumerate(e.invars)
             if isinstance(atom, Var) and atom not in own
         ]
-        self.own = {numbers[v] for v in own} - self._constants(numbers)
+        self.own = {numbers[v] for v in own} - self._constants(numbers) - self._copies(numbers)
 
     def _made_of_literals(self, variable: Var) -> list[JaxprEqn]:
         """Returns the equations of a value that the body is given and that is made of literals alone; none for other
@@ -126,6 +150,18 @@ class Forward:
             if all(isinstance(atom, Literal) or numbers[atom] in found for atom in equation.invars):
                 found.update(numbers[v] for v in equation.outvars)
         return found
+
+    def _copies(self, numbers: dict[Var, int]) -> set[int]:
+        """Returns the values that are operands in another dtype or layout, except the result: where they are needed
+        elsewhere too, they are computed there as they were."""
+        own = {v for e in self.equations for v in e.outvars}
+        found: set[Var] = set()
+        for equation in self.equations:
+            if equation.primitive.name in COPIES and equation.outvars[0] is not self.root:
+                read = equation.invars[0]
+                if isinstance(read, Var) and (read in found or read not in own):
+                    found.add(equation.outvars[0])
+        return {numbers[v] for v in found if v in numbers}
 
     def _with_literals(self, equation: JaxprEqn) -> JaxprEqn:
         """Returns an equation with known scalars as literals: a value that is no operand needs no use."""
@@ -159,6 +195,19 @@ class Forward:
             places.update({v: len(places) + k for k, v in enumerate(equation.outvars)})
         return tuple(lines)
 
+    def types(self) -> list[jax.ShapeDtypeStruct]:
+        """Returns the types of the uses as the derivative takes them."""
+        return [compat.typed_like(use.variable.aval) for use in self.uses]
+
+    def known(self, inputs: Sequence[Var], equations: Sequence[JaxprEqn]) -> dict[Var, int]:
+        """Returns the numbers of variables of a derivative with the given equations, whose inputs are the uses."""
+        return {variable: use.number for variable, use in zip(inputs, self.uses, strict=True)}
+
+    def pulled(self, program: ClosedJaxpr, wanted: Sequence[int]) -> ArrayFunction:
+        """Returns the derivative of the program: a function from the cotangent and the uses to the cotangents of those
+        in ``wanted``."""
+        return pullback(lambda *inputs: compat.jaxpr_as_fun(program)(*inputs)[0], wanted)
+
     def jaxpr(self) -> ClosedJaxpr:
         """Returns the program from the uses, each an input of its own, to the result."""
         inputs = [Var(use.variable.aval) for use in self.uses]
@@ -184,6 +233,54 @@ class Forward:
                     return
             yield equation
             variable = equation.invars[0]
+
+
+class PerExample(Forward):
+    """A forward of examples that a ``vmap`` made, each of which has gradients of its own of what all of them read.
+
+    Its derivative is that of one example, mapped over all.
+    """
+
+    def __init__(self, forward: Forward, example: OneExample):
+        self.__dict__.update(forward.__dict__)
+        self.dissolved = forward.dissolved
+        self.every, self.example = forward, example
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """The uses that all examples read."""
+        return tuple(i for i, axis in enumerate(self.example.axes) if axis is None)
+
+    def shape(self) -> Hashable:
+        return self.every.shape(), self.example.axis, self.example.axes, self.example.alone
+
+    def over(self, inputs: Sequence[JaxprAtom]) -> list[JaxprEqn]:
+        return self.every.over(inputs)
+
+    def pulled(self, program: ClosedJaxpr, wanted: Sequence[int]) -> ArrayFunction:
+        one, axes = self.example, self.example.axes
+        function = jax.vmap(
+            pullback(one, wanted), in_axes=(one.axis, *axes), out_axes=tuple(axes[i] or 0 for i in wanted)
+        )
+        return function
+
+    def types(self) -> list[jax.ShapeDtypeStruct]:
+        return [
+            found
+            if axis is None
+            else jax.ShapeDtypeStruct((*found.shape[:axis], *found.shape[axis + 1 :]), found.dtype)
+            for found, axis in zip(super().types(), self.example.alone, strict=True)
+        ]
+
+    def known(self, inputs: Sequence[Var], equations: Sequence[JaxprEqn]) -> dict[Var, int]:
+        found = super().known(inputs, equations)
+        for variable, use, axis in zip(inputs, self.uses, self.example.alone, strict=True):
+            if axis is not None:  # the program has it with the axis of size 1
+                del found[variable]
+                shape = use.variable.aval.shape
+                added = (e.outvars[0] for e in equations if [*e.invars] == [variable] and e.primitive.name in LAYOUT)
+                found.update((v, use.number) for v in added if v.aval.shape == shape)
+        return found
 
 
 class Merged(Forward):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from autopallas import jaxprs
 from autopallas.compat import ClosedJaxpr
@@ -14,7 +14,7 @@ from autopallas.graph.steps import OutOfSteps
 from autopallas.sites.calls import SiteDescription
 from autopallas.sites.spec import SiteSpec
 
-__all__ = ["BackwardMatch", "Match", "Mismatch", "NearMiss", "bounded", "describe_reason"]
+__all__ = ["BackwardMatch", "Match", "Mismatch", "NearMiss", "Spread", "bounded", "describe_reason"]
 
 
 class Mismatch(Exception):
@@ -80,6 +80,15 @@ class BackwardMatch:
         return (self.cotangent, *self.further)
 
 
+class Spread(NamedTuple):
+    """An operand that a site reads repeated along an axis, which is new, or of size 1 in the program."""
+
+    position: int
+    axis: int
+    size: int
+    of_one: bool
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Match:
     """A place that computes a known operation.
@@ -109,6 +118,8 @@ class Match:
     backwards: tuple[BackwardMatch, ...] = ()
     homes: tuple[Body, ...] = ()
     """Bodies that have all operands, while other bodies with a part of the site may lack some; by default ``body``."""
+    spread: tuple[Spread, ...] = ()
+    """Operands that the site reads repeated along an axis."""
     then: tuple[Match, ...] = ()
     """Further passes of the same site, such as its backward where that is a computation of its own."""
     obstacle: str = ""
@@ -123,6 +134,13 @@ class Match:
     """Whether the site is replaced in ``body`` alone, and not wherever the program computes its results."""
     measured: Match | None = None
     """The same site as one computation, to measure, where its passes leave each other what the original lacks."""
+
+    def shapes_read(self, shapes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Returns the shapes of the operands as the site reads them, for those that they have in the program."""
+        found = list(shapes)
+        for position, axis, size, of_one in self.spread:
+            found[position] = (*found[position][:axis], size, *found[position][axis + of_one :])
+        return found
 
     @property
     def passes(self) -> tuple[Match, ...]:

@@ -44,9 +44,9 @@ def with_residual(graph: Graph, match: Match, given: Set[int], still: Set[int]) 
     if found is None or found.sum in given:
         return match
     bodies = tuple(body for body in match.sources if graph.positions[body].keys() >= {*found.terms})
-    if match.body not in bodies:
-        return match
     places = [place for place, use in enumerate(site.uses) if use != found.value]
+    if match.body not in bodies or any(own.position not in places for own in match.spread):
+        return match
     backwards = []
     for backward in match.backwards:
         whole = _backward(graph, site, backward, found, places, given, still)
@@ -69,6 +69,7 @@ def with_residual(graph: Graph, match: Match, given: Set[int], still: Set[int]) 
         match,
         site=wider,
         operands=(*found.terms, *(match.operands[place] for place in places)),
+        spread=tuple(own._replace(position=2 + places.index(own.position)) for own in match.spread),
         results=results,
         equations=(found.node, *match.equations),
         original=_original(graph, match, found, places, len(results) > 1),

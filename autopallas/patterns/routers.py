@@ -27,12 +27,13 @@ def without_routers(
     """Returns the matches and the near misses that are not about the scores of routers.
 
     The routers meant are those of mixtures that are sites. If a mixture is a near miss, attention near misses at the
-    same line are dropped too.
+    same line are dropped too, and losses of the products from which its tokens or slots are chosen.
     """
     own = {miss.location for miss in misses if miss.op == "grouped_matmul"}
     others = any(miss.op != "grouped_matmul" for miss in misses) or any(m.op == "cross_entropy" for m in matches)
     found = _routers(graph, matches) if others else set()
-    return [match for match in matches if not _is_router(match, found)], [
+    near = found | (_behind(graph, misses) if any(m.op == "cross_entropy" for m in matches) else set())
+    return [match for match in matches if not _is_router(match, near)], [
         miss
         for miss in misses
         if miss.op == "grouped_matmul"
@@ -66,6 +67,27 @@ def _routers(graph: Graph, matches: Sequence[Match]) -> set[int]:
             found.add(number)
         elif node.name in _THROUGH or is_elementwise_call(node.equation):
             todo += node.inputs
+    return found
+
+
+def _behind(graph: Graph, misses: Sequence[NearMiss]) -> set[int]:
+    """Finds the products behind what mixtures that are near misses read, as far as no other product lies between, of
+    which numbers of experts, or positions in slots, are made."""
+    nodes = [graph.definitions[m.value] for m in misses if m.op == "grouped_matmul" and m.value in graph.definitions]
+    todo = [(number, False) for node in nodes for number in node.inputs]
+    seen: set[tuple[int, bool]] = set()
+    found: set[int] = set()
+    while todo and len(seen) < _MOST:
+        number, chosen = todo.pop()
+        node = graph.definitions.get(number)
+        if (number, chosen) in seen or node is None:
+            continue
+        seen.add((number, chosen))
+        chosen |= node.name in _CHOICES
+        if node.name != "dot_general":
+            todo += [(i, chosen) for i in node.inputs]
+        elif chosen:
+            found.add(number)
     return found
 
 

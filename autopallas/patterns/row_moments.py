@@ -9,20 +9,22 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from autopallas import jaxprs
+from autopallas import compat, jaxprs
 from autopallas.compat import Var
 from autopallas.faults import contained
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.edit import surviving
+from autopallas.graph.extract import nodes_between
 from autopallas.graph.labels import Atom
 from autopallas.graph.proof_cache import ProofCache
 from autopallas.patterns.declared_match import declared_match
 from autopallas.patterns.escapes import complete
 from autopallas.patterns.expressions import Scope
-from autopallas.patterns.forward import LAYOUT
+from autopallas.patterns.forward import COPIES, LAYOUT
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
 from autopallas.patterns.row_forms import Conclusion, FormReader, OfRowsError, UnlikeError, before_layout
 from autopallas.sites.spec import Spec
@@ -255,12 +257,49 @@ class _Search:
             if read and self._of_rows and not any(one.of_columns or not one.strided for one in read.values()):
                 return ()
             if read:
-                return tuple(map(self._ways, self._of_layers(self._chains(read))))
+                ways = map(self._ways, self._of_layers(self._chains(read)))
+                return tuple(self._with_later_rows(own, x) for own in ways)
             if self._reason is not None and self.centred:
                 break  # what is nearly a norm of centred rows is none of these
         if self._reason is not None:
             raise self._reason
         return ()
+
+    def _with_later_rows(self, ways: tuple[Normalisation, ...], x: int) -> tuple[Normalisation, ...]:
+        """Adds, after each way to take a normalisation of x, the same one of rows that are made of x, such as a
+        multiple of it, where something else reads these: they are needed in any case."""
+        later: list[tuple[int, frozenset[int]]] = []
+        for number, axes in dict.fromkeys(self._candidates()):
+            if number > x and self._is_read_elsewhere(number, x, ways[0].result.outputs[0]):
+                later.append((number, axes))
+        found: list[Normalisation] = []
+        for one in ways:
+            found.append(one)
+            for number, axes in later:
+                with suppress(UnlikeError, Mismatch):
+                    if (
+                        other := self._read(one.result, number, axes)
+                    ) is not None and other.numbers.centred == one.numbers.centred:
+                        found.append(other)
+        return tuple(found)
+
+    def _is_read_elsewhere(self, number: int, x: int, result: int) -> bool:
+        """Returns whether something other than the normalisation of x, and its backward, reads a value, or that in
+        another dtype or layout."""
+        own = {id(node) for node in nodes_between(self.graph, [x], [result])[0]}
+        todo = [number]
+        while todo:
+            number = todo.pop()
+            if number in self.given:
+                return True
+            for node in self.graph.users[number]:
+                if node.body.transposed or compat.is_transposed(node.equation):
+                    continue
+                if node.name in COPIES:
+                    todo += node.outputs
+                elif id(node) not in own and not self.alive.isdisjoint(node.outputs):
+                    return True
+        return False
 
     def _is_root(self) -> bool:
         if self.root.name != "pow":

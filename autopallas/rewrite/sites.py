@@ -240,10 +240,15 @@ class _Splicer:
     def _operands_in(self, body: Body, match: Match) -> list[Var]:
         """Returns the operands in a body; those that it lacks are brought there from the loop of the forward."""
         known = self.graph.positions[body]
-        return [
+        operands = [
             known[number][1] if number in known else self._brought_from(match.sources, number, body)
             for number in match.operands
         ]
+        for position, axis, size, of_one in match.spread:
+            equation = jaxprs.repeated_equation(operands[position], axis, size, of_one)
+            self._edit(body).added.append(equation)
+            (operands[position],) = equation.outvars
+        return operands
 
     def _brought_from(self, homes: Sequence[Body], number: int, body: Body) -> Var:
         graph = self.graph

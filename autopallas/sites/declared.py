@@ -8,7 +8,7 @@ implementations "xla" and "reference", search inputs, and empty tables.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import SimpleNamespace
@@ -353,6 +353,14 @@ class DeclaredSite(IndexedSite):
         letters = dict(self.letters)
         letters[first] = (*label, *letters.get(first, ()))
         return {"letters": tuple(letters.items())}
+
+    def spread(self, axes: Mapping[int, int], of_one: Set[int], labels: Labels) -> DeclaredSite:
+        """Returns the site that reads some values with the labels, which are among the first of the rows there."""
+        letters = {letter: tuple(label for label in own if label not in labels) for letter, own in self.letters}
+        values = {self.uses[position]: axis for position, axis in axes.items()}
+        moved = replace(self, letters=tuple(letters.items()))
+        found = super(DeclaredSite, moved).spread(values, {self.uses[position] for position in of_one}, labels)
+        return replace(found, **found.fields_under_vmap((), labels))  # type: ignore[arg-type]
 
     def batched(self, axes: Sequence[int | None], size: int) -> DeclaredSite:
         """Returns the site under vmap, which reads each value from a use that has the axis, if any has."""

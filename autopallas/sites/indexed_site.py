@@ -6,7 +6,7 @@ These are the axis that ``vmap`` adds, the parts that devices compute, and the t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import ClassVar, Self
 
@@ -14,7 +14,7 @@ import jax
 
 from autopallas.compat import Dtype
 from autopallas.sites.division import Division, PositionOperand, PositionOperands, ShardableAxes
-from autopallas.sites.index_notation import Label, Labels, Operand, Reader, View
+from autopallas.sites.index_notation import Label, Labels, Operand, Reader, Source, View
 from autopallas.sites.operation import Kernel
 
 __all__ = ["IndexedSite"]
@@ -93,6 +93,20 @@ class IndexedSite(Reader):
     def standalone(self, division: Division) -> Self:
         """Returns what one device computes without the others; by default the same, since none needs another."""
         return self.per_device(division)[0]
+
+    # ------------------------------------------------------------------ gradients of examples
+
+    def spread(self, axes: Mapping[int, int], of_one: Set[int], labels: Labels) -> Self:
+        """Returns the site that reads some operands, by position, with labels of the result that they lacked: along an
+        axis of their own, or along one that has been of size 1, for those in ``of_one``."""
+
+        def change(source: Source) -> Source:
+            if not isinstance(source, Operand) or source.position not in axes:
+                return source
+            axis, view = axes[source.position], source.view
+            return replace(source, view=(*view[:axis], (0, labels), *view[axis + (source.position in of_one) :]))
+
+        return self.with_sources(change)
 
     # ------------------------------------------------------------------ under vmap
 

@@ -238,3 +238,18 @@ def test_several_cotangents_of_one_normalisation(normalise, wanted):
         for a, b in zip(jax.tree.leaves(optimized(x, g, y)), jax.tree.leaves(program(x, g, y)), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     assert sum(optimized.report().counts().values()) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("make", [lambda x: 4.0 * x, lambda x: x.astype(jnp.bfloat16), jnp.transpose])
+def test_rows_that_something_else_reads_too_after_they_were_scaled_or_cast(make, dtype):
+    def loss(x, scale):
+        rows = make(x)
+        variance = jnp.mean(jnp.square(rows.astype(jnp.float32)), -1, keepdims=True)
+        h = (rows * lax.rsqrt(variance + 1e-6)).astype(rows.dtype) * scale
+        return jnp.sum(jnp.sin(rows + h).astype(jnp.float32))
+
+    x, scale = array(8, 8, seed=1).astype(dtype), 1 + array(8, seed=2).astype(dtype) / 9
+    compared = compare(jax.value_and_grad(loss, (0, 1)), (x, scale), gradients=False, dtype="bfloat16")
+    assert compared.complaints == []
+    assert [(site.op, site.direction) for site in compared.report.sites] == [("rms_norm", "forward+backward")]

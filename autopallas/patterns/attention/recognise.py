@@ -42,7 +42,9 @@ from autopallas.patterns.attention.row_factor import RowFactor, row_factor
 from autopallas.patterns.attention.score_terms import Product
 from autopallas.patterns.attention.taken_over import TakenOver
 from autopallas.patterns.backward import Lookup, Search, settle
+from autopallas.patterns.examples import of_examples
 from autopallas.patterns.expressions import Scope
+from autopallas.patterns.forward import PerExample
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, describe_reason
 from autopallas.patterns.softmax import Softmax
 from autopallas.patterns.softmax_terms import Exponential, LogSumExp, NoNormaliser, SeveralBlocks, SeveralMaps, Term
@@ -128,6 +130,7 @@ def _with_backward(
     for score, draft in drafts.items():
         with contained(draft.second):
             if (search := draft.search()) is not None:
+                search.by_example = True
                 searches[score] = search
     if not searches:
         return
@@ -138,7 +141,10 @@ def _with_backward(
         if search in complete:
             with contained(drafts[score].second):
                 try:
-                    matches[score] = drafts[score].match_with(search)
+                    match = drafts[score].match_with(search)
+                    if isinstance(search.forward, PerExample):
+                        match = of_examples(match, search.forward, search.found)
+                    matches[score] = match
                 except Mismatch as mismatch:
                     reason = describe_reason(graph, mismatch.reason, mismatch.operand)
                     misses[score] = replace(miss, reason=reason, advice=mismatch.advice)

@@ -16,7 +16,7 @@ from autopallas.kernels.attention.site import AttentionSite
 from autopallas.patterns.attention.draft import AttentionDraft, Proved, homes_of, original_of
 from autopallas.patterns.backward import Backward, Search
 from autopallas.patterns.expressions import computed_from
-from autopallas.patterns.forward import Forward
+from autopallas.patterns.forward import Forward, PerExample
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch
 
 __all__ = ["TakenOver"]
@@ -61,7 +61,8 @@ class TakenOver:
         Raises:
           Mismatch: values that the site reads are not available where its backward stands.
         """
-        match = None if self._own is not None else self._match(search)
+        again = self._own is not None or isinstance(search.forward, PerExample)
+        match = None if again else self._match(search)
         if match is None:
             match = (self._own or self.anew()).match_with(search)
         return match

@@ -1,0 +1,138 @@
+"""Gradients of examples: under ``vmap`` of a gradient, each example has gradients of its own of what all share."""
+
+from __future__ import annotations
+
+import corpus
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from support.catalogue import array
+from support.compare import compare, optimized_like_a_user
+
+E, B, T, D, F, N, H = 3, 2, 5, 16, 12, 2, 8
+
+
+def rms(x, scale):
+    return x * lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6) * scale
+
+
+def layer_norm(x, scale, shift):
+    mean = x.mean(-1, keepdims=True)
+    return (x - mean) * lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5) * scale + shift
+
+
+def heads(x):
+    return x.reshape(*x.shape[:-1], N, H)
+
+
+def gated(activation):
+    def program(p, x):
+        h = rms(x, p[0])
+        return x + (activation(h @ p[1]) * (h @ p[2])) @ p[3]
+
+    return program, (1 + array(D, seed=1) / 9, array(D, F, seed=2), array(D, F, seed=3), array(F, D, seed=4))
+
+
+def biased(p, x):
+    q, k, v = (heads(y) for y in jnp.split(layer_norm(x, p[1], p[2]) @ p[0], 3, -1))
+    scores = jnp.einsum("bqnh,bknh->bnqk", q, k) / 3 + p[3][None]
+    return jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(scores), v)
+
+
+def probed(p, x):
+    k, v = (heads(y) for y in jnp.split(x @ p[0], 2, -1))
+    weights = jax.nn.softmax(jnp.einsum("nh,bknh->bnk", heads(p[1]), k))
+    return jnp.einsum("bnk,bknh->bnh", weights, v)
+
+
+PROGRAMS = {
+    "silu": (*gated(jax.nn.silu), {"rms_norm": 1, "gated_mlp": 1}),
+    "relu": (*gated(jax.nn.relu), {"rms_norm": 1, "gated_mlp": 1}),
+    "gelu": (*gated(jax.nn.gelu), {"rms_norm": 1, "gated_mlp": 1}),
+    "bias": (
+        biased,
+        (array(D, 3 * D, seed=5), 1 + array(D, seed=6) / 9, array(D, seed=7), array(N, T, T, seed=8)),
+        {"attention": 1, "layer_norm": 1},
+    ),
+    "probe": (probed, (array(D, 2 * D, seed=9), array(D, seed=10)), {"attention": 1}),
+}
+
+
+def sites(report):
+    return {site.op: site.direction for site in report.sites if site.op != "respelling"}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_sites_of_shared_parameters_are_found_with_their_backward(name):
+    program, parameters, wanted = PROGRAMS[name]
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin(program(p, x)))
+
+    step = jax.vmap(jax.grad(loss, (0, 1)), (None, 0))
+    compared = compare(step, (parameters, array(E, B, T, D, seed=11)), gradients=False)
+    assert compared.complaints == []
+    assert {op: compared.counts(op) for op in wanted} == wanted
+    assert sites(compared.report) == dict.fromkeys(wanted, "forward+backward")
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_examples_along_another_axis(axis):
+    program, parameters, _ = PROGRAMS["silu"]
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin(program(p, x)))
+
+    step = jax.vmap(jax.grad(loss), (None, axis))
+    compared = compare(step, (parameters, array(4, E, 6, D, seed=12)), gradients=False)
+    assert compared.complaints == []
+    assert compared.counts("gated_mlp") == compared.counts("rms_norm") == 1
+
+
+def test_gradients_are_clipped_and_added_up_in_a_loop():
+    program, parameters, wanted = PROGRAMS["silu"]
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin(program(p, x)))
+
+    def clipped(p, x):
+        gradients = jax.grad(loss)(p, x)
+        norm = jnp.sqrt(sum(jnp.sum(g * g) for g in gradients))
+        return [g / jnp.maximum(norm, 1) for g in gradients]
+
+    def step(p, xs):
+        def microbatch(total, x):
+            gradients = jax.vmap(clipped, (None, 0))(p, x)
+            return [t + g.sum(0) for t, g in zip(total, gradients, strict=True)], None
+
+        return lax.scan(microbatch, [jnp.zeros_like(a) for a in p], xs)[0]
+
+    compared = compare(step, (parameters, array(2, E, B, T, D, seed=13)), gradients=False)
+    assert compared.complaints == []
+    assert sites(compared.report) == dict.fromkeys(wanted, "forward+backward")
+
+
+def test_a_gradient_of_examples_around_the_optimized_function():
+    program, parameters, _ = PROGRAMS["bias"]
+    optimized = optimized_like_a_user(program)
+
+    def loss(f):
+        return lambda p, x: jnp.sum(jnp.sin(f(p, x)))
+
+    x = array(E, B, T, D, seed=14)
+    given, wanted = (jax.vmap(jax.grad(loss(f)), (None, 0))(parameters, x) for f in (optimized, program))
+    for a, b in zip(given, wanted, strict=True):
+        assert jnp.max(jnp.abs(a - b)) < 1e-4 * jnp.max(jnp.abs(b))
+
+
+def test_the_train_step_of_examples_of_the_corpus():
+    pytest.importorskip("optax")
+    (case,) = [case for case in corpus.cases() if "lm_perexample" in case.name]
+    step, args = case.build()
+    optimized = optimized_like_a_user(step)
+    jax.jit(lambda *a: optimized(*a)).lower(*args)
+    counts = optimized.report().counts()
+    assert counts["attention"] == case.count("attention")
+    assert counts["rms_norm"] == case.count("rms")
+    assert counts["gated_mlp"] == case.count("glu")
