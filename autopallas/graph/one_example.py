@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from autopallas import compat, jaxprs
-from autopallas.compat import ClosedJaxpr, JaxprEqn, Literal, Params, Var
+from autopallas.compat import ClosedJaxpr, JaxprEqn, Literal, Params, PyTree, Var
 from autopallas.graph.custom_rules import ELEMENTWISE, derivative_of, is_elementwise_call
 from autopallas.graph.extract import closed
 from autopallas.graph.flatten import flatten
@@ -34,7 +34,7 @@ class _Step:
     """An equation of one example: what computes it from its operands."""
 
     equation: JaxprEqn
-    compute: Callable[..., jax.Array | Sequence[jax.Array]]
+    compute: Callable[..., PyTree]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -141,7 +141,9 @@ def test_time_that_is_over_is_told():
     verdict = judge(softmax, softmax, [f32(4, 6)], questions=["sizes", "magnitudes"], seconds=1e-9)
     assert not verdict.ok
     (note,) = verdict.notes
-    assert re.fullmatch(r"cases that were not heard, since 1e-09 seconds were over: \d+ of sizes, \d+ of magnitudes", note)
+    assert re.fullmatch(
+        r"cases that were not heard, since 1e-09 seconds were over: \d+ of sizes, \d+ of magnitudes", note
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
