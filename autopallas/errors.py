@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autopallas.verification.verify import Verification
 
-__all__ = ["AutopallasWarning", "OptionError", "RequirementError", "UnsupportedError", "VerificationError", "warn"]
+__all__ = [
+    "AutopallasWarning",
+    "OptionError",
+    "RequirementError",
+    "UnsupportedError",
+    "VerificationError",
+    "one_line",
+    "warn",
+]
 
 
 class OptionError(ValueError):
@@ -37,6 +45,12 @@ class VerificationError(RuntimeError):
 
 class AutopallasWarning(UserWarning):
     """Warns that something went wrong inside autopallas; the program still runs, without the rewrite concerned."""
+
+
+def one_line(error: BaseException) -> str:
+    """Returns an exception's type, and the first line of its message where it has one."""
+    kind, first = type(error).__name__, str(error).strip().partition("\n")[0].rstrip()
+    return f"{kind}: {first}" if first else kind
 
 
 _NOT_THE_USERS = ("autopallas", "jax", "jaxlib")

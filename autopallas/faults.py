@@ -19,10 +19,10 @@ from typing import Protocol, Self
 
 from autopallas import jaxprs
 from autopallas.compat import JaxprEqn
-from autopallas.errors import OptionError, RequirementError, UnsupportedError, VerificationError
+from autopallas.errors import OptionError, RequirementError, UnsupportedError, VerificationError, one_line
 from autopallas.report.records import Failure
 
-__all__ = ["MEANT", "collecting", "contained", "in_words", "one_line"]
+__all__ = ["MEANT", "collecting", "contained", "in_words"]
 
 MEANT = (OptionError, RequirementError, UnsupportedError, VerificationError)
 """Errors that are answers to the user, not internal failures: they are always raised."""
@@ -116,11 +116,6 @@ def _location(place: str | JaxprEqn | _Placed | None) -> str:
     if isinstance(place, str):
         return place
     return jaxprs.location(place if place is None or isinstance(place, JaxprEqn) else place.equation)
-
-
-def one_line(error: BaseException) -> str:
-    """Returns an exception's type, and the first line of its message."""
-    return f"{type(error).__name__}: {error}".strip().split("\n")[0]
 
 
 def in_words(failures: list[Failure]) -> str:

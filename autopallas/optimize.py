@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from autopallas import compat, pipeline
 from autopallas.arguments import Static, Untraceable, Watched, is_flag, is_number, join, split, told_apart, traceable
 from autopallas.compat import ArrayFunction, ClosedJaxpr, Jitted, PyTree
-from autopallas.errors import warn
+from autopallas.errors import one_line, warn
 from autopallas.fallback.bisect import is_bisecting, no_site_is_allowed
 from autopallas.fallback.rerun import is_users_error, mark_users_error, record_failures, rerun
 from autopallas.faults import MEANT
@@ -412,7 +412,7 @@ class Optimized(Generic[P, R]):
         ):
             raise error
         self._as_it_is = error
-        reason = str(error) if isinstance(error, Untraceable) else f"{type(error).__name__}: {error}".split("\n")[0]
+        reason = str(error) if isinstance(error, Untraceable) else one_line(error)
         reason = f"as it is written, since jax.jit cannot trace it: {reason}"
         self._publish(LiveReport(Report(failures=(Failure("trace", f"the function runs {reason}"),))))
         if resolve(self._explicit).strict:
@@ -494,7 +494,7 @@ def _emit(
         try:
             return compat.emit(rewritten, arrays)
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".split("\n")[0]
+            reason = one_line(error)
             rewritten = _left(program, report, f"tracing failed: {reason}", Failure("trace", reason))
             warn(f"autopallas left a program as it was: tracing the rewritten one failed with {reason}")
     return compat.emit(rewritten, arrays)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from autopallas.cli import CommandError
 from autopallas.compat import ArrayFunction, Dtype, PyTree
+from autopallas.errors import one_line
 
 if TYPE_CHECKING:
     from autopallas.court.case import Inputs
@@ -175,8 +176,6 @@ def _given(options: argparse.Namespace) -> _Subject:
 def _check(subject: _Subject) -> None:
     """Raises CommandError if the reference does not accept the given arguments."""
     import jax
-
-    from autopallas.cli.program import one_line
 
     try:
         jax.eval_shape(subject.reference, *subject.arguments)

@@ -11,6 +11,8 @@ import textwrap
 from collections import Counter
 from typing import TYPE_CHECKING, TypedDict
 
+from autopallas.errors import one_line
+
 if TYPE_CHECKING:
     from autopallas.sites.device import Device
 
@@ -148,7 +150,7 @@ def _devices(problems: list[str]) -> tuple[list[DeviceKind], Device | None]:
         ]
         return listed, Device.current()
     except Exception as error:
-        problems.append(f"JAX finds no device: {_one_line(error)}")
+        problems.append(f"JAX finds no device: {one_line(error)}")
         return [], None
 
 
@@ -167,7 +169,7 @@ def _operations(device: Device, problems: list[str]) -> dict[str, Asked]:
         try:
             matches, _ = find(Graph(flatten(make_jaxpr(program, *shapes))), (op,), True)
         except Exception as error:
-            problems.append(f"recognition of {op} fails: {_one_line(error)}")
+            problems.append(f"recognition of {op} fails: {one_line(error)}")
             continue
         if not matches:
             found[op] = {"recognised": False, "sample": "", "order": [], "implementations": {}}
@@ -180,7 +182,7 @@ def _operations(device: Device, problems: list[str]) -> dict[str, Asked]:
             except OptionError as error:  # reported with the environment
                 answer = Unsupported(str(error))
             except Exception as error:
-                problems.append(f"{op}: asking {name} fails: {_one_line(error)}")
+                problems.append(f"{op}: asking {name} fails: {one_line(error)}")
                 continue
             reason = answer.reason if isinstance(answer, Unsupported) else ""
             answers[name] = {"usable": isinstance(answer, Supported), "reason": reason}
@@ -226,10 +228,6 @@ def _environment(problems: list[str]) -> Environment:
         problems.append(str(error))
         changed = {}
     return {"variables": {name: os.environ[name] for name in names}, "options": changed}
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 # ---------------------------------------------------------------------- telling

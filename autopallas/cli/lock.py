@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from autopallas.cli import CommandError
 from autopallas.environment import OBJECTIVES
-from autopallas.errors import OptionError
+from autopallas.errors import OptionError, one_line
 from autopallas.numerics.classes import CLASSES
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _line(site: LockedSite) -> str:
 def _certified(lock: Lock, arguments: Sequence[PyTree], device: Device, before: str | None) -> Lock:
     """Returns the lock with the digest of its program here, and with those that a file with the same sites has."""
     from autopallas import compat
-    from autopallas.cli.program import function_of, one_line, rewritten_program
+    from autopallas.cli.program import function_of, rewritten_program
     from autopallas.tuning.certificate import digest_of, setting
 
     with tempfile.TemporaryDirectory() as folder:

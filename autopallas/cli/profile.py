@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from autopallas.cli import CommandError
 from autopallas.compat import ArrayFunction, PyTree
 from autopallas.environment import OBJECTIVES
+from autopallas.errors import one_line
 
 if TYPE_CHECKING:
     import jax
@@ -68,7 +69,7 @@ class _Without:
 def _run(options: argparse.Namespace) -> int:
     import jax
 
-    from autopallas.cli.program import function_of, one_line, shapes_of
+    from autopallas.cli.program import function_of, shapes_of
     from autopallas.errors import OptionError, RequirementError, UnsupportedError
     from autopallas.optimize import Optimized
     from autopallas.progress import Progress
@@ -137,7 +138,6 @@ def _arguments(types: Sequence[PyTree], inputs: ArrayFunction | None) -> list[Py
     import jax
     import jax.numpy as jnp
 
-    from autopallas.cli.program import one_line
     from autopallas.court.case import Case
     from autopallas.sites import random_keys
 

@@ -17,7 +17,7 @@ from autopallas.compat import ArrayFunction, ClosedJaxpr, PyTree, make_jaxpr
 from autopallas.custom.check import without_nested
 from autopallas.custom.registry import declared
 from autopallas.environment import OPERATIONS
-from autopallas.errors import OptionError, UnsupportedError
+from autopallas.errors import OptionError, UnsupportedError, one_line
 from autopallas.optimize import Optimized
 from autopallas.options import Options, resolve
 from autopallas.passes import Passes
@@ -28,7 +28,7 @@ from autopallas.plan.decision import Decision
 from autopallas.sites.device import Device
 from autopallas.tuning.lock import pinned
 
-__all__ = ["Sites", "function_of", "one_line", "rewritten_program", "shapes_of", "sites_of"]
+__all__ = ["Sites", "function_of", "rewritten_program", "shapes_of", "sites_of"]
 
 _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -146,9 +146,3 @@ def _traced(name: str, function: ArrayFunction, arguments: Sequence[PyTree]) -> 
             return make_jaxpr(function, *arguments)
     except Exception as error:
         raise CommandError(f"{name} cannot be traced with these shapes: {one_line(error)}") from None
-
-
-def one_line(error: BaseException) -> str:
-    """Returns an error's type and the first line of its message."""
-    first = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from autopallas.cli import CommandError
 from autopallas.compat import ArrayFunction, PyTree
 from autopallas.environment import OBJECTIVES, REPORT_SUFFIXES
+from autopallas.errors import one_line
 
 if TYPE_CHECKING:
     from autopallas.compile.tpu import Generation
@@ -43,7 +44,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     from contextlib import nullcontext
 
-    from autopallas.cli.program import function_of, one_line, shapes_of
+    from autopallas.cli.program import function_of, shapes_of
     from autopallas.errors import OptionError, RequirementError, UnsupportedError
     from autopallas.optimize import Optimized, explain
     from autopallas.report import terminal
@@ -116,7 +117,6 @@ def _compiled(
     original: ArrayFunction, optimized: ArrayFunction, shapes: tuple[PyTree, ...], target: Target
 ) -> dict[str, tuple[Figure, Figure]]:
     """Returns (the original's, the optimized one's) for every figure of the compiler; a text if it failed."""
-    from autopallas.cli.program import one_line
     from autopallas.progress import Progress
 
     compiler: Callable[..., Mapping[str, Figure]] = _here if target.generation is None else _ahead

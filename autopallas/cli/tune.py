@@ -11,11 +11,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 
 from autopallas.cli import CommandError
-from autopallas.cli.program import function_of, one_line, shapes_of
+from autopallas.cli.program import function_of, shapes_of
 from autopallas.compat import ArrayFunction, PyTree, make_jaxpr
 from autopallas.compile.tpu import Compiler
 from autopallas.custom.registry import Pattern
 from autopallas.environment import OPERATIONS
+from autopallas.errors import one_line
 from autopallas.graph import Graph, flatten
 from autopallas.optimize import Optimized
 from autopallas.options import resolve

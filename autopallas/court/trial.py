@@ -27,7 +27,7 @@ from autopallas.court.case import (
 )
 from autopallas.court.hearing import Finding, Gives, Heard, Reference, differing_runs, hear, with_gradients
 from autopallas.court.verdict import Failure, Tally, Verdict
-from autopallas.faults import one_line
+from autopallas.errors import one_line
 from autopallas.numerics.classes import Numerics
 
 __all__ = ["DTYPES", "QUESTIONS", "judge"]

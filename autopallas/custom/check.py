@@ -15,6 +15,7 @@ import numpy as np
 from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, Shaped
 from autopallas.custom.operation import PatternOperation, PatternSpec, ReplacementError, pattern_of
+from autopallas.errors import one_line
 from autopallas.graph import Graph
 from autopallas.graph.edit import surviving
 from autopallas.patterns.match import Match
@@ -106,7 +107,7 @@ def check_replacement(match: Match, block_sizes: BlockSizes, strict: bool, runs:
     except Exception as error:
         if strict:
             raise
-        return False, f"the replacement fails with {type(error).__name__}: {str(error).splitlines()[0]}"
+        return False, f"the replacement fails with {one_line(error)}"
     return (True, sample.in_words) if fault is None else (False, fault)
 
 
@@ -334,7 +335,7 @@ def _fault_of_rows(site: DeclaredSite) -> str | None:
         try:
             alike = isolated(work)
         except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            reason = one_line(error)
             return f"rows={own.rows!r} cannot be checked, since the reference fails for parts of {letter}: {reason}"
         if not alike:
             return f"rows={own.rows!r} is wrong: the reference of a part along {letter} is not that part of the whole"

@@ -13,7 +13,7 @@ from autopallas.compat import ArrayFunction
 from autopallas.custom.axes import Axes
 from autopallas.custom.registry import PLATFORMS, Pattern, register
 from autopallas.environment import OPERATIONS
-from autopallas.errors import OptionError
+from autopallas.errors import OptionError, one_line
 from autopallas.numerics.classes import CLASSES, Numerics
 from autopallas.patterns.spellings import check
 from autopallas.sites.block_sizes import Candidates
@@ -179,5 +179,5 @@ def _check_candidates(pattern: Pattern) -> None:
     try:
         pattern.operation.block_sizes.candidates(pattern.operation.sample)
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        reason = one_line(error)
         raise OptionError(f"the candidates of the pattern {pattern.name} fail for its example: {reason}") from error

@@ -15,9 +15,9 @@ import jax
 
 from autopallas.compat import PyTree
 from autopallas.compile.subprocess import lacks_memory
+from autopallas.errors import one_line
 from autopallas.fallback.bisect import ALL_SITES, NO_SITES, SEEN, Suspect, allowing, bisect_failures
 from autopallas.fallback.warn import warn_not_used
-from autopallas.faults import one_line
 from autopallas.tuning.cache import WARNED
 from autopallas.tuning.probe_cache import ProbeResult, ProbeResults
 

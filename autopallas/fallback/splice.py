@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from autopallas import jaxprs
 from autopallas.compat import ClosedJaxpr
+from autopallas.errors import one_line
 from autopallas.fallback.bisect import bisect_failures
 from autopallas.fallback.warn import warn_not_used
-from autopallas.faults import one_line
 from autopallas.graph import Graph
 from autopallas.patterns import Match
 from autopallas.plan.decision import Decision

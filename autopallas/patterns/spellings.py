@@ -18,7 +18,7 @@ from autopallas import compat, jaxprs
 from autopallas.compat import JaxprLike, Literal, Shaped, Var
 from autopallas.custom.operation import site_for
 from autopallas.custom.registry import Pattern
-from autopallas.errors import OptionError
+from autopallas.errors import OptionError, one_line
 from autopallas.faults import contained
 from autopallas.graph import Graph, Node, flatten
 from autopallas.graph.edit import surviving
@@ -91,7 +91,7 @@ def check(pattern: Pattern) -> None:
     try:
         reference = Reference(pattern, pattern.shapes, pattern.marks)
     except Exception as error:
-        raise wrong(f"cannot be traced: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+        raise wrong(f"cannot be traced: {one_line(error)}") from error
     graph = reference.graph
     if len(reference.results) != 1:
         raise wrong(f"returns {len(reference.results)} arrays, not one")

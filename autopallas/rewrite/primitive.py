@@ -33,7 +33,7 @@ from autopallas.compat import (
     batching,
     mlir,
 )
-from autopallas.faults import one_line
+from autopallas.errors import one_line
 from autopallas.numerics.promote import usual_promotion
 from autopallas.plan.cross_platform import replan_for
 from autopallas.plan.decision import NOTHING_TO_COMPUTE, Decision, size_unknown

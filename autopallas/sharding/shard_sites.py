@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 
 from autopallas import compat
 from autopallas.compat import ClosedJaxpr, MeshLike, Shaped
+from autopallas.errors import one_line
 from autopallas.faults import contained
 from autopallas.graph import Graph
 from autopallas.patterns.match import Match
@@ -261,5 +262,5 @@ def _communicates_no_more(part: Match, site: ShardedSite, found: Found) -> bool:
     try:
         return communicates_no_more(part, site, found)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".split("\n")[0]
+        reason = one_line(error)
         raise Indivisible(f"what it sends could not be found out: {reason}") from error

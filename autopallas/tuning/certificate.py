@@ -18,7 +18,7 @@ import numpy as np
 
 from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr
-from autopallas.faults import one_line
+from autopallas.errors import one_line
 from autopallas.sites import random_keys
 from autopallas.sites.device import Device
 from autopallas.tuning import processor

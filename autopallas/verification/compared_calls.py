@@ -10,10 +10,9 @@ import jax
 
 from autopallas import compat, pipeline
 from autopallas.compat import Jitted, Params, PyTree
-from autopallas.errors import warn
+from autopallas.errors import one_line, warn
 from autopallas.fallback.bisect import ALL_SITES, NO_SITES, SEEN, allowing
 from autopallas.fallback.rerun import Recoverable
-from autopallas.faults import one_line
 from autopallas.options import Options, resolve
 from autopallas.report import at_exit
 from autopallas.report.live_report import LiveReport

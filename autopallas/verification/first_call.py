@@ -15,7 +15,7 @@ import jax
 
 from autopallas import compat
 from autopallas.compat import ArrayFunction, PyTree
-from autopallas.errors import OptionError, RequirementError, UnsupportedError, VerificationError, warn
+from autopallas.errors import OptionError, RequirementError, UnsupportedError, VerificationError, one_line, warn
 
 __all__ = ["FirstCall", "checked", "demand", "unchecked"]
 
@@ -72,5 +72,5 @@ def checked(fn: ArrayFunction, args: Sequence[PyTree], kwargs: dict[str, PyTree]
     except Exception as error:
         if strict:
             raise
-        reason = f"{type(error).__name__}: {error}".split("\n")[0]
+        reason = one_line(error)
         warn(f"autopallas could not verify {fn!r}: {reason}")

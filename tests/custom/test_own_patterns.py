@@ -29,6 +29,10 @@ def softmax(x):
     return jax.nn.softmax(x, axis=-1)
 
 
+def fails_without_a_word(x):
+    raise AssertionError
+
+
 def rms_norm(x, weight, *, eps):
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
@@ -249,6 +253,7 @@ def test_a_wrong_derivative_is_not_used():
         (lambda x: x[0], "gives float32[8] where the reference gives float32[4, 8]"),
         (lambda x: softmax(x).astype(jnp.bfloat16), "gives bfloat16[4, 8]"),
         (lambda x: jnp.reshape(x, (3, 5)), "fails with TypeError"),
+        (fails_without_a_word, "fails with AssertionError"),
         (lambda x: softmax(x) * jnp.nan, "differs from the reference's"),
     ],
 )
@@ -308,6 +313,7 @@ ARRAY = np.ones(8, np.float32)
         (softmax, {"shapes": []}, "has at least one operand"),
         (softmax, {"shapes": [normal(4), normal(4)]}, "cannot be traced: TypeError"),
         (lambda x: (x + 1, x + 2), {}, "returns 2 arrays, not one"),
+        (fails_without_a_word, {}, "cannot be traced: AssertionError$"),
         (lambda x: x, {}, "computes nothing"),
         (lambda x: jnp.ones(3), {}, "does not use its operand 0"),
         (lambda x: x + jnp.asarray(ARRAY), {}, "holds an array of its own"),

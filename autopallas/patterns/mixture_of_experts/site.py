@@ -11,7 +11,7 @@ from jax import lax
 
 from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprEqn, JaxprLike, Literal, Var
-from autopallas.faults import one_line
+from autopallas.errors import one_line
 from autopallas.graph import Graph, Space, flatten
 from autopallas.graph.custom_rules import is_elementwise_call, rule_key
 from autopallas.graph.extract import jaxpr_of, nodes_between
