@@ -5,8 +5,9 @@ what a search finds now, where one is allowed; the table's nearest row; the defa
 
 A search that nobody asked for is left out of sites whose original takes little time, of an implementation that restates
 the original, and on GPUs where the table has a measured row for one of a site's implementations, since the journal that
-gave it has one for each that was timed.  All of them together have a limited time.  On CPUs it is a quick one: it tries
-the two best guesses, within a few seconds.
+gave it has one for each that was timed.  On GPUs and TPUs it is also left out of plain JAX where a kernel for the
+platform was just found to gain, and of what was measured to be slower than the original in the nearest bucket.  All of
+them together have a limited time.  On CPUs it is a quick one: it tries the two best guesses, within a few seconds.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
@@ -24,7 +25,7 @@ from autopallas.autotune.search import Yardstick, search
 from autopallas.compile.outside_trace import isolated
 from autopallas.options import Options
 from autopallas.sites.device import Device
-from autopallas.sites.operation import operation_named
+from autopallas.sites.operation import HOME, operation_named
 from autopallas.sites.spec import BlockSizes
 from autopallas.sites.workload import SiteWorkload, Workload
 from autopallas.tuning import coverage
@@ -32,6 +33,7 @@ from autopallas.tuning.cache import WARNED, Cache
 from autopallas.tuning.distributed import agreement
 from autopallas.tuning.duration import takes_long
 from autopallas.tuning.entry import Entry, EntryError
+from autopallas.tuning.evidence import Evidence
 from autopallas.tuning.key import TuningKey, key_of
 from autopallas.tuning.lookup import Choice, of_table
 
@@ -63,6 +65,14 @@ def _is_measured(found: Choice | _Miss) -> bool:
     if isinstance(found, _Miss) or found.row is None:
         return False
     return found.source == "table" and found.exact and found.row.evidence == "measured"
+
+
+def _was_slower(found: Choice, objective: str) -> bool:
+    """Returns whether the row of the nearest bucket was measured to be slower than the original, which is no reason to
+    wait for a search that looks for time."""
+    if objective != "time" or found.source != "nearest" or found.row is None:
+        return False
+    return found.row.evidence == "measured" and found.row.speedup < 1.0
 
 
 class Tuner:
@@ -135,6 +145,8 @@ class Tuner:
         choices: dict[str, Choice] = {}
         yardstick = Yardstick()
         for name, found in looked_up.items():
+            if isinstance(found, _Miss) and self._outdone(name, choices):
+                found, open_ = found.otherwise, open_ - 1
             if isinstance(found, Choice):
                 choices[name] = found
                 continue
@@ -144,6 +156,16 @@ class Tuner:
             took = time.monotonic() - begin
             left, self._seconds, open_ = left - took, self._seconds - took, open_ - 1
         return choices
+
+    def _outdone(self, implementation: str, choices: Mapping[str, Choice]) -> bool:
+        """Returns whether a search of plain JAX that nobody asked for is left out, since a kernel that is written for
+        the platform was just found to gain."""
+        platform, objective = self._device.platform, self._options.objective
+        if not self._unasked or platform == "cpu" or HOME.get(implementation) == platform:
+            return False
+        own = (c for name, c in choices.items() if c.source == "autotune" and HOME.get(name) == platform)
+        found = (Evidence.of(c.row, objective) for c in own)
+        return any(evidence is not None and evidence.licenses for evidence in found)
 
     def _looked_up(self, match: Workload, implementation: str, seconds: float) -> Choice | _Miss:
         """Returns what is known without a search; ``seconds`` is the least that one would have."""
@@ -160,6 +182,8 @@ class Tuner:
                     return choice
         tabled = of_table(match, implementation, self._device, self._options.objective)
         if tabled.exact and not (tabled.row and tabled.row.evidence == "estimated" and search):
+            return tabled
+        if self._unasked and self._device.platform != "cpu" and _was_slower(tabled, self._options.objective):
             return tabled
         if entry is not None and entry.outcome == "unfinished" and entry.seconds >= seconds:
             return replace(tabled, note=entry.reason)

@@ -23,6 +23,7 @@ from autopallas.sites.device import Device
 from autopallas.sites.operation import operation_named
 from autopallas.tuning import coverage
 from autopallas.tuning.declared_table import DeclaredTable
+from autopallas.tuning.entry import Entry
 from autopallas.tuning.evidence import Evidence, ranked
 from autopallas.tuning.lookup import of_table
 from autopallas.tuning.table import Row
@@ -183,3 +184,43 @@ def test_where_one_implementation_has_a_row_no_other_is_searched_for_unasked(mon
     found = tuner.choices(match, ("pallas_gpu", "cudnn", "xla"))
     assert len(searched) == searches
     assert found["cudnn"].exact is known
+
+
+@pytest.mark.parametrize(
+    "autotune, kernel_us, wanted",
+    [
+        (None, 500.0, ["pallas_gpu", "cudnn"]),
+        (None, 990.0, ["pallas_gpu", "cudnn", "xla"]),
+        (True, 500.0, ["pallas_gpu", "cudnn", "xla"]),
+    ],
+)
+@pytest.mark.usefixtures("user_cache")
+def test_plain_jax_is_searched_for_unasked_where_no_kernel_gains(monkeypatch, autotune, kernel_us, wanted):
+    match, searched = attention_match(), []
+    sizes = attention.TABLE.files.read("NVIDIA H100")[0][1].block_sizes
+
+    def found(match, implementation, key, *rest, **settings):
+        searched.append(implementation)
+        row = measured(sizes.to_dict(), kernel_us)
+        return Entry(key.description, "tuned", row=row, seconds=1.0, block_sizes=sizes.to_dict())
+
+    monkeypatch.setattr(attention.TABLE, "rows", {"NVIDIA H100": {}})
+    monkeypatch.setattr(tuners, "search", found)
+    chosen = Tuner(H100, resolve({"autotune": autotune})).choices(match, ("pallas_gpu", "cudnn", "xla"))
+    assert searched == wanted
+    assert chosen["pallas_gpu"].source == "autotune"
+    assert set(chosen) == {"pallas_gpu", "cudnn", "xla"}
+
+
+@pytest.mark.parametrize("autotune, kernel_us, searches", [(None, 1300.0, 0), (None, 990.0, 1), (True, 1300.0, 1)])
+@pytest.mark.usefixtures("user_cache")
+@pytest.mark.filterwarnings("ignore:autopallas could not search")
+def test_what_was_slower_in_the_nearest_bucket_is_not_searched_for_unasked(monkeypatch, autotune, kernel_us, searches):
+    match, searched = attention_match(), []
+    sizes = attention.TABLE.files.read("NVIDIA H100")[0][1].block_sizes
+    key = attention.table_key(match.spec, "xla", "forward")
+    near = (*key[:3], "T16384" if key[3] != "T16384" else "T8192", key[4])
+    monkeypatch.setattr(attention.TABLE, "rows", {"NVIDIA H100": {near: measured(sizes, kernel_us)}})
+    monkeypatch.setattr(tuners, "isolated", lambda function: searched.append(function) or 1 / 0)
+    Tuner(H100, resolve({"autotune": autotune})).choices(match, ("xla",))
+    assert len(searched) == searches
