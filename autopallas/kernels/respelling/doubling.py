@@ -1,5 +1,5 @@
 """Recognises what ``lax.associative_scan`` and doubling by hand compute by their values: recurrences
-``h[t] = a[t] h[t-1] + b[t]``.
+``h[t] = a[t] h[t-1] + b[t]``, and products ``p[t] = a[t] p[t-1]``.
 
 To JAX an associative scan is no equation, but some seventeen for each level: slices, products, sums, pads and
 concatenations, and as many again in the gradient.  No arrangement of these is matched.  Along one axis they compute
@@ -8,7 +8,12 @@ field are the same (Schwartz and Zippel: for T steps the chance of an error is b
 element, and two points are tried).
 
 An input is a value that no slice or pad along the axis stands above: what the scan is given, or the cotangent of its
-result.  Doubling by hand shifts all steps by 1, 2, 4, ... and fills with ones and zeros, which are no inputs.
+result.  So is one that the first slice of every second step reads, if none has been taken above it, such as numbers
+that are shifted by one before they are scanned: whatever computes them, the tree begins there.  Doubling by hand shifts
+all steps by 1, 2, 4, ... and fills with ones and zeros, which are no inputs.
+
+A scan of a and b gives the products of a too.  Where the program reads both results, these are two scans, whose
+gradient of a is one sum.  The derivative of ``cumprod`` is that of such products.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ _LONGEST = 2**16
 _SHORTEST = 8
 _MOST_NODES = 4096
 """Largest number of equations that one result is computed by."""
-_MOST_INPUTS = 4
+_MOST_INPUTS = 6
 """Most inputs of a scan, or of one of its gradients."""
 _SUMS = frozenset({"add", "add_any"})
 _ELEMENTWISE = _SUMS | {"mul", "sub", "neg", "copy", "copy_p"}
@@ -45,31 +50,39 @@ _MOVES = frozenset({"slice", "pad", "split"})
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """``h[t] = a[t] h[t-1] + b[t]``, where ``h[0] = b[0]``.
+    """``h[t] = a[t] h[t-1] + b[t]``, where ``h[0] = b[0]``; or ``h[t] = a[t] h[t-1]``, where ``h[0] = a[0]``.
 
     Attributes:
-      decay, given, result: the numbers of a, b and h.
+      decay, given, result: the numbers of a, b and h; of products no b.
       axis: the axis of time.
       shifted: whether it is written with shifts of all steps, and not as ``lax.associative_scan`` has it.
     """
 
     decay: int
-    given: int
+    given: int | None
     result: int
     axis: int
     shifted: bool
 
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """What is scanned."""
+        return (self.decay,) if self.given is None else (self.decay, self.given)
+
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """The gradients of a scan: ``g[t] = d[t] + a[t+1] g[t+1]``, of b, and ``g[t] h[t-1]``, of a.
+    """The gradients of a scan: ``g[t] = d[t] + a[t+1] g[t+1]``, of b, and ``g[t] h[t-1]``, of a, where products begin
+    after a one.
 
     Attributes:
       scan: the scan.
       cotangent: the number of d, h's cotangent.
-      reads_result: whether h is at hand; else it is computed once more.
+      reads_result: whether what is scanned is at hand; else it is computed once more.
       of_given: the number of b's gradient.
       of_decay: the number of a's gradient; None if the program does not compute it.
+      products: the products of a, and their cotangent, of whose gradient a's is the sum with the scan's; None where a
+        has the scan's alone.
     """
 
     scan: Forward
@@ -77,10 +90,21 @@ class Backward:
     reads_result: bool
     of_given: int | None
     of_decay: int | None
+    products: tuple[Forward, int] | None = None
 
     @property
     def results(self) -> tuple[int, ...]:
         return tuple(n for n in (self.of_given, self.of_decay) if n is not None)
+
+    @property
+    def cotangents(self) -> tuple[int, ...]:
+        """The cotangents of the scan and of the products."""
+        return (self.cotangent,) if self.products is None else (self.cotangent, self.products[1])
+
+    @property
+    def scanned(self) -> tuple[int, ...]:
+        """The results of both."""
+        return (self.scan.result,) if self.products is None else (self.scan.result, self.products[0].result)
 
 
 _REMEMBERED: WeakKeyDictionary[Graph, Mapping[int, Forward | Backward]] = WeakKeyDictionary()
@@ -126,6 +150,19 @@ def _together(regions: _Regions, scans: Sequence[_Scan]) -> list[_Scan]:
     return [one for one in left if not regions.escapes(*regions_of[one[0].result])]
 
 
+def _halves(node: Node) -> bool:
+    """Returns whether a node takes every second step, or puts steps between others."""
+    if node.name == "slice":
+        return any(by != 1 for by in node.params["strides"] or ())
+    return node.name == "pad" and _interior(node)
+
+
+def _takes_off(node: Node) -> bool:
+    """Returns whether a pad takes steps off at the ends, or none."""
+    three = node.params["padding_config"] if node.name == "pad" else [(1, 1, 1)]
+    return all(int(low) <= 0 >= int(high) and not int(inside) for low, high, inside in three)
+
+
 def _interior(node: Node) -> bool:
     return any(int(inside) > 0 for _, _, inside in node.params["padding_config"])
 
@@ -145,6 +182,9 @@ def _shifts(graph: Graph, node: Node) -> tuple[int, ...]:
 
 # ---------------------------------------------------------------------- regions and their values
 
+_Pulled = tuple[tuple[Forward, int], ...]
+"""One scan or two, each with the cotangent of its result."""
+
 
 class _Regions:
     """Follows values along the axis on which slices and pads move them, and proves what sums of pads are.
@@ -155,7 +195,8 @@ class _Regions:
       same: by number, the value that a pad of nothing gives back.
       inputs: by number, the inputs of a moved value; None where these are many.
       scans: by the result.
-      of_given, of_decay: by scan's result and cotangent, the gradients.
+      of_given, of_decay: the gradients, by the scan's result and cotangent, and those of the products where a's
+        gradient is the sum of both.
     """
 
     def __init__(self, graph: Graph, shifted: bool):
@@ -165,24 +206,53 @@ class _Regions:
         self.inputs: dict[int, frozenset[int] | None] = {}
         self.scans: dict[int, Forward] = {}
         self._of_decays: dict[int, list[Forward]] = {}
-        self.of_given: dict[tuple[int, int], int] = {}
-        self.of_decay: dict[tuple[int, int], int] = {}
+        self.of_given: dict[_Pulled, int] = {}
+        self.of_decay: dict[_Pulled, int] = {}
         self.values: list[dict[int, Array | None]] = [{} for _ in range(_POINTS)]
         self._regions: dict[int, list[Node] | None] = {}
         self._functions: dict[tuple[str, int, tuple[int, ...]], Array] = {}
         self._alive = surviving(graph)
+        self._halved: set[int] = set()
+        """The values above which every second step was taken."""
         for node in graph.nodes:
+            self._enter(node)
             axis = self._axis(node)
             if axis is None:
                 self._note_identity(node)
                 continue
             self.moved.update(dict.fromkeys(node.outputs, axis))
+            if _halves(node) or not self._halved.isdisjoint(node.inputs):
+                self._halved.update(node.outputs)
             self.inputs.update(dict.fromkeys(node.outputs, self._inputs(node, axis)))
-            if node.name in _SUMS and (shifted or any(graph.name(n) == "pad" for n in node.inputs)):
+            sums = node.name in _SUMS and (shifted or any(graph.name(n) == "pad" for n in node.inputs))
+            if sums or shifted and node.name == "mul":
                 (number,) = node.outputs
                 leaves = self._leaves(number, axis)
                 if leaves is not None and (self._is_scan(number, leaves, axis) or self._is_gradient(number, leaves)):
-                    del self.moved[number]
+                    self._make_input(number)
+
+    def _make_input(self, number: int) -> None:
+        del self.moved[number]
+        self._halved.discard(number)
+
+    def _enter(self, node: Node) -> None:
+        """Makes an input of the value of which a node takes every second step, where none was taken above it.
+
+        JAX's transpose of a pad takes off what was padded before it takes every second step.
+        """
+        if node.name != "slice" or not _halves(node) or node.inputs[0] in self._halved:
+            return
+        (number,) = node.inputs
+        above = self.graph.definitions.get(number)
+        if above is not None and _takes_off(above):
+            number = above.inputs[0]
+        if number not in self.moved:
+            return
+        axis = self.moved[number]
+        self._make_input(number)
+        for user in self.graph.users[number]:
+            if _takes_off(user) and user.outputs[0] in self.inputs:
+                self.inputs[user.outputs[0]] = self._inputs(user, axis)
 
     def _note_identity(self, node: Node) -> None:
         """Notes a pad that adds nothing, as gradients of slices have it."""
@@ -274,19 +344,19 @@ class _Regions:
         if not _SHORTEST <= graph.shape(number)[axis] <= _LONGEST:
             return None
         found = self.inputs[number]
-        if found is None or len(found) < 2:
+        if not found:
             return None
         alike = (graph.shape(n) == graph.shape(number) and graph.dtype(n) == graph.dtype(number) for n in found)
         return tuple(sorted(found)) if all(alike) else None
 
     def _is_scan(self, number: int, leaves: tuple[int, ...], axis: int) -> bool:
-        for decay, given in itertools.permutations(leaves) if len(leaves) == 2 else ():
+        for decay, *given in itertools.permutations(leaves) if len(leaves) < 3 else ():
 
-            def states(point: int, a: int = decay, b: int = given) -> Array:
-                return self.function("scan", point, a, b)
+            def states(point: int, inputs: Sequence[int] = (decay, *given)) -> Array:
+                return self.function("scan", point, *inputs)
 
             if self._agrees(number, axis, states):
-                scan = Forward(decay, given, number, axis, self._is_shifted(number, axis))
+                scan = Forward(decay, given[0] if given else None, number, axis, self._is_shifted(number, axis))
                 self.scans[number] = scan
                 self._of_decays.setdefault(decay, []).append(scan)
                 return True
@@ -301,28 +371,44 @@ class _Regions:
         return not pads and all(by is None or set(map(int, by)) == {1} for by in strided)
 
     def _is_gradient(self, number: int, leaves: tuple[int, ...]) -> bool:
-        """Returns whether a sum is a gradient of one of the scans so far."""
-        scans = [scan for n in leaves for scan in self._of_decays.get(n, ())]
-        for scan in sorted(scans, key=lambda scan: scan.result):
-            known = (scan.decay, scan.given, scan.result)
-            rest = [n for n in leaves if n not in known]
-            if len(rest) != 1:
-                continue
-            (cotangent,) = rest
+        """Returns whether a sum is a gradient of one of the scans so far, or of one and of the products."""
+        scans = sorted({scan for n in leaves for scan in self._of_decays.get(n, ())}, key=lambda scan: scan.result)
+        products = [scan for scan in scans if scan.given is None]
+        alone = [self._pulled(leaves, scan) for scan in scans]
+        pairs = [(scan, own) for scan in scans if scan.given is not None for own in products]
+        both = [self._pulled(leaves, *pair) for pair in pairs if pair[0].decay == pair[1].decay]
+        for pulled in itertools.chain(*alone, *both):
+            scan, cotangent = pulled[0]
 
             def of_given(point: int, scan: Forward = scan, d: int = cotangent) -> Array:
                 return self.function("gradient", point, scan.decay, d)
 
-            def of_decay(point: int, scan: Forward = scan, d: int = cotangent) -> Array:
-                states = self.function("scan", point, scan.decay, scan.given)
-                found: Array = of_given(point, scan, d) * np.append(0, states[:-1]) % _PRIME
-                return found
+            def of_decay(point: int, pulled: _Pulled = pulled) -> Array:
+                return np.asarray(sum(self._of_decay(point, *own) for own in pulled) % _PRIME)
 
-            for found, expected in ((self.of_given, of_given), (self.of_decay, of_decay)):
-                if self._agrees(number, scan.axis, expected):
-                    found[scan.result, cotangent] = number
-                    return True
+            if len(pulled) == 1 and scan.given is not None and self._agrees(number, scan.axis, of_given):
+                self.of_given[pulled] = number
+                return True
+            if self._agrees(number, scan.axis, of_decay):
+                self.of_decay[pulled] = number
+                return True
         return False
+
+    def _pulled(self, leaves: tuple[int, ...], *scans: Forward) -> Iterator[_Pulled]:
+        """Yields scans with what may be their cotangents, of the inputs of a sum."""
+        known = {n for scan in scans for n in (*scan.inputs, scan.result)}
+        rest = [n for n in leaves if n not in known]
+        if 0 < len(rest) <= len(scans):
+            given = itertools.permutations(rest) if len(rest) == len(scans) else [rest * len(scans)]
+            for cotangents in given:
+                yield tuple(zip(scans, cotangents, strict=True))
+
+    def _of_decay(self, point: int, scan: Forward, cotangent: int) -> Array:
+        """Returns the decay's gradient at a point of the field, as a scan's cotangent gives it."""
+        states = self.function("scan", point, *scan.inputs)
+        before = np.append(1 if scan.given is None else 0, states[:-1])
+        found: Array = self.function("gradient", point, scan.decay, cotangent) * before % _PRIME
+        return found
 
     def _agrees(self, number: int, axis: int, expected: Callable[[int], Array]) -> bool:
         """Returns whether a value is the expected one at each of the points, and not too many nodes compute it."""
@@ -335,12 +421,16 @@ class _Regions:
     def backwards(self, scan: Forward) -> list[Backward]:
         """Returns the gradients of a scan, one pair for each cotangent."""
         alive = surviving(self.graph)
+        summed = {pulled[0]: pulled for pulled in self.of_decay if len(pulled) > 1}
         found = []
-        for key in dict.fromkeys((*self.of_given, *self.of_decay)):
-            if key[0] == scan.result:
-                one = Backward(scan, key[1], False, self.of_given.get(key), self.of_decay.get(key))
-                reads = scan.result in alive and scan.result in self._known_beside(one.results[0])
-                found.append(replace(one, reads_result=reads))
+        for pulled in dict.fromkeys((*self.of_given, *self.of_decay)):
+            if pulled[0][0] != scan or len(pulled) > 1 and pulled[:1] in self.of_given:
+                continue
+            own = summed.get(pulled[0], pulled) if pulled not in self.of_decay else pulled
+            products = own[1] if len(own) > 1 else None
+            one = Backward(scan, pulled[0][1], False, self.of_given.get(pulled), self.of_decay.get(own), products)
+            beside = self._known_beside(one.results[0])
+            found.append(replace(one, reads_result=all(n in alive and n in beside for n in one.scanned)))
         return found
 
     def value(self, number: int, axis: int, point: int) -> Array | None:
@@ -400,7 +490,7 @@ class _Regions:
     def reaches(self, backward: Backward) -> bool:
         """Returns whether the body with the gradients has all that they are computed from."""
         known = self._known_beside(backward.results[0])
-        return all(n in known for n in (backward.scan.decay, backward.scan.given, backward.cotangent))
+        return all(n in known for n in (*backward.scan.inputs, *backward.cotangents))
 
     def _known_beside(self, number: int) -> Mapping[int, object]:
         """Returns the values of the body that computes a value."""
@@ -411,6 +501,8 @@ class _Regions:
         key = name, point, inputs
         if key not in self._functions:
             arrays = [own for n in inputs if (own := self.values[point][n]) is not None]
+            if name == "scan" and len(inputs) == 1:
+                arrays.append(np.append(arrays[0][:1], np.zeros_like(arrays[0][1:])))
             self._functions[key] = _scanned(*arrays) if name == "scan" else _gradient(*arrays)
         return self._functions[key]
 

@@ -196,7 +196,75 @@ def test_scans_with_the_same_decays():
 
     a, b = random(T, D), random(T, D, seed=1)
     judged(several, a, b, wanted=(0, 0, 0))
-    assert found(read_elsewhere, a, b) == []
+    judged(read_elsewhere, a, b, wanted=(0, 0, 0))
+
+
+def both(a, b, **options):
+    return lax.associative_scan(usual, (jnp.tanh(a), b), **options)
+
+
+def transmitted(density, colour):
+    """What reaches the eye along a ray, as in volume rendering: products that are shifted by one step."""
+    opacity = 1 - jnp.exp(-jnp.abs(density))
+    left = jnp.cumprod(1 - opacity + 1e-10, -1)
+    left = jnp.concatenate([jnp.ones_like(left[..., :1]), left[..., :-1]], -1)
+    return opacity * left * colour
+
+
+def transmitted_exclusively(density, colour):
+    opacity = 1 - jnp.exp(-jnp.abs(density))
+    shifted = jnp.concatenate([jnp.ones_like(opacity[..., :1]), 1 - opacity + 1e-10], -1)
+    return opacity * jnp.cumprod(shifted, -1)[..., :-1] * colour
+
+
+def broken(stick, weight):
+    """Parts of a stick, each broken off what is left."""
+    part = jax.nn.sigmoid(stick)
+    left = jnp.cumprod(1 - part, 0)
+    return jnp.pad(part, ((0, 1), (0, 0)), constant_values=1) * jnp.pad(left, ((1, 0), (0, 0)), constant_values=1)
+
+
+PRODUCTS = {
+    "products and states": (lambda a, b: jnp.stack(both(a, b)), [0, 0], [0, 0, 2]),
+    "products and states with one cotangent": (lambda a, b: sum(both(a, b)), [0, 0], [0, 0, 2]),
+    "reversed": (lambda a, b: jnp.stack(both(a, b, reverse=True)), [0, 0], [0, 0, 2]),
+    "a first state": (lambda a, b: (lambda p, h: p * jnp.arange(D) + h)(*both(a, b)), [0, 0], [0, 0, 2]),
+    "the decays of the states stand still": (
+        lambda a, b: (lambda p, h: p * jnp.cos(lax.stop_gradient(p)) + h)(*both(a, b)), [0, 0], [0, 0, 2]
+    ),
+    "products alone": (lambda a, b: both(a, b)[0] * b, [0], [0, 1]),
+    "a scan of products": (lambda a, b: lax.associative_scan(jnp.multiply, jnp.tanh(a)) * b, [0], [0, 1]),
+    "cumprod": (lambda a, b: jnp.cumprod(jnp.tanh(a), 0) * b, [], [0, 1]),
+    "cumprod from the last": (lambda a, b: lax.cumprod(jnp.tanh(a), 0, reverse=True) * b, [], [0, 1]),
+    "what reaches the eye": (lambda a, b: transmitted(a.T, b.T), [], [0, 1]),
+    "what reaches the eye, shifted first": (lambda a, b: transmitted_exclusively(a.T, b.T), [], [0, 1]),
+    "a stick": (broken, [], [0, 1]),
+    "decays that are shifted": (lambda a, b: scanned(jnp.pad(a, ((1, 0), (0, 0)))[:-1], b), [0], [0, 2]),
+    "differences of states": (lambda a, b: jnp.diff(scanned(jnp.tanh(a), b), axis=0), [0], [0, 2]),
+}  # fmt: skip
+"""Functions, with the numbers of gradients of the sites in them, and in a program with the gradients."""
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_and_their_gradients_are_found(name):
+    function, plain, wanted = PRODUCTS[name]
+    a, b = random(T, D), random(T, D, seed=1)
+    judged(function, a, b, wanted=plain)
+    judged(trained(function), a, b, wanted=wanted)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-30, -1.0, 0.999, 1.05])
+def test_products_of_equal_numbers(value):
+    """A gradient may be of a product of which one factor alone is zero."""
+    a, b = jnp.full((300, D), value).at[5].set(0.5), random(300, D, seed=1)
+    judged(trained(lambda a, b: jnp.cumprod(a, 0) * b), a, b, wanted=[0, 1])
+    judged(trained(lambda a, b: jnp.stack(lax.associative_scan(usual, (a, b)))), a, b, wanted=[0, 0, 2])
+
+
+def test_it_is_assumed_that_products_do_not_come_back():
+    own = autopallas.optimize(jax.grad(lambda a: jnp.sum(jnp.cumprod(a))), objective="always", strict=True)
+    own(random(T))
+    assert any("comes back" in text for site in own.report().sites for text in site.assumptions)
 
 
 # ---------------------------------------------------------------------- what is something else
@@ -215,7 +283,9 @@ REFUSED = {
     "an added one": lambda a, b: scanned(a, b, lambda x, y: (x[0] * y[0], y[0] * x[1] + y[1] + 1.0)),
     "a nonlinear step": lambda a, b: scanned(a, b, lambda x, y: (x[0] * y[0], jnp.tanh(y[0] * x[1] + y[1]))),
     "a difference": lambda a, b: scanned(a, b, lambda x, y: (x[0] * y[0], y[0] * x[1] - y[1])),
-    "products that are read too": lambda a, b: jnp.stack(lax.associative_scan(usual, (a, b))),
+    "sums": lambda a, b: lax.associative_scan(jnp.add, a) + b,
+    "largest products": lambda a, b: lax.associative_scan(lambda x, y: jnp.maximum(x, y) * 0.5, a) + b,
+    "products of squares": lambda a, b: lax.associative_scan(lambda x, y: x * y * y, a) + b,
 }
 
 
@@ -293,7 +363,6 @@ WRONG = {
     "states filled with a half": lambda a, b: doubled(a, b, shifted_by_padding, fills=(1.0, 0.5)),
     "shifts to the left": lambda a, b: doubled(a, b, lambda x, by, fill: shifted_by_concatenation(x[::-1], by, fill)),
     "a product the other way": lambda a, b: _otherwise(a, b),
-    "decays that are read too": lambda a, b: _both(a, b),
 }
 
 
@@ -304,11 +373,17 @@ def _otherwise(a, b):
     return b
 
 
-def _both(a, b):
+def products_by_hand(a, b):
     for by in (1, 2, 4, 8, 16):
         before = shifted_by_concatenation(a, by, 1.0), shifted_by_concatenation(b, by, 0.0)
         a, b = a * before[0], a * before[1] + b
     return a - b
+
+
+def test_products_by_hand_are_read_too():
+    a, b = random(T, D), random(T, D, seed=1)
+    judged(lambda a, b: products_by_hand(jnp.tanh(a), b), a, b, wanted=[0, 0])
+    judged(trained(lambda a, b: products_by_hand(jnp.tanh(a), b)), a, b, wanted=[0, 0, 2])
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -1,5 +1,5 @@
-"""Recurrences ``h[t] = a[t] h[t-1] + b[t]`` that are written with ``lax.associative_scan`` or by doubling by hand, and
-their gradients.
+"""Recurrences ``h[t] = a[t] h[t-1] + b[t]`` and products ``p[t] = a[t] p[t-1]`` that are written with
+``lax.associative_scan`` or by doubling by hand, and their gradients, which those of ``cumprod`` are too.
 
 On a device with many processors the scan's tree of log T levels is worth its work; a CPU computes each level slice by
 slice, and writes T steps some times over.  A loop over the steps reads and writes each step once.  Where the program
@@ -39,12 +39,19 @@ def _match(graph: Graph, node: Node) -> Found | None:
     if scan is None:
         return None
     if isinstance(scan, Forward):
-        return _with_around(graph, scan, (), (scan.decay, scan.given), (scan.result,))
+        own = _parameters(scan, (), scan.given is None, False)
+        return _with_around(graph, scan, own, scan.inputs, (), (scan.result,))
     forward = scan.scan
     wanted = tuple(name for name, n in (("given", scan.of_given), ("decay", scan.of_decay)) if n is not None)
-    read = (forward.result,) if scan.reads_result else ()
-    operands = (forward.decay, forward.given, scan.cotangent, *read)
-    return _with_around(graph, forward, wanted, operands, scan.results)
+    own = _parameters(forward, wanted, forward.given is None, scan.products is not None)
+    read = scan.scanned if scan.reads_result else ()
+    return _with_around(graph, forward, own, (*forward.inputs, *scan.cotangents), read, scan.results)
+
+
+def _parameters(scan: Forward, wanted: tuple[str, ...], products: bool, both: bool) -> Parameters:
+    flags = {"both": both, "products": products, "shifted": scan.shifted}
+    own: Parameters = (("axis", scan.axis), ("gradients", wanted))
+    return tuple(sorted(own + tuple((name, True) for name, given in flags.items() if given)))
 
 
 def _results(scan: Forward | Backward) -> tuple[int, ...]:
@@ -52,14 +59,14 @@ def _results(scan: Forward | Backward) -> tuple[int, ...]:
 
 
 def _with_around(
-    graph: Graph, scan: Forward, wanted: tuple[str, ...], operands: tuple[int, ...], results: tuple[int, ...]
+    graph: Graph, scan: Forward, own: Parameters, needed: Sequence[int], read: Sequence[int], results: tuple[int, ...]
 ) -> Found:
     """Returns a scan, or its gradients, with what the loop can compute beside it."""
+    operands = (*needed, *read)
+    if dict(own).keys() & {"products", "both"}:
+        return Found(own, operands, results)
     known = {n for scan in scans_of(graph).values() for n in _results(scan)}
-    found = around(graph, operands, results, scan.axis, operands[3:], known)
-    own: Parameters = (("axis", scan.axis), ("gradients", wanted))
-    if scan.shifted:
-        own += (("shifted", True),)
+    found = around(graph, operands, results, scan.axis, read, known)
     if found is None:
         return Found(own, operands, results)
     return Found((("around", found[0]), *own), found[1], found[2])
@@ -84,20 +91,30 @@ def _states(decay: jax.Array, given: jax.Array) -> jax.Array:
     return lax.scan(step, (zeros, zeros), (later, decay, given))[1]
 
 
+def _products(decay: jax.Array) -> jax.Array:
+    """Computes the products of the numbers so far along the first axis."""
+    wide = _accumulated(decay.dtype)
+
+    def step(product: Sums, a: jax.Array) -> tuple[Sums, jax.Array]:
+        product = stepped_exactly(product, a.astype(wide), jnp.zeros_like(product[0]))
+        return product, product[0].astype(decay.dtype)
+
+    ones = jnp.ones(decay.shape[1:], wide)
+    return lax.scan(step, (ones, jnp.zeros_like(ones)), decay)[1]
+
+
 def _gradients(decay: jax.Array, cotangent: jax.Array) -> jax.Array:
     """Computes the gradient of ``given`` along the first axis."""
     wide = _accumulated(cotangent.dtype)
 
-    def step(
-        passed: tuple[Sums, jax.Array], own: tuple[jax.Array, jax.Array]
-    ) -> tuple[tuple[Sums, jax.Array], jax.Array]:
-        gradient, following = passed
-        a, d = own
-        gradient = stepped_exactly(gradient, following, d.astype(wide))
-        return (gradient, a.astype(wide)), gradient[0].astype(cotangent.dtype)
+    def step(gradient: Sums, own: tuple[jax.Array, jax.Array]) -> tuple[Sums, jax.Array]:
+        following, d = own
+        gradient = stepped_exactly(gradient, following.astype(wide), d.astype(wide))
+        return gradient, gradient[0].astype(cotangent.dtype)
 
     zeros = jnp.zeros(cotangent.shape[1:], wide)
-    return lax.scan(step, ((zeros, zeros), zeros), (decay, cotangent), reverse=True)[1]
+    following = jnp.concatenate([decay[1:], jnp.zeros_like(decay[:1])])  # carried along, it takes twice as long
+    return lax.scan(step, (zeros, zeros), (following, cotangent), reverse=True)[1]
 
 
 def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
@@ -106,15 +123,28 @@ def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
     if beside is not None:
         return _looped(beside, axis, wanted, spec.results, operands)
     moved = [jnp.moveaxis(x, axis, 0) for x in operands]
+    scans = _scans_in(spec)
+    inputs, rest = moved[: len(scans[0])], moved[len(scans[0]) :]
     if not wanted:
-        return [jnp.moveaxis(_states(*moved), 0, axis)]
-    decay, given, cotangent, *result = moved
-    gradient = _gradients(decay, cotangent)
-    found = {"given": gradient}
+        return [jnp.moveaxis(_states(*inputs) if len(inputs) == 2 else _products(*inputs), 0, axis)]
+    decay, given = inputs[0], inputs[-1]
+    gradients = [_gradients(decay, cotangent) for cotangent in rest[: len(scans)]]
+    found = {"given": gradients[0]}
     if "decay" in wanted:
-        (states,) = result or [_states(decay, given)]
-        found["decay"] = jnp.concatenate([jnp.zeros_like(states[:1]), gradient[1:] * states[:-1]])
+        results = rest[len(scans) :] or [_states(decay, given) if len(own) == 2 else _products(decay) for own in scans]
+        terms = [
+            gradient * jnp.concatenate([jnp.full_like(states[:1], len(own) == 1), states[:-1]])
+            for gradient, states, own in zip(gradients, results, scans, strict=True)
+        ]
+        found["decay"] = sum(terms[1:], terms[0])
     return [jnp.moveaxis(found[name], 0, axis) for name in wanted]
+
+
+def _scans_in(spec: RespellingSpec) -> list[tuple[str, ...]]:
+    """Returns the inputs of the scan that is computed, or of each of which the gradients are."""
+    states, products = ("decay", "given"), ("decay",)
+    own = dict(spec.parameters)
+    return [states, products] if own.get("both") else [products] if own.get("products") else [states]
 
 
 def _around(spec: RespellingSpec) -> Around | None:
@@ -207,12 +237,13 @@ def _combined(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Arr
     return left[0] * right[0], right[0] * left[1] + right[1]
 
 
-def _scan(axis: int, decay: jax.Array, given: jax.Array) -> jax.Array:
-    found: jax.Array = lax.associative_scan(_combined, (decay, given), axis=axis)[1]
+def _scan(axis: int, decay: jax.Array, given: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Computes the products of the decays, and the states."""
+    found: tuple[jax.Array, jax.Array] = lax.associative_scan(_combined, (decay, given), axis=axis)
     return found
 
 
-def _shifted(axis: int, decay: jax.Array, given: jax.Array) -> jax.Array:
+def _shifted(axis: int, decay: jax.Array, given: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Computes the same by shifts of all steps by 1, 2, 4, ... (Hillis and Steele, 1986)."""
     count = decay.shape[axis]
     by = 1
@@ -225,7 +256,7 @@ def _shifted(axis: int, decay: jax.Array, given: jax.Array) -> jax.Array:
         )
         decay, given = _combined(earlier, (decay, given))
         by *= 2
-    return given
+    return decay, given
 
 
 def _original(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
@@ -236,20 +267,32 @@ def _original(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
     return compat.jaxpr_as_fun(beside.after)(*found, *operands)
 
 
-def _plain(spec: RespellingSpec, decay: jax.Array, given: jax.Array, *rest: jax.Array) -> list[jax.Array]:
-    axis, wanted = cast(int, spec["axis"]), cast(tuple[str, ...], spec["gradients"])
-    scan = _shifted if dict(spec.parameters).get("shifted") else _scan
+def _plain(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
+    axis, wanted, scans = cast(int, spec["axis"]), cast(tuple[str, ...], spec["gradients"]), _scans_in(spec)
+    own = _shifted if dict(spec.parameters).get("shifted") else _scan
+    inputs, rest = operands[: len(scans[0])], operands[len(scans[0]) :]
+
+    def scan(decay: jax.Array, *given: jax.Array) -> list[jax.Array]:
+        products, states = own(axis, decay, *(given or (jnp.zeros_like(decay),)))
+        return [states if len(names) == 2 else products for names in scans]
+
     if not wanted:
-        return [scan(axis, decay, given)]
-    found = dict(zip(("decay", "given"), jax.vjp(lambda a, b: scan(axis, a, b), decay, given)[1](rest[0]), strict=True))
+        return scan(*inputs)
+    gradients = jax.vjp(scan, *inputs)[1](list(rest[: len(scans)]))
+    found = dict(zip(scans[0], gradients, strict=True))
     return [found[name] for name in wanted]
 
 
 def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:
     """Returns that nothing overflows: an infinite product of decays times a state of 0 is NaN in the original, and an
     infinite state times a decay of 0 in the loop.  Shifts multiply the first decay by the zeros that they fill with."""
-    shifted = dict(spec.parameters).get("shifted")
-    return (f"no state and no product of decays overflows{', and the first decay is finite' if shifted else ''}",)
+    own = dict(spec.parameters)
+    first = ", and the first decay is finite" if own.get("shifted") else ""
+    states = (f"no state and no product of decays overflows{first}",)
+    if own.get("products") or own.get("both"):
+        products = "no product of the first numbers overflows, or vanishes, and comes back with later ones"
+        return (products,) if own.get("products") else (*states, products)
+    return states
 
 
 # ---------------------------------------------------------------------- evidence
@@ -262,8 +305,10 @@ def _feature(spec: RespellingSpec) -> str:
     steps = "few" if shape[axis] < 64 else "many" if math.prod(shape) >= 16 * shape[axis] else "many narrow"
     where = "first" if axis == 0 else "last" if axis == len(shape) - 1 else "middle"
     where += " axis" if beside is None else " axis, expanded"
-    of = "gradients" if spec["gradients"] else "states"
-    of += " by shifts" if dict(spec.parameters).get("shifted") else ""
+    own = dict(spec.parameters)
+    of = "gradients" if spec["gradients"] else "products" if own.get("products") else "states"
+    of += " of products" if spec["gradients"] and own.get("products") else " of both" if own.get("both") else ""
+    of += " by shifts" if own.get("shifted") else ""
     kind = "complex numbers" if jnp.issubdtype(dtype, jnp.complexfloating) else "floats"
     return f"{of} of {kind}, {steps} steps, {where}"
 
@@ -289,24 +334,45 @@ def _samples() -> Iterator[tuple[str, Sample]]:
             one = jax.ShapeDtypeStruct(shape, dtype)
 
             def forward(a: jax.Array, b: jax.Array, axis: int = axis) -> jax.Array:
-                return _scan(axis, jnp.tanh(a), jnp.tanh(b))
+                return _scan(axis, jnp.tanh(a), jnp.tanh(b))[1]
 
             def gradients(a: jax.Array, b: jax.Array, d: jax.Array, axis: int = axis) -> tuple[jax.Array, jax.Array]:
                 a, b, d = jnp.tanh(a), jnp.tanh(b), jnp.tanh(d)
-                found: tuple[jax.Array, jax.Array] = jax.vjp(lambda a, b: _scan(axis, a, b), a, b)[1](d)
+                found: tuple[jax.Array, jax.Array] = jax.vjp(lambda a, b: _scan(axis, a, b)[1], a, b)[1](d)
                 return found
 
             yield f"states-{name}", Sample(forward, (one, one))
             yield f"gradients-{name}", Sample(gradients, (one, one, one))
+    for shape, axis in (((4096, 64), 1), ((256, 512), 0), ((65536, 128), 1)):
+        one = jax.ShapeDtypeStruct(shape, jnp.float32)
+
+        def products(a: jax.Array, axis: int = axis) -> jax.Array:
+            found: jax.Array = lax.associative_scan(jnp.multiply, jnp.tanh(a), axis=axis)
+            return found
+
+        def of_products(a: jax.Array, d: jax.Array, axis: int = axis) -> jax.Array:
+            found: tuple[jax.Array] = jax.vjp(lambda a: lax.cumprod(a, axis), jnp.tanh(a))[1](jnp.tanh(d))
+            return found[0]
+
+        def of_both(a: jax.Array, b: jax.Array, d: jax.Array, e: jax.Array, axis: int = axis) -> tuple[jax.Array, ...]:
+            a, b, d, e = (jnp.tanh(x) for x in (a, b, d, e))
+            found: tuple[jax.Array, ...] = jax.vjp(lambda a, b: _scan(axis, a, b), a, b)[1]((d, e))
+            return found
+
+        name = "x".join(map(str, shape))
+        yield f"products-{name}-{axis}", Sample(products, (one,))
+        yield f"gradients-of-products-{name}-{axis}", Sample(of_products, (one, one))
+        if axis == 0:
+            yield f"gradients-of-both-{name}-{axis}", Sample(of_both, (one, one, one, one))
     for shape in ((1024, 16), (256, 512), (4096, 32), (2048, 1024)):
         one = jax.ShapeDtypeStruct(shape, jnp.float32)
 
         def doubled(a: jax.Array, b: jax.Array) -> jax.Array:
-            return _shifted(0, jnp.tanh(a), jnp.tanh(b))
+            return _shifted(0, jnp.tanh(a), jnp.tanh(b))[1]
 
         def of_doubled(a: jax.Array, b: jax.Array, d: jax.Array) -> tuple[jax.Array, jax.Array]:
             a, b, d = jnp.tanh(a), jnp.tanh(b), jnp.tanh(d)
-            found: tuple[jax.Array, jax.Array] = jax.vjp(lambda a, b: _shifted(0, a, b), a, b)[1](d)
+            found: tuple[jax.Array, jax.Array] = jax.vjp(lambda a, b: _shifted(0, a, b)[1], a, b)[1](d)
             return found
 
         name = "x".join(map(str, shape))
@@ -333,13 +399,13 @@ def _expanded(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes a state-space model whose states have an axis more than what it is given (arXiv:2312.00752)."""
     decay = jnp.exp(-jax.nn.softplus(width)[..., None] * jnp.exp(rate))
-    states = _scan(1, decay, x[..., None] * write[..., None, :])
+    states = _scan(1, decay, x[..., None] * write[..., None, :])[1]
     return jnp.einsum("btdn,btn->btd", states, read), states
 
 
 KIND = Kind(
     name="associative_scan",
-    primitives=("add", "add_any"),
+    primitives=("add", "add_any", "mul"),
     numerics="reordered",
     assumptions=_assumptions,
     instead="a loop over the steps",
