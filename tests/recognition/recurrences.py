@@ -562,6 +562,19 @@ def towards_what_is_written(q: Array, k: Array, v: Array, gate: Array) -> Array:
     return lax.scan(step, zeros(B, H, N, P), (q, k, v, gate), unroll=4)[1]
 
 
+@found(q, k, v, normal(H), decay="scalar")
+def moving_average(q: Array, k: Array, v: Array, rate: Array) -> Array:
+    """What is trained enters as itself and as what is left of one, of which both are computed before the loop."""
+    kept = nn.sigmoid(rate)[:, None, None]
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, v = own
+        state = kept * state + (1 - kept) * k[..., None] * v[..., None, :]
+        return state, jnp.einsum("bhn,bhnp->bhp", q, state)
+
+    return lax.scan(step, zeros(B, H, N, P), (q, k, v))[1]
+
+
 # ---------------------------------------------------------------------- loops that are not affine
 
 

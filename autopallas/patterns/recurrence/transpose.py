@@ -514,20 +514,25 @@ class Pairing:
         return [found[result]] if isinstance(result, Var) and result in found else None
 
     def _earlier(self, lead: Lead, explained: Container[int]) -> Lead | None:
-        """Returns the lead with one more equation before each source that is not explained, where there is one."""
-        added: dict[int, Node] = {}
-        sources: dict[int, None] = {}
+        """Returns the lead with one more equation before each source that is not explained, where there is one.
+
+        A source of which another one is computed stays for now: its cotangent may be summed with what comes by the other.
+        """
+        before: dict[int, list[Node]] = {}
         for source in lead.sources:
             passed = source in explained or source in self.graph.supposed
             node = None if passed else self.graph.definitions.get(source)
-            if node is None or len(node.outputs) != 1 or not _is_plain(node.equation):
-                sources[source] = None
-                continue
-            nodes = self._activation(node) or [node]
+            if node is not None and len(node.outputs) == 1 and _is_plain(node.equation):
+                before[source] = self._activation(node) or [node]
+        read = {n for nodes in before.values() for node in nodes for n in node.inputs}
+        added: dict[int, Node] = {}
+        sources: dict[int, None] = {}
+        for source in lead.sources:
+            nodes = [] if source in read else before.get(source, [])
             own = {n.outputs[0]: n for n in nodes}
             added |= own
-            read = (n for node in nodes for n in node.inputs if n not in self.graph.literals and n not in own)
-            sources.update(dict.fromkeys(read))
+            inputs = (n for node in nodes for n in node.inputs if n not in self.graph.literals and n not in own)
+            sources.update(dict.fromkeys(inputs if nodes else (source,)))
         if not added:
             return None
         every = {node.outputs[0]: node for node in lead.nodes} | added
