@@ -516,7 +516,7 @@ class Pairing:
     def _earlier(self, lead: Lead, explained: Container[int]) -> Lead | None:
         """Returns the lead with one more equation before each source that is not explained, where there is one.
 
-        A source of which another one is computed stays for now: its cotangent may be summed with what comes by the other.
+        A source of which another one is computed stays for now: its cotangent may be summed with what comes by that.
         """
         before: dict[int, list[Node]] = {}
         for source in lead.sources:
