@@ -373,11 +373,9 @@ class _Regions:
     def _is_gradient(self, number: int, leaves: tuple[int, ...]) -> bool:
         """Returns whether a sum is a gradient of one of the scans so far, or of one and of the products."""
         scans = sorted({scan for n in leaves for scan in self._of_decays.get(n, ())}, key=lambda scan: scan.result)
-        products = [scan for scan in scans if scan.given is None]
-        alone = [self._pulled(leaves, scan) for scan in scans]
-        pairs = [(scan, own) for scan in scans if scan.given is not None for own in products]
-        both = [self._pulled(leaves, *pair) for pair in pairs if pair[0].decay == pair[1].decay]
-        for pulled in itertools.chain(*alone, *both):
+        products = {scan.decay: scan for scan in scans if scan.given is None}
+        pairs = [(scan, products[scan.decay]) for scan in scans if scan.given is not None and scan.decay in products]
+        for pulled in itertools.chain.from_iterable(self._pulled(leaves, *own) for own in [*zip(scans), *pairs]):
             scan, cotangent = pulled[0]
 
             def of_given(point: int, scan: Forward = scan, d: int = cotangent) -> Array:

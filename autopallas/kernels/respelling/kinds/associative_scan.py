@@ -133,7 +133,7 @@ def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
     if "decay" in wanted:
         results = rest[len(scans) :] or [_states(decay, given) if len(own) == 2 else _products(decay) for own in scans]
         terms = [
-            gradient * jnp.concatenate([jnp.full_like(states[:1], len(own) == 1), states[:-1]])
+            jnp.concatenate([gradient[:1] if len(own) == 1 else jnp.zeros_like(states[:1]), gradient[1:] * states[:-1]])
             for gradient, states, own in zip(gradients, results, scans, strict=True)
         ]
         found["decay"] = sum(terms[1:], terms[0])
