@@ -177,20 +177,21 @@ def _axes_of(program: ElementwiseProgram) -> Iterator[tuple[str, set[str]]]:
         yield instruction.primitive.name, axes[-1]
 
 
-def fitting(spec: AttentionSpec, block_sizes: BlockSizes) -> BlockSizes:
-    """Returns the sizes with which the forward computes if these are asked for."""
+def fitting(spec: AttentionSpec, block_sizes: BlockSizes, device: Device | None = None) -> BlockSizes:
+    """Returns the sizes with which the forward computes, on a device or the current one, if these are asked for."""
     tiles = forward_tiles(spec, block_sizes)
-    return BlockSizes(tiles.warpgroups * WARPGROUP_ROWS, tiles.away, schedule_of(spec, block_sizes))
+    return BlockSizes(tiles.warpgroups * WARPGROUP_ROWS, tiles.away, schedule_of(spec, block_sizes, device))
 
 
-def schedule_of(spec: AttentionSpec, block_sizes: BlockSizes) -> Schedule:
-    """Returns the schedule with which the kernels compute if these block sizes are asked for.
+def schedule_of(spec: AttentionSpec, block_sizes: BlockSizes, device: Device | None = None) -> Schedule:
+    """Returns the schedule with which the kernels compute, on a device or the current one, if these block sizes are
+    asked for.
 
     There is none to choose where each processor has at most one block, and none by lists where these would be long.
     """
     rows = forward_tiles(spec, block_sizes).warpgroups * WARPGROUP_ROWS
     blocks = spec.batch * spec.key_heads * spec.groups * -(-spec.query_length // rows)
-    if blocks <= processors(Device.current()):
+    if blocks <= processors(device or Device.current()):
         return ""
     return SECTIONS if block_sizes.schedule == PERSISTENT and blocks > _MOST_LISTED else block_sizes.schedule
 
@@ -206,12 +207,12 @@ def schedules(spec: AttentionSpec) -> tuple[Schedule, ...]:
     return (PERSISTENT,) if spec.mask_class == "full" else (PERSISTENT, SECTIONS)
 
 
-def candidates(spec: AttentionSpec) -> tuple[BlockSizes, ...]:
+def candidates(spec: AttentionSpec, device: Device | None = None) -> tuple[BlockSizes, ...]:
     """Returns different block sizes to try, best guess first; further schedules of those that are most often best."""
     found = []
     for n, pair in enumerate(_PREFERRED):
         further = schedules(spec) if n < _SCHEDULED else ()
-        found += [fitting(spec, BlockSizes(*pair, schedule)) for schedule in ("", *further)]
+        found += [fitting(spec, BlockSizes(*pair, schedule), device) for schedule in ("", *further)]
     return tuple(dict.fromkeys(found))
 
 
@@ -219,11 +220,11 @@ _SCHEDULED = 2
 """How many of the preferred sizes are tried with every schedule."""
 
 
-def default(spec: AttentionSpec, known: BlockSizes | None = None) -> BlockSizes:
+def default(spec: AttentionSpec, known: BlockSizes | None = None, device: Device | None = None) -> BlockSizes:
     """Returns ``known``, from other heads, as far as these heads allow it, else the first candidate.
 
     For heads that the kernels do not support, it returns what any implementation would take.
     """
     if head_size_of(spec.head_size) is None or head_size_of(spec.value_head_size) is None:
         return (known or BlockSizes.get_default()).fitted(spec)
-    return candidates(spec)[0] if known is None else fitting(spec, known)
+    return candidates(spec, device)[0] if known is None else fitting(spec, known, device)

@@ -54,17 +54,17 @@ def supports(spec: AttentionSpec, device: Device) -> Supported | Unsupported:
 
 def candidates(spec: AttentionSpec, device: Device) -> tuple[BlockSizes, ...]:
     """Returns block sizes to try, best guess first."""
-    return gpu_block_sizes.candidates(spec)
+    return gpu_block_sizes.candidates(spec, device)
 
 
 def default_block_sizes(spec: AttentionSpec, device: Device, known: BlockSizes | None) -> BlockSizes:
     """Returns ``known``, from other heads, as far as these heads allow it, else the first candidate."""
-    return gpu_block_sizes.default(spec, known).fitted(spec)
+    return gpu_block_sizes.default(spec, known, device).fitted(spec)
 
 
 def running_sizes(spec: AttentionSpec, block_sizes: BlockSizes, device: Device) -> Sizes:
     """Returns the sizes of the forward's tiles; those of the backward follow from the registers alone."""
-    return gpu_block_sizes.fitting(spec, block_sizes).to_dict()
+    return gpu_block_sizes.fitting(spec, block_sizes, device).to_dict()
 
 
 def forward(spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands) -> Results:

@@ -454,6 +454,9 @@ def test_schedules_are_for_more_blocks_than_processors():
         assert gpu_block_sizes.default(many, BlockSizes(128, 128, "persistent")).schedule == "sections"
         dynamic = replace(BY_NAME["segments and causal"], batch=4, key_heads=16, query_length=4096, key_length=4096)
         assert {sizes.schedule for sizes in gpu_block_sizes.candidates(dynamic.spec(BF16))} == {""}
+    # What is planned for another device does not follow from this one.
+    assert pallas_gpu.default_block_sizes(few, compile_gpu.H100, known).schedule == ""
+    assert pallas_gpu.default_block_sizes(spec, compile_gpu.H100, known) == known
 
 
 # ---------------------------------------------------------------------- what is visited
