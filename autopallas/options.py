@@ -8,6 +8,7 @@ denied in any of these places is denied.
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import operator
 import os
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsFloat, SupportsIndex, TypeAlias, TypedDict, TypeVar, Unpack, cast
+
+import jax
 
 from autopallas import compat, environment
 from autopallas.custom.registry import declared
@@ -273,6 +276,8 @@ def validated(given: Mapping[str, object]) -> Setting:
     checked = {}
     for name, value in given.items():
         if name not in _CHECKS:
+            if name in inspect.signature(jax.jit).parameters:
+                raise OptionError(f"{name} is an argument of jax.jit: optimize(jax.jit(fn, {name}=...))")
             near = difflib.get_close_matches(str(name), _CHECKS, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise OptionError(f"there is no option {name!r}{hint}; the options are {', '.join(_CHECKS)}")

@@ -15,7 +15,7 @@ from autopallas.custom.check import without_nested
 from autopallas.errors import RequirementError, warn
 from autopallas.fallback.bisect import only_allowed
 from autopallas.fallback.splice import splice_what_can_be
-from autopallas.fallback.warn import warn_not_used
+from autopallas.fallback.warn import warn_not_used, warn_passed_over
 from autopallas.faults import MEANT, collecting, in_words
 from autopallas.gc_pause import paused
 from autopallas.graph import Graph, flatten, move_heads_out, move_selections
@@ -131,6 +131,7 @@ def rewritten(
             if failures:
                 WARNED.once(str(failures), in_words(failures))
             failures += [failure for failure in _failures(sites) if failure not in failures]
+            warn_passed_over(matches, decisions, options)
             for match, *failed in prober.found:
                 warn_not_used(match.op, match.location, *failed)
         except MEANT:

@@ -195,6 +195,12 @@ def test_an_unknown_option_is_refused_with_the_nearest_and_all_valid_ones():
         resolve({"objectve": "time"})
 
 
+@pytest.mark.parametrize("name", ["static_argnums", "donate_argnames", "out_shardings"])
+def test_arguments_of_jit_are_told_where_they_belong(name):
+    with pytest.raises(OptionError, match=rf"{name} is an argument of jax.jit: optimize\(jax.jit\(fn, {name}=...\)\)"):
+        autopallas.optimize(lambda x: x, **{name: 0})
+
+
 @pytest.mark.parametrize("name", ["disabled", "implementation_of"])
 def test_what_only_the_environment_sets_is_no_option(name):
     with pytest.raises(OptionError, match=name):

@@ -132,7 +132,7 @@ def _mutations(given: argparse.Namespace) -> int:
     try:
         for name in given.faults or FAULTS:
             found = _first(name, given, as_it_is)
-            number = "not" if found is None else f"{found.seed - given.first + 1}"
+            number = "not" if found is None else f"{found.seed - _start(name, given) + 1}"
             print(f"{name:4s} {number:>5s}  {FAULTS[name].what}", flush=True)
             if found is None:
                 missed += 1
@@ -143,10 +143,16 @@ def _mutations(given: argparse.Namespace) -> int:
     return 1 if missed else 0
 
 
+def _start(name: str, given: argparse.Namespace) -> int:
+    """The first program that is tried with a fault put back."""
+    return max(given.first, FAULTS[name].first)
+
+
 def _first(name: str, given: argparse.Namespace, as_it_is: Judging) -> Verdict | None:
     """What was first found with a fault put back."""
     fault = FAULTS[name]
-    seeds = (s for s in range(given.first, given.first + given.programs) if fault.concerns(random_program(s)))
+    start = _start(name, given)
+    seeds = (s for s in range(start, start + given.programs) if fault.concerns(random_program(s)))
     always = name if fault.in_kernels else None  # what kernels are compiled to is remembered by a process
     judged = verdicts(seeds, given.workers, always, () if always else (name,))
     with contextlib.closing(judged):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .program import RandomProgram
+from .program import FIRST_RECURRENCE, RandomProgram
 
 __all__ = ["FAULTS", "Fault", "put_back"]
 
@@ -28,12 +28,14 @@ class Fault:
       concerns: whether a program has what it takes for the fault to show.  Others need not be run to know that it does
         not show in them.
       in_kernels: whether kernels compute otherwise; else programs are recognised otherwise.
+      first: the first program of a kind in which it may show.
     """
 
     what: str
     put_back: Callable[[Replace], None]
     concerns: Callable[[RandomProgram], bool]
     in_kernels: bool = False
+    first: int = 0
 
 
 Replace = Callable[[str, str, Callable[[Any], Any]], None]
@@ -274,10 +276,11 @@ FAULTS = {
     ),
     "R1": Fault(
         "a gate that reads the carried value is hoisted out of the loop", _gates_without_the_carry,
-        _has("update: read by a gate"),
+        _has("update: read by a gate"), first=FIRST_RECURRENCE,
     ),
     "R2": Fault(
         "a loop reads the columns of its state and not the rows", _swapped_product, _has("state: matrix", "square"),
+        first=FIRST_RECURRENCE,
     ),
     "A10": Fault("NaN of large scores becomes finite, and nothing says so", _nothing_assumed, _has("no maximum")),
 }  # fmt: skip

@@ -16,7 +16,7 @@ from . import arrays, attention, dispatched, gated, losses, mixtures, pairs, rec
 from .choices import Choices
 from .writing import Argument, Writer
 
-__all__ = ["RandomProgram", "random_program"]
+__all__ = ["FIRST_RECURRENCE", "RandomProgram", "random_program"]
 
 _FAMILIES = {"attention": 0.35, "loss": 0.25, "mixture": 0.2, "stack": 0.2}
 _FIRST_PAIR = 20_000
@@ -29,7 +29,7 @@ _FIRST_RESPELLING = 30_000
 """From here on a fourth fifth are of what respellings replace."""
 _FIRST_DISPATCH = 32_000
 """From here on the last fifth are mixtures by scatters and gathers, intervals, gathered matrices and loops."""
-_FIRST_RECURRENCE = 80_000
+FIRST_RECURRENCE = 80_000
 """From here on each of those is a tenth, two more tenths are loops over time, and three are what the draw says."""
 _FIRST_MEMORY = 100_000
 """From here on half of the loops over time are optimized for memory, or checkpointed whatever that gains."""
@@ -114,7 +114,7 @@ def random_program(
     shares = [name for name, share in _FAMILIES.items() for _ in range(round(share * 20))]
     family = c.pick("family", {f"{name}{i}": name for i, name in enumerate(shares)}, 0.95)
     place = seed % 5
-    if seed >= _FIRST_RECURRENCE:
+    if seed >= FIRST_RECURRENCE:
         place = seed % 10
         family = "recurrence" if place in (5, 6) else family
     if seed >= _FIRST_PAIR and place == 1:
