@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from autopallas.compile.gpu import Compiler, missing
-from benchmarks.gpu_model import command
+from autopallas.compile.gpu import H100, Compiler, missing
+from benchmarks.gpu_model import command, orders
 from benchmarks.gpu_model.anchors import anchors, codes
 from benchmarks.gpu_model.cases import cross_entropy, grouped_matmul
 from benchmarks.gpu_model.listing import Listing
@@ -145,3 +145,22 @@ def test_a_tile_takes_no_more_instructions_than_it_should(name, kernel, instruct
     assert 100 < tile.instructions <= instructions
     assert tile.special <= special
     assert 100 < case(name, found, compilation.copied_bytes).teraflops() < 800
+
+
+@pytest.mark.parametrize("kernel", ["forward", "query", "key_value"])
+def test_the_times_of_steps_and_blocks_follow_from_two_lengths(kernel):
+    """With which the simulated processors, that each take the next block, need as long as was measured."""
+    step, block = 2.0, 7.0
+    with H100.targeted():
+        long, short = (
+            step * orders._order(kernel, shape, "").dealt(orders._visits(kernel, shape), block / step)[1]
+            for shape in orders._SHAPES
+        )
+        found = orders.fitted(kernel, long, short)
+    assert found == (pytest.approx(step, rel=0.01), pytest.approx(block, rel=0.05))
+
+
+def test_what_an_h100_took_is_read_of_the_last_rows():
+    found = orders._measured()
+    assert {kernel for kernel, _ in found} == {"forward", "query", "key_value"}
+    assert found["forward", 16384] > 3 * found["forward", 4096]

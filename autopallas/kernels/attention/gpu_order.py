@@ -36,7 +36,8 @@ _CACHE = 16 * 2**20
 """Bytes that the heads of a section may stream: a third of the second-level cache of an H100."""
 _BESIDE = 2.0
 """Time that a block takes beside its steps, in steps."""
-_MOST_SIMULATED = 2**13
+_MOST_SIMULATED, _MOST_TRIED = 2**13, 16
+"""Blocks of a kernel, and sizes of sections, of which each is simulated, and the first of the best is taken."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,10 +75,11 @@ class Order:
         order = plain
         if visits.counts is None and isinstance(visits.table, np.ndarray):
             most = max(1, min(heads, _CACHE // max(1, streamed_bytes) * sharing))
-            section = -(-heads // -(-heads // most))
-            order = Order(heads, count, section, visits.longest_first, None)
-            if heads * count <= _MOST_SIMULATED and order.dealt(visits)[1] >= plain.dealt(visits)[1]:
-                order = plain
+            sections: Sequence[int] = [-(-heads // -(-heads // most))]
+            if heads * count <= _MOST_SIMULATED:
+                sections = range(1, most + 1, -(-most // _MOST_TRIED))
+            orders = [Order(heads, count, section, visits.longest_first, None) for section in sections]
+            order = orders[0] if len(orders) == 1 else min(orders, key=lambda order: order.dealt(visits)[1])
         if schedule == SECTIONS:
             return order
         return Order(heads, count, order.section, order.longest_first, order._listed(visits))
