@@ -405,7 +405,7 @@ class _Mover:
             if one not in self.logits:
                 continue
             if one in self._own:
-                if self._mixes_operands(one, own):
+                if self._mixes_operands(one, own) or self._cuts_batches(one, own):
                     return False
                 found = True
                 continue
@@ -427,6 +427,15 @@ class _Mover:
         contracting, batch = equation.params["dimension_numbers"]
         end = len(equation.invars[0].aval.shape) - len(contracting[0])
         return any(d >= end for d in rows.axes) and any(len(batch[0]) <= d < end for d in rows.axes)
+
+    def _cuts_batches(self, logits: Var, rows: Rows) -> bool:
+        """Returns whether rows are a part of an axis along which both operands of the product lie, such as every other
+        head of an attention: those of activations are along an axis of one operand."""
+        equation = self.definitions[logits]
+        if equation.primitive.name != "dot_general" or len(rows.parts) == 1:
+            return False
+        batch = equation.params["dimension_numbers"][1][0]
+        return any(d < len(batch) for d in rows.axes)
 
     def _steps(self, variable: Var, rows: Rows) -> list[tuple[Atom, Rows | None]] | None:
         """Returns the operands of a value's equation, each with its rows that the value's rows are computed from (None:

@@ -40,6 +40,10 @@ CHOSEN_KEYS = (
     "Choose the keys without a gradient, and compute the scores of the chosen ones again: "
     "jnp.einsum('qd,qkd->qk', queries, keys[numbers]) is attention over gathered keys, which is recognised."
 )
+DISTANCES = (
+    "If queries and keys are as small as their differences, write the scores as a product: the softmax of -|q - k|**2 "
+    "is that of 2 * q @ k.T - |k|**2, a bias of each key, which is recognised."
+)
 EDGES = (
     "A graph with few edges is computed best as it is. Where most nodes are neighbours, write the scores of all pairs, "
     "mask those without an edge with -inf, and take jax.nn.softmax over them: that is recognised."
@@ -59,6 +63,10 @@ MASK_SCORES = (
 NORMALISE = (
     "Normalise with jax.nn.softmax(scores), and multiply the result of the second product by whatever else the row "
     "needs."
+)
+POINTWISE = (
+    "The kernels compute softmax attention: jax.nn.softmax(scores), if that will do. Other weights are computed as "
+    "they are written."
 )
 OVER_THE_KEYS = "Take the softmax over the keys, the axis that the second product sums over: check its axis=."
 OWN_DTYPE = "Take the maximum in the scores' own dtype, or mask with -inf."

@@ -280,7 +280,28 @@ class PerExample(Forward):
                 shape = use.variable.aval.shape
                 added = (e.outvars[0] for e in equations if [*e.invars] == [variable] and e.primitive.name in LAYOUT)
                 found.update((v, use.number) for v in added if v.aval.shape == shape)
+                if (before := self._without(use, axis)) is not None:
+                    found[variable] = before
         return found
+
+    def _without(self, use: Use, axis: int) -> int | None:
+        """Returns the value from which a use is made by one axis of size 1, if the program has it."""
+        node = self.graph.definitions.get(use.number)
+        if node is None or node.name != "broadcast_in_dim":
+            return None
+        (source,), shape = node.inputs, node.params["shape"]
+        dimensions = [int(d) for d in node.params["broadcast_dimensions"]]
+        rest = (*shape[:axis], *shape[axis + 1 :])
+        if axis in dimensions:
+            return None
+        moved = tuple(d - (d > axis) for d in dimensions)
+        if self.graph.shape(source) == rest and moved == tuple(range(len(rest))):
+            return source
+        aval = compat.array_type(rest, self.graph.dtype(source), [use.variable.aval])
+        params = node.params | {"shape": rest, "broadcast_dimensions": moved}
+        equation = node.equation.replace(params=params, outvars=[Var(aval)])
+        results = self.graph.find(equation, [source], self.graph.frames[self.body])
+        return None if results is None else results[0]
 
 
 class Merged(Forward):

@@ -210,3 +210,20 @@ def test_maps_that_something_else_reads_are_kept():
     optimized(*maps())
     assert optimized.report().counts()["attention"] == 0
     assert "also used by reduce_max" in optimized.report().near_misses[0].reason
+
+
+@pytest.mark.parametrize("masked", ["where", "not"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_pairs_of_heads_without_a_bias_stay_the_heads_of_one_product(masked, backward):
+    def program(q, k, v):
+        scores = jnp.einsum("bthd,bshd->bhts", q, k) * D**-0.5
+        p = softmax(jnp.where(CAUSAL, scores, -jnp.inf) if masked == "where" else scores).reshape(B, H, 2, T, T)
+        return jnp.einsum("bhts,bshd->bthd", p[:, :, 0] - 0.3 * p[:, :, 1], v)
+
+    def step(*args):
+        return jax.grad(lambda *args: jnp.sum(jnp.sin(program(*args))), (0, 1, 2))(*args)
+
+    args = array(B, T, 2 * H, D, seed=1), array(B, T, 2 * H, D, seed=2), array(B, T, H, 2 * D, seed=3)
+    compared = compare(step if backward else program, args, gradients=False)
+    assert compared.complaints == []
+    assert compared.counts() == 1, compared.reasons()

@@ -37,6 +37,7 @@ from autopallas.patterns.attention.blocks import BlockDraft, blocks, sum_with
 from autopallas.patterns.attention.draft import AttentionDraft, Escape, Proved, match_of
 from autopallas.patterns.attention.few_keys import few_keys
 from autopallas.patterns.attention.maps import SumDraft, summands, with_weights
+from autopallas.patterns.attention.other_weights import other_weights
 from autopallas.patterns.attention.resemblance import Normalised
 from autopallas.patterns.attention.row_factor import RowFactor, row_factor
 from autopallas.patterns.attention.score_terms import Product
@@ -104,6 +105,8 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     missed_at = [miss for score, miss in misses.items() if score not in matches and score in alive]
     with contained():
         missed_at += few_keys(graph, alive)
+    with contained():
+        missed_at += other_weights(graph, alive)
     return ordered, missed_at
 
 
