@@ -50,7 +50,6 @@ __all__ = [
     "require_certified",
     "rewrite",
     "rewritten",
-    "warn",
 ]
 
 
