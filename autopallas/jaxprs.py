@@ -90,7 +90,11 @@ def is_leaf(equation: JaxprEqn) -> bool:
 
 
 def bodies(equation: JaxprEqn) -> list[tuple[str, int | None, JaxprLike]]:
-    """Returns the jaxprs among an equation's parameters: (parameter, position in a tuple or None, jaxpr)."""
+    """Returns the jaxprs among an equation's parameters: (parameter, position in a tuple or None, jaxpr).
+
+    A jaxpr whose constants are given elsewhere, as primitives of other libraries hold them, is a parameter like any
+    other.
+    """
     found: list[tuple[str, int | None, JaxprLike]] = []
     if is_leaf(equation):
         return found
@@ -100,11 +104,17 @@ def bodies(equation: JaxprEqn) -> list[tuple[str, int | None, JaxprLike]]:
             continue
         if kind is tuple or kind is list:
             for i, x in enumerate(value):
-                if type(x) not in _PLAIN and isinstance(x, _JAXPRS):
+                if type(x) not in _PLAIN and isinstance(x, _JAXPRS) and _is_whole(x):
                     found.append((name, i, x))
-        elif isinstance(value, _JAXPRS):
+        elif isinstance(value, _JAXPRS) and _is_whole(value):
             found.append((name, None, value))
     return found
+
+
+def _is_whole(body: JaxprLike) -> bool:
+    """Returns whether a jaxpr has the values of all its constants."""
+    jaxpr, consts = open_jaxpr(body)
+    return len(jaxpr.constvars) == len(consts)
 
 
 def is_wide(program: JaxprLike) -> bool:

@@ -555,6 +555,12 @@ class Graph:
             mesh = mesh, compat.draws_by_position(equation)
         return name, frame, tuple(ordered), params, types, mesh
 
+    @staticmethod
+    def keeps_operands(name: str) -> bool:
+        """Returns whether equations of a primitive that compute the same read the same values, and no other equation
+        computes that."""
+        return name not in _MERGED and name not in _PLACES and name not in _MAY_BE_KNOWN
+
     def _parameters(self, equation: JaxprEqn) -> int | None:
         """Returns a number for what an equation's parameters mean; None if they cannot be compared."""
         given = equation.params

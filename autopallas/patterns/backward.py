@@ -41,6 +41,12 @@ _MOST_TERMS = 16
 """Most cotangents of one value that are compared whatever the order is in which they are added up."""
 _WAYS = 4
 """Most searches for one site, the second ones of each instead of the first."""
+_MANY = 8
+"""Number of equations above which those that do the same are told apart by what reads their results."""
+_FURTHER = 4
+"""How many equations behind one are looked at for that."""
+_NOT_NEEDED = frozenset({"add_any", "scan"})
+"""Equations of a backward that a program may lack: other sums and loops hold the same."""
 _STARTS = 8
 """Most values that are tried as the cotangent with which a backward loop starts."""
 
@@ -400,7 +406,7 @@ class Lookup:
         """Returns the values that may be the cotangent: those with which the first equation that reads it is in the
         program.  Adds to ``numbers`` the values that are found before it."""
         aliases = {cotangent}
-        for equation in equations:
+        for at, equation in enumerate(equations):
             if equation.outvars[0] in numbers and len(equation.outvars) == 1:
                 continue  # found without the cotangent
             reads = [isinstance(a, Var) and a in aliases for a in equation.invars]
@@ -408,7 +414,7 @@ class Lookup:
                 if is_identity(equation):
                     aliases.update(equation.outvars)
                     continue
-                return self._candidates(equation, reads, numbers, frame)
+                return self._candidates(equations, at, reads, numbers, frame)
             operands = self._read(equation, numbers)
             results = None if operands is None else self._results(equation, operands, frame)
             if results is None:
@@ -417,8 +423,25 @@ class Lookup:
         return []
 
     def _candidates(
-        self, equation: JaxprEqn, unknown: Sequence[bool], numbers: dict[Var, int], frame: tuple[int, ...]
+        self,
+        equations: Sequence[JaxprEqn],
+        at: int,
+        unknown: Sequence[bool],
+        numbers: dict[Var, int],
+        frame: tuple[int, ...],
+        further: int = _FURTHER,
     ) -> list[int]:
+        """Returns the values with which an equation is in the program that reads one unknown value.
+
+        Args:
+          equations: all that have to be in the program.
+          at: which of them it is.
+          unknown: which of its operands is the unknown value.
+          numbers: those of what is known.
+          frame: that of the equations.
+          further: how many equations behind it may be looked at, where many of the program's do the same.
+        """
+        equation = equations[at]
         if equation.primitive.name == "scan":
             return self._started(equation, unknown)
         wanted: list[int | None] = []
@@ -433,7 +456,11 @@ class Lookup:
         readers = self._readers(equation, frame)
         rarest = min((number for number in wanted if number is not None), default=_ANY,
                      key=lambda number: len(readers.get(number, ())))  # fmt: skip
-        for node in readers.get(rarest, ()):
+        nodes: Sequence[Node] = readers.get(rarest, ())
+        if further and len(nodes) > _MANY:
+            few = self._read_later(equations, at, numbers, frame, further - 1)
+            nodes = nodes if few is None else few
+        for node in nodes:
             self.graph.steps.spend()
             orders = [node.inputs, node.inputs[::-1]] if len(node.inputs) == 2 else [node.inputs]
             for inputs in orders:
@@ -442,6 +469,32 @@ class Lookup:
                     if len(values) == 1:
                         found[values.pop()] = None
         return list(found)
+
+    def _read_later(
+        self, equations: Sequence[JaxprEqn], at: int, numbers: dict[Var, int], frame: tuple[int, ...], further: int
+    ) -> list[Node] | None:
+        """Returns the few nodes whose result a later equation can read, which has to be in the program too; None where
+        there are many.
+
+        Sites that share their parameters, as the layers of an unrolled loop do, have the same equations up to one that
+        reads a value of one site alone.
+        """
+        equation, *later = equations[at:]
+        name, (result, *more) = equation.primitive.name, equation.outvars
+        if more or not self.graph.keeps_operands(name) or self._children and any(map(self._is_loop, equations)):
+            return None
+        for after, follows in enumerate(later, at + 1):
+            reads = [atom is result for atom in follows.invars]
+            others = (a for a, own in zip(follows.invars, reads, strict=True) if not own)
+            needed = follows.primitive.name not in _NOT_NEEDED and self.graph.keeps_operands(follows.primitive.name)
+            if True not in reads or not needed or is_identity(follows):
+                continue
+            if len(follows.outvars) == 1 and all(isinstance(a, Literal) or a in numbers for a in others):
+                found = self._candidates(equations, after, reads, numbers, frame, further)
+                if len(found) <= _MANY:
+                    nodes = [self.graph.definitions[n] for n in found if n in self.graph.definitions]
+                    return [n for n in nodes if n.name == name and len(n.inputs) == len(equation.invars)]
+        return None
 
     def _started(self, equation: JaxprEqn, unknown: Sequence[bool]) -> list[int]:
         """Returns the values of the cotangent's type that such loops of the program read."""

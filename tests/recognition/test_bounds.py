@@ -116,6 +116,26 @@ def test_the_steps_of_a_train_step_grow_with_the_layers(layers):
     assert_linear(layers, one_hot_tokens, loss=True, depths=(4, 12, 36))
 
 
+@pytest.mark.parametrize("operation", ["layer_norm", "rms_norm"])
+def test_the_steps_of_a_train_step_grow_with_the_layers_that_share_their_parameters(operation):
+    def apply(x, scale):
+        centred = x - x.mean(-1, keepdims=True) if operation == "layer_norm" else x
+        return x + jnp.tanh(centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * scale)
+
+    spent = {}
+    for depth in (48, 144):
+
+        def loss(scale, x, depth=depth):
+            for _ in range(depth):
+                x = apply(x, scale)
+            return (x**2).sum()
+
+        graph, found, _ = recognised(jax.grad(loss, (0, 1)), (jnp.ones(8), jnp.ones((6, 8))))
+        assert found[operation] >= depth - 1
+        spent[depth] = graph.steps.spent
+    assert spent[144] < spent[48] * 3 * 1.1 + 500
+
+
 def test_a_stack_has_all_its_sites_however_deep_it_is():
     _, found, misses = recognised(*stack([merged_heads, slots, attention, one_hot_mixture], 48, one_hot_positions))
     assert found["attention"] == found["grouped_matmul"] == 24

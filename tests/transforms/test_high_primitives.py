@@ -1,4 +1,5 @@
-"""Programs with operations that current JAX keeps whole until it compiles ("hijax"), alone and beside sites."""
+"""Programs with operations that current JAX keeps whole until it compiles ("hijax"), or that another library defines,
+alone and beside sites."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from support.catalogue import array
 from support.compare import optimized_like_a_user
 
@@ -89,3 +92,26 @@ def test_a_loss_of_rows_that_nonzero_picks_is_a_site():
     for a, b in zip(jax.tree.leaves(optimized(w, x)), jax.tree.leaves(step(w, x)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     assert optimized.report().counts()["cross_entropy"] == 1
+
+
+def test_a_jaxpr_whose_constants_are_operands_is_a_parameter_like_any_other():
+    """Libraries of linear operators hold the functions that they are given so."""
+    primitive = Primitive("applied")
+
+    def run(*operands, jaxpr, **_):
+        return jax.core.eval_jaxpr(jaxpr, operands[:-1], operands[-1])[0]
+
+    primitive.def_impl(run)
+    primitive.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.outvars[0].aval)
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
+
+    def function(x):
+        closed = jax.make_jaxpr(lambda y: jnp.cos(y) @ jnp.asarray(K).T @ V)(x)
+        held = closed.jaxpr
+        if len(held.constvars) == 0:
+            pytest.skip("this JAX has the constants in the equations")
+        return primitive.bind(*closed.consts, x, jaxpr=held, others=(held,)) + attention(x)
+
+    optimized = optimized_like_a_user(function)
+    np.testing.assert_allclose(optimized(Q), function(Q), rtol=1e-5, atol=1e-6)
+    assert optimized.report().counts()["attention"] == 1
