@@ -575,6 +575,50 @@ def moving_average(q: Array, k: Array, v: Array, rate: Array) -> Array:
     return lax.scan(step, zeros(B, H, N, P), (q, k, v))[1]
 
 
+@found(normal(T, B, H * N), normal(4, H * N), q, v, normal(T, B, H), decay="scalar")
+def convolved_in_the_step(x: Array, taps: Array, q: Array, v: Array, dt: Array) -> Array:
+    """Mamba-2 as it decodes: the last steps' inputs are carried in a buffer, of which a convolution makes the keys."""
+
+    def step(carried: Any, own: Any) -> Any:
+        buffer, state = carried
+        x, q, v, dt = own
+        buffer = jnp.roll(buffer, -1, 0).at[-1].set(x)
+        k = nn.silu(jnp.sum(buffer * taps[:, None], 0)).reshape(B, H, N)
+        state = jnp.exp(-nn.softplus(dt))[..., None, None] * state + k[..., None] * v[..., None, :]
+        return (buffer, state), jnp.einsum("bhn,bhnp->bhp", q, state)
+
+    return lax.scan(step, (zeros(4, B, H * N), zeros(B, H, N, P)), (x, q, v, dt))[1]
+
+
+@found(q, k, v, decay="scalar")
+def until_a_length(q: Array, k: Array, v: Array) -> Array:
+    """Sequences of several lengths: the state stays where one has ended, as in loops of recurrent layers."""
+    lengths = jnp.array([T, T - 9])
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, v, t = own
+        after = 0.95 * state + k[..., None] * v[..., None, :]
+        state = jnp.where((t < lengths)[:, None, None, None], after, state)
+        return state, jnp.einsum("bhn,bhnp->bhp", q, state)
+
+    return lax.scan(step, zeros(B, H, N, P), (q, k, v, jnp.arange(T)))[1]
+
+
+@found(normal(T, N, scale=0.3), normal(T, N, scale=0.3), normal(T, P), decay="scalar")
+def least_squares(q: Array, k: Array, v: Array) -> Array:
+    """A layer that solves for the values by the keys so far: the inverse of a matrix is carried beside the sum."""
+
+    def step(carried: Any, own: Any) -> Any:
+        inverse, state = carried
+        q, k, v = own
+        read = inverse @ k
+        inverse = inverse - jnp.outer(read, read) / (1 + k @ read)
+        state = state + jnp.outer(k, v)
+        return (inverse, state), q @ inverse @ state
+
+    return lax.scan(step, (jnp.eye(N), zeros(N, P)), (q, k, v))[1]
+
+
 # ---------------------------------------------------------------------- loops that are not affine
 
 
