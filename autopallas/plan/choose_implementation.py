@@ -22,6 +22,7 @@ from autopallas.numerics.classes import allows
 from autopallas.options import Options
 from autopallas.patterns.match import Match
 from autopallas.plan.decision import NOTHING_TO_COMPUTE, WIDER_THAN_ENABLED, Decision
+from autopallas.plan.shared_values import without_shared_values
 from autopallas.report.live_report import Entry
 from autopallas.sharding.local import local_match
 from autopallas.sites.calls import kernel_backward, kernel_forward
@@ -84,7 +85,7 @@ def plan(
             if options.fuel is not None and applied > options.fuel:
                 decision = replace(decision, verdict="kept", reason=f"the fuel of {options.fuel} is used up")
         decisions.append(decision)
-    return decisions
+    return without_shared_values(matches, decisions)
 
 
 def _decide(

@@ -17,6 +17,8 @@ from support.respellings import random
 import autopallas
 from autopallas.graph import Graph, flatten
 from autopallas.patterns import find
+from autopallas.plan.decision import Decision
+from autopallas.plan.shared_values import without_shared_values
 
 T, D = 21, 3
 
@@ -169,6 +171,22 @@ def test_what_overflows_is_assumed_away(name):
     strict = autopallas.optimize(scanned, objective="always", assume_finite=False)
     np.testing.assert_array_equal(strict(a, b), jax.jit(scanned)(a, b))
     assert not strict.report().sites
+
+
+@pytest.mark.parametrize("kept", ["scan", "gradients", "neither"])
+def test_a_scan_stays_where_its_gradients_do(kept):
+    """These read what the scan computes within, which would be computed beside the loop."""
+    a, b = random(T, D), random(T, D, seed=1)
+    program = jax.make_jaxpr(trained(FORMS["usual"]))(a, b)
+    matches = find(Graph(flatten(program)), ("associative_scan",), True)[0]
+    names = ["gradients" if dict(match.spec.parameters)["gradients"] else "scan" for match in matches]
+    verdicts = [Decision("kept" if name == kept else "applied", "", "cpu") for name in names]
+    found = {name: own.verdict for name, own in zip(names, without_shared_values(matches, verdicts), strict=True)}
+    wanted = {
+        "scan": "kept" if kept != "neither" else "applied",
+        "gradients": "kept" if kept == "gradients" else "applied",
+    }
+    assert found == wanted
 
 
 def test_in_layers_and_after_second_derivatives():
