@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from support.checks import arrays, right
-from support.compare import compiled, optimized_like_a_user
+from support.compare import compare, compiled, optimized_like_a_user
 from support.mixtures import D, E, F, P, X
 
 import autopallas
@@ -163,3 +163,24 @@ def test_without_evidence_the_original_stays():
     (site,) = (site for site in report.sites if site.op == OP)
     assert site.verdict == "kept"
     assert "nothing was measured" in site.reason
+
+
+def test_the_router_of_a_mixture_that_is_a_near_miss_is_no_loss():
+    experts, slots = 4, 5
+
+    def mixture(x, router, first, second):
+        probabilities = jax.nn.softmax(x @ router, -1)
+        chosen = jax.nn.one_hot(jnp.argmax(probabilities, -1), experts, dtype=jnp.int32)
+        position = jnp.cumsum(chosen, 0) * chosen - 1
+        kept = position < slots
+        places = jax.nn.one_hot(jnp.where(kept, position, -1), slots, dtype=x.dtype)
+        dispatched = (chosen * kept)[..., None] * places
+        h = jax.nn.relu(jnp.einsum("nec,nd,edf->ecf", dispatched, x, first))
+        weight = jnp.max(probabilities, -1)[:, None, None]
+        return jnp.einsum("nec,ecf,efd->nd", dispatched * weight, h, second)
+
+    shapes = (9, 8), (8, experts), (experts, 8, 6), (experts, 6, 8)
+    args = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+    compared = compare(mixture, args, gradients=False)
+    assert compared.complaints == []
+    assert compared.counts("cross_entropy") == 0
