@@ -63,8 +63,8 @@ class TiledAttention(NamedTuple):
     @staticmethod
     def of(spec: AttentionSpec, plan: Schedule, operands: Operands, dout: Array | None = None) -> TiledAttention:
         """Returns an attention from the kernel's operands, and in a backward from the result's cotangent, merged."""
-        query, key, value, *rest = operands
-        operands = Operands(merged(query), merged(key), merged(value), *rest)
+        query, key, value, sides, sink = operands
+        operands = Operands(merged(query), merged(key), merged(value), sides, sink)
         return TiledAttention(spec, plan, operands, usual(spec, operands, dout) if plan.hides else None)
 
     def reveals(self, least: Array) -> Array:
