@@ -1,7 +1,7 @@
 """A declared operation on a GPU: what is checked, repeated and timed, all of it by its declaration.
 
 Sizes are those of its sample: with fewer rows where it is checked, and with many more in the headlines, so that what is
-read and written does not stay in the GPU's cache.
+read and written does not stay in the GPU's cache.  Variants are checked, repeated and timed as the sample is.
 """
 
 from __future__ import annotations
@@ -59,9 +59,14 @@ class DeclaredGpuBenchmark:
     def of(name: str) -> DeclaredGpuBenchmark:
         return DeclaredGpuBenchmark(declared_named(name))
 
+    def cases(self, variant: str = PLAIN) -> DeclaredCases:
+        """The cases of the sample, or of a variant."""
+        return DeclaredCases(self.operation, variant)
+
     @property
-    def cases(self) -> DeclaredCases:
-        return DeclaredCases(self.operation)
+    def variants(self) -> tuple[str, ...]:
+        """The sample and the variants, by their names."""
+        return PLAIN, *self.operation.variants
 
     def smoke(self, small: bool) -> Iterator[Check]:
         """Value and gradients of an odd number of rows."""
@@ -69,22 +74,25 @@ class DeclaredGpuBenchmark:
 
     def checks(self, small: bool) -> Iterator[Check]:
         """The sample's rows and an odd number of them, in both dtypes."""
-        for rows in (self._rows,) if small else (self._rows, _ODD_ROWS):
-            for dtype in ("float16",) if small else ("bfloat16", "float16"):
-                yield self._check(self._case(rows, dtype, small), small)
+        for variant in self.variants:
+            for rows in self._checked_rows(variant, small):
+                for dtype in ("float16",) if small else ("bfloat16", "float16"):
+                    yield self._check(self._case(rows, dtype, small, variant=variant), small)
 
     def stressed(self, small: bool) -> Iterator[Check]:
         """The sample, whose blocks go through several tiles each, and an odd number of rows."""
-        for rows in (self._rows,) if small else (self._rows, _ODD_ROWS):
-            yield self._check(self._case(rows, "bfloat16", small), small)
+        for variant in self.variants:
+            for rows in self._checked_rows(variant, small):
+                yield self._check(self._case(rows, "bfloat16", small, variant=variant), small)
 
     def timed(self, small: bool) -> Iterator[Timed]:
         """A headline with many rows, and the sample."""
-        first = _FIRST_PRIORITY + len(DIRECTIONS) * DECLARED.index(self.operation.name)
-        for times in (1,) if small else (_MANY, 1):
-            for number, direction in enumerate(DIRECTIONS[:1] if small else DIRECTIONS):
-                case = self._case(self._rows * times, "bfloat16", small, direction)
-                yield self._timed(case, first + number if times > 1 else 100, small)
+        for place, variant in enumerate(self.variants):
+            first = _FIRST_PRIORITY + len(DIRECTIONS) * (DECLARED.index(self.operation.name) + len(DECLARED) * place)
+            for times in (1,) if small else (_MANY, 1):
+                for number, direction in enumerate(DIRECTIONS[:1] if small else DIRECTIONS):
+                    case = self._case(self._rows(variant) * times, "bfloat16", small, direction, variant)
+                    yield self._timed(case, first + number if times > 1 else 100, small)
 
     # ------------------------------------------------------------------ one case
 
@@ -93,36 +101,45 @@ class DeclaredGpuBenchmark:
         """The last letter of the rows."""
         return self.operation.rows.split()[-1]
 
-    @property
-    def _rows(self) -> int:
-        """How many rows the sample has."""
-        return dict(self._sizes())[self._row]
+    def _rows(self, variant: str = PLAIN) -> int:
+        """How many rows the sample has, or a variant."""
+        return self.operation.letters(self.cases(variant).sample)[self._row]
 
-    def _sizes(self) -> Iterator[tuple[str, int]]:
-        return ((letter, getattr(self.operation.sample, name)) for letter, name in self.operation.sizes.items())
+    def _checked_rows(self, variant: str, small: bool) -> tuple[int, ...]:
+        """How many rows are checked: sizes of a variant depend on each other, so that none of them is odd."""
+        return (self._rows(variant),) if small or variant != PLAIN else (self._rows(), _ODD_ROWS)
 
-    def _case(self, rows: int, dtype: str, small: bool, direction: Direction = "forward+backward") -> Case:
+    def _case(
+        self,
+        rows: int,
+        dtype: str,
+        small: bool,
+        direction: Direction = "forward+backward",
+        variant: str = PLAIN,
+    ) -> Case:
         """So many rows, and otherwise the sample; in a dry run, sizes that are quickly interpreted."""
-        sizes = dict(self._sizes()) | {self._row: rows}
+        sizes = self.operation.letters(self.cases(variant).sample) | {self._row: rows}
         if small:
             sizes = {x: min(n, _SMALL_ROWS - rows % 2 if x == self._row else _SMALL) for x, n in sizes.items()}
-        return Case(self.operation.name, direction, dtype, PLAIN, tuple(sizes.items()))
+        return Case(self.operation.name, direction, dtype, variant, tuple(self.operation.fitted_sizes(sizes).items()))
 
     def _own(self, case: Case) -> Callable[..., Any]:
         """The kernel called by its name, in the direction of the case."""
-        direct = self.cases.direct(case)
+        cases = self.cases(case.mask)
+        direct = cases.direct(case)
         assert direct is not None
-        return self.cases.in_direction(case, partial(direct, implementation=self.IMPLEMENTATION))
+        return cases.in_direction(case, partial(direct, implementation=self.IMPLEMENTATION))
 
     def _original(self, case: Case) -> Callable[..., Any]:
         """What is timed as the original, in the direction of the case."""
-        return self.cases.in_direction(case, _WRITTEN.get(self.operation.name, self.cases.ORIGINALS[PLAIN]))
+        cases = self.cases(case.mask)
+        return cases.in_direction(case, _WRITTEN.get(self.operation.name, cases.ORIGINALS[case.mask]))
 
     def _key(self, case: Case) -> Key | None:
         """The table's of the site that the original is, where the operation has a table."""
         if not self.operation.has("tuned_block_sizes"):
             return None
-        match = only_match(self._original(case), self.cases.types(case), self.operation.name)
+        match = only_match(self._original(case), self.cases(case.mask).types(case), self.operation.name)
         tables = self.operation.part("tuned_block_sizes")
         return tables.table_key(match.spec, self.IMPLEMENTATION, match.direction)
 
@@ -130,14 +147,16 @@ class DeclaredGpuBenchmark:
         """The reference in float32 at the highest precision."""
         wide = [x.astype(jnp.float32) for x in given]
         with jax.default_matmul_precision("highest"):
-            return self.cases.in_direction(case, self.cases.ORIGINALS[PLAIN])(*wide)
+            cases = self.cases(case.mask)
+            return cases.in_direction(case, cases.ORIGINALS[case.mask])(*wide)
 
     def _arguments(self, case: Case) -> tuple[jax.Array, ...]:
         """Normally distributed numbers; those of matrices are small by as much as their products sum."""
-        has = (n for n in operand_names(self.operation) if getattr(self.operation.sample, f"{n}_dtype") is not None)
+        sample = self.cases(case.mask).sample
+        has = (n for n in operand_names(self.operation) if getattr(sample, f"{n}_dtype") is not None)
         letters, rows, found = [self.operation.operands[n].split() for n in has], self.operation.rows.split(), []
-        for number, kind in enumerate(self.cases.types(case)):
-            own = letters[number] if 0 < number < len(letters) else []
+        for number, kind in enumerate(self.cases(case.mask).types(case)):
+            own = letters[number] if 0 < number < len(letters) and self.operation.contracts else []
             inner = [n for letter, n in zip(own, kind.shape, strict=False) if letter not in rows]
             scale = inner[0] ** -0.5 if len(inner) > 1 else 1.0
             array = jax.random.normal(jax.random.key(number), kind.shape, jnp.bfloat16) * scale
@@ -147,7 +166,8 @@ class DeclaredGpuBenchmark:
     def _check(self, case: Case, small: bool) -> Check:
         function = self._own(case)
         if not small:  # the interpreter's callbacks have an order, which a replaced site cannot have
-            original = self.cases.in_direction(case, self.cases.ORIGINALS[PLAIN])
+            cases = self.cases(case.mask)
+            original = cases.in_direction(case, cases.ORIGINALS[case.mask])
             function = autopallas.optimize(
                 original, implementation=self.IMPLEMENTATION, objective="always", autotune=False, strict=True
             )
@@ -161,7 +181,7 @@ class DeclaredGpuBenchmark:
             own = autopallas.optimize(
                 original, implementation=self.IMPLEMENTATION, objective="always", autotune=False, strict=True
             )
-        types = self.cases.types(case)
+        types = self.cases(case.mask).types(case)
         counted = jax.jit(original).lower(*types).cost_analysis()
         read_and_written = (*types, *jax.tree.leaves(jax.eval_shape(original, *types)))
         return Timed(

@@ -35,14 +35,16 @@ def operations() -> tuple[str, ...]:
 def candidates(name: str) -> Iterator[Candidate]:
     """One operation by its kernel and by XLA, forward and with all gradients, at its sample's size but for the rows."""
     operation = declared_named(name)
-    letter = operation.rows.split()[-1]
-    spec = dataclasses.replace(operation.sample, **{operation.sizes[letter]: ROWS})
+    rows = operation.rows.split()[-1]
+    spec = dataclasses.replace(operation.sample, **{operation.sizes[rows]: ROWS})
     dtypes = {own: getattr(spec, f"{own}_dtype") for own in operand_names(operation)}
     given = {own: jax.ShapeDtypeStruct(operation.shape(spec, own), d) for own, d in dtypes.items() if d is not None}
     (first, x), *others = given.items()
     columns = operation.extents(spec, operation.result)[-1]
     weight = jax.ShapeDtypeStruct((columns, columns), x.dtype)
-    shape = " ".join(f"{one}{getattr(spec, own)}" for one, own in operation.sizes.items())
+    shape = " ".join(
+        f"{one}{getattr(spec, own)}" for one, own in operation.sizes.items() if one in operation.letters(spec)
+    )
     arguments = (x, x, weight, *(kind for _, kind in others))
 
     def program(implementation: str, adds: bool = False) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Hashable, Iterator, Sequence, Set
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 from jax import numpy as jnp
 
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
@@ -321,9 +322,10 @@ class Space:
         elif name in ("reshape", "squeeze", "expand_dims"):
             pulled = self._pull_reshape(view, after, before)
         elif name == "slice":
-            if all(s == 1 for s in params["strides"] or ()):
+            strides = params["strides"] or (1,) * len(view)
+            if all(by == 1 or not self.resolve(atoms) for by, (_, atoms) in zip(strides, view, strict=True)):
                 starts = params["start_indices"]
-                pulled = [(offset + s, atoms) for s, (offset, atoms) in zip(starts, view, strict=True)]
+                pulled = [(by * o + s, atoms) for by, s, (o, atoms) in zip(strides, starts, view, strict=True)]
         elif name == "split":
             axis, part = params["axis"], node.outputs.index(ref.value)
             start = int(sum(params["sizes"][:part]))
@@ -363,6 +365,10 @@ class Space:
             if len(inside) == len(outside) == 1:
                 pulled.append(outside[0][1])
                 continue
+            if not any(self.resolve(atoms) for _, (_, atoms) in outside):  # a single element
+                index = int(np.ravel_multi_index([o for _, (o, _) in outside], [n for n, _ in outside]))
+                pulled += [(int(i), ()) for i in np.unravel_index(index, inside)]
+                continue
             if any(offset or self.extent(atoms) != n for n, (offset, atoms) in outside):
                 return None
             groups = self.cut([a for _, (_, atoms) in outside for a in atoms], [n for n in inside if n != 1])
@@ -377,7 +383,9 @@ class Space:
     ) -> list[Dimension] | None:
         pulled: list[Dimension] = []
         for n, times, total, (offset, atoms) in zip(before, repetitions, after, view, strict=True):
-            if times != 1:
+            if times != 1 and not self.resolve(atoms):
+                offset %= n  # a single element
+            elif times != 1:
                 if offset or self.extent(atoms) != total:
                     return None
                 groups = self.cut(atoms, [k for k in (times, n) if k != 1])

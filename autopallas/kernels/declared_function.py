@@ -170,7 +170,7 @@ def _docstring(operation: DeclaredOperation) -> str:
         *(f"The axis {letter} may be left out where its size is 1." for letter in further),
         "",
         "Arguments:",
-        *(f"  {line}" for line in arguments),
+        *(line for own in arguments for line in textwrap.wrap(own, 118, initial_indent="  ", subsequent_indent="    ")),
         f"  result_dtype: the dtype of the result; {by_default} by default.",
         *(f"  {name}: {_within(meanings[name])}" for name in (f"{name}_dtype" for name in operation.further)),
         '  implementation: None for the best one here, a name ("xla", "reference", ...), or a sequence of names to try',
@@ -193,15 +193,16 @@ def _within(sentence: str) -> str:
 
 
 def _meanings(spec: type) -> dict[str, str]:
-    """What is written under the fields of a spec, where its source is at hand."""
-    try:
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(spec))).body
-    except (OSError, SyntaxError, ValueError):
-        return {}
-    assert isinstance(definition, ast.ClassDef)
-    found = {}
-    for one, below in pairwise(definition.body):
-        match one, below:
-            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                found[name] = " ".join(text.split())
+    """What is written under the fields of a spec and of what it is derived from, where the source is at hand."""
+    found: dict[str, str] = {}
+    for kind in reversed(spec.__mro__):
+        try:
+            (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        except (OSError, SyntaxError, TypeError, ValueError):
+            continue
+        assert isinstance(definition, ast.ClassDef)
+        for one, below in pairwise(definition.body):
+            match one, below:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    found[name] = " ".join(text.split())
     return found

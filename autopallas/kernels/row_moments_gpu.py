@@ -8,6 +8,8 @@ The forward keeps nothing for the backward, which computes the moments again fro
 residual is added to them, from the sum, if the forward gives that.  Gradients of what all rows share are summed in
 shared memory by each block for its own rows, and XLA adds up the blocks.
 
+Rows that are turned have kernels of their own (:mod:`row_turns_gpu`).
+
 Letters: B models, M rows, N columns.
 """
 
@@ -26,7 +28,10 @@ from jax.experimental import pallas as pl
 from autopallas.compat import Dtype
 from autopallas.kernels.gpu import array_bytes, call, mosaic, processors, reason_against, store, unravelled
 from autopallas.kernels.refs import Ref
-from autopallas.kernels.row_moments import APART, OF_ROWS, Arrays, MomentsKernels, MomentsSpec, Rows
+from autopallas.kernels.row_moments import APART, OF_ROWS, Arrays, MomentsKernels, Rows
+from autopallas.kernels.row_norms import RowNormSpec
+from autopallas.kernels.row_tiles_gpu import LANES, NARROW, WARPS, Tile
+from autopallas.kernels.row_turns_gpu import reason_against_turning, turned_call
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
 
@@ -35,11 +40,6 @@ __all__ = ["GpuMomentsKernels"]
 Array: TypeAlias = jax.Array
 
 _DTYPES = ("bfloat16", "float16", "float32")
-_WARPS, _LANES = 4, 32
-_LOAD = 16
-"""Bytes that a thread loads at once, at most."""
-_NARROW = 1024
-"""Columns up to which a warp has a row of its own, whose threads then have 32 numbers each at most."""
 _MOST_COLUMNS = 8192
 """Of a row, of which a thread of the backward then has 64 numbers of x and as many of the cotangent."""
 _FOUR_BLOCKS = 2048
@@ -49,7 +49,7 @@ _FOUR_BLOCKS = 2048
 class GpuMomentsKernels(MomentsKernels):
     """The kernels of one normalisation."""
 
-    def supports(self, spec: MomentsSpec, device: Device) -> Supported | Unsupported:
+    def supports(self, spec: RowNormSpec, device: Device) -> Supported | Unsupported:
         """bfloat16, float16 and float32 on Hopper GPUs, and rows that the threads of a block can share and hold."""
         if (answer := reason_against(device)) is not None:
             return answer
@@ -58,9 +58,11 @@ class GpuMomentsKernels(MomentsKernels):
         for dtype in spec.dtypes():
             if dtype.name not in _DTYPES:
                 return Unsupported(f"the GPU kernels of norms take {', '.join(_DTYPES)}, not {dtype}")
-        threads = _Tile.of(spec.rows, spec.columns, spec.x_dtype).threads
+        if spec.turns and (answer := reason_against_turning(spec)) is not None:
+            return answer
+        threads = Tile.of(spec.rows, spec.columns, spec.x_dtype).threads
         if spec.columns % threads:
-            rows = f"{spec.rows} rows" if spec.columns <= _NARROW and threads > _LANES else "rows"
+            rows = f"{spec.rows} rows" if spec.columns <= NARROW and threads > LANES else "rows"
             return Unsupported(f"{rows} of {spec.columns} columns cannot be shared evenly by {threads} threads each")
         if spec.columns > _MOST_COLUMNS:
             return Unsupported(f"{threads} threads do not hold rows of {spec.columns} columns in their registers")
@@ -68,11 +70,13 @@ class GpuMomentsKernels(MomentsKernels):
 
     def call(self, site: Rows, direction: str, more: Arrays, written: Mapping[str, Dtype]) -> list[Array]:
         """Runs the kernel of a direction."""
+        if site.spec.turns:
+            return turned_call(self, site, direction, more, written)
         columns = site.spec.columns
         shared = {name: jnp.broadcast_to(x[:, 0], (len(x), columns)) for name, x in site.shared.items()}
         read = {**site.given, **more, **shared}
         # Of a model's own rows: those of several together may be shared otherwise than supports knows.
-        tile = _Tile.of(site.spec.rows, columns, site.spec.x_dtype)
+        tile = Tile.of(site.spec.rows, columns, site.spec.x_dtype)
         tiles = site.rows // tile.rows
         # A block of the forward has one tile.  Those of the backward stay, since each leaves sums of its own.
         resident = processors(Device.current()) * (4 if columns <= _FOUR_BLOCKS else 2)
@@ -98,77 +102,6 @@ class GpuMomentsKernels(MomentsKernels):
         return [x if name in OF_ROWS else x.sum(1) for name, x in zip(written, found, strict=True)]
 
 
-class _Tile(NamedTuple):
-    """Rows that a block has at a time: [4, N], a warp for each, or one, [N]; and how threads share them.
-
-    All arrays have the layout that suits x, so that what is computed of them need not be moved between threads.
-
-    Attributes:
-      narrow: whether there are four rows.
-      columns: N.
-      each: neighbouring columns that a thread has together.
-    """
-
-    narrow: bool
-    columns: int
-    each: int
-
-    @staticmethod
-    def of(rows: int, columns: int, dtype: Dtype) -> _Tile:
-        """The tile of so many rows of a model, which are of a dtype."""
-        tile = _Tile(columns <= _NARROW and rows % _WARPS == 0, columns, 1)
-        while 2 * tile.each * dtype.itemsize <= _LOAD and columns % (2 * tile.each * tile.threads) == 0:
-            tile = tile._replace(each=2 * tile.each)
-        return tile
-
-    @property
-    def threads(self) -> int:
-        """How many share a row."""
-        return _LANES if self.narrow else _WARPS * _LANES
-
-    @property
-    def rows(self) -> int:
-        return _WARPS if self.narrow else 1
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (_WARPS, self.columns) if self.narrow else (self.columns,)
-
-    @property
-    def layout(self) -> Ref:
-        """Of the rows in registers."""
-        plgpu, each = mosaic(), self.each
-        of_warp = _LANES * each
-        tiles = ((_WARPS, of_warp), (each,)) if self.narrow else ((_WARPS * of_warp,), (of_warp,), (each,))
-        return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-
-    @property
-    def of_columns(self) -> Ref:
-        """Of what there is per column [N]: where each warp has a row, each has all of it."""
-        return self.layout.reduce(0) if self.narrow else self.layout
-
-    def at(self, ref: Ref, model: Array, number: Array) -> Ref:
-        """Where tile ``number`` of a model is in an array [models, rows, N]."""
-        return ref.at[model, pl.ds(number * _WARPS, _WARPS) if self.narrow else number]
-
-    def loaded(self, ref: Ref, layout: Ref) -> Array:
-        """What is in memory, in float32."""
-        found: Array = mosaic().load(ref, layout=layout, optimized=False)
-        return found.astype(jnp.float32)
-
-    def across(self, of_rows: Array) -> Array:
-        """One number for each row, for all of its columns."""
-        return self._broadcast(of_rows, 0) if self.narrow else of_rows
-
-    def along(self, of_columns: Array) -> Array:
-        """One number for each column, for all rows."""
-        return self._broadcast(of_columns, 1) if self.narrow else of_columns
-
-    def _broadcast(self, vector: Array, axis: int) -> Array:
-        found: Array = mosaic().layout_cast(lax.broadcast_in_dim(vector, self.shape, (axis,)), self.layout)
-        return found
-
-
 class _Place(NamedTuple):
     """What a block computes.
 
@@ -181,10 +114,10 @@ class _Place(NamedTuple):
     """
 
     kernels: MomentsKernels
-    spec: MomentsSpec
+    spec: RowNormSpec
     read: Sequence[str]
     written: Sequence[str]
-    tile: _Tile
+    tile: Tile
     tiles: int
     blocks: int
 
@@ -262,7 +195,7 @@ def _backward(place: _Place, *refs: Ref) -> None:
         _visit(place, operands, results, sums, model, block + i * place.blocks)
 
     for name, total in sums.items():
-        parts = [total.at[warp] for warp in range(_WARPS)] if tile.narrow else [total]
+        parts = [total.at[warp] for warp in range(WARPS)] if tile.narrow else [total]
         found = reduce(jnp.add, [tile.loaded(part, tile.of_columns) for part in parts])
         store(results[name].at[model, block], found)
 

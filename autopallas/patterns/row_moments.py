@@ -26,7 +26,10 @@ from autopallas.patterns.escapes import complete
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.forward import COPIES, LAYOUT
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
-from autopallas.patterns.row_forms import Conclusion, FormReader, OfRowsError, UnlikeError, before_layout
+from autopallas.patterns.normalisation import Normalisation, ends_with
+from autopallas.patterns.row_forms import FormReader, OfRowsError, UnlikeError, before_layout
+from autopallas.patterns.turned_rows import turned
+from autopallas.sites.declared import DeclaredSite
 from autopallas.sites.spec import Spec
 
 __all__ = ["Normalisation", "found_normalisations", "normalisations"]
@@ -35,8 +38,11 @@ _MOST_TILES = 12
 """Most values among which x is looked for."""
 _MOST_USERS = 24
 """Most values after a root among which the normalisation is looked for."""
-_WAYS = 6
+_WAYS = 10
 """Most rounds in which shorter ways to take a normalisation are tried."""
+_MOST_TURNED = 64
+"""Most normalisations of a program that are taken with what turns their rows: all layers turn by the same cosines, so
+that each search for a backward tries the cotangents of all of them."""
 _ROOTS = frozenset({"rsqrt", "sqrt", "pow"})
 _MADE_OF_ROWS = frozenset({"convert_element_type", "mul", "div", "sub", "add", "square", "integer_pow", "pow"})
 _STEPS = LAYOUT | frozenset(
@@ -52,65 +58,6 @@ _STANDARDISED = (
     "shift of its own, as where a batch is standardised"
 )
 _MOVED = "Move the axis to the end before it is normalised, and back afterwards: jnp.moveaxis(x, axis, -1)."
-
-
-@dataclass(frozen=True)
-class Normalisation:
-    """``gain * (x - centre) / sqrt(factor * moment + epsilon) * scale + shift`` along the columns, where a program
-    computes it.
-
-    Attributes:
-      result: the node that gives it.
-      numbers: what else it consists of.
-      x, scale, shift: uses of values; the latter two do not vary with the rows.
-      dimensions: the labels of each axis of the result.
-      columns: the labels along which it is normalised.
-      sizes: the sizes of all labels.
-      earlier: scale and shift before layout operations, for a body that has these values and lacks the later ones.
-    """
-
-    result: Node
-    numbers: Conclusion
-    x: Ref
-    scale: Ref | None
-    shift: Ref | None
-    dimensions: tuple[tuple[Atom, ...], ...]
-    columns: tuple[Atom, ...]
-    sizes: dict[Atom, int]
-    earlier: tuple[Ref | None, Ref | None]
-
-    @property
-    def strided(self) -> bool:
-        """Whether other axes of the result come after its columns."""
-        return not _ends_with(self.dimensions, self.columns)
-
-    @property
-    def of_columns(self) -> bool:
-        """Whether each column has a scale or a shift of its own."""
-        return any(ref is not None and not _atoms(ref).isdisjoint(self.columns) for ref in (self.scale, self.shift))
-
-    @property
-    def of_one_axis(self) -> bool:
-        """Whether the columns are one axis of the result."""
-        return sum(not set(own).isdisjoint(self.columns) for own in self.dimensions) == 1
-
-    def at(self, graph: Graph, image: Mapping[int, int]) -> Normalisation:
-        """Returns the same normalisation of corresponding values."""
-        x, scale, shift = (
-            None if ref is None else Ref(image[ref.value], ref.view) for ref in (self.x, self.scale, self.shift)
-        )
-        assert x is not None
-        result = graph.definitions[image[self.result.outputs[0]]]
-        return replace(self, result=result, x=x, scale=scale, shift=shift, earlier=(scale, shift))
-
-
-def _atoms(ref: Ref) -> frozenset[Atom]:
-    return frozenset(atom for _, own in ref.view for atom in own)
-
-
-def _ends_with(dimensions: Sequence[Sequence[Atom]], columns: Sequence[Atom]) -> bool:
-    every = [atom for own in dimensions for atom in own]
-    return every[len(every) - len(columns) :] == [*columns]
 
 
 def normalisations(graph: Graph) -> tuple[list[tuple[Normalisation, ...]], dict[int, tuple[bool, str, str]]]:
@@ -187,6 +134,8 @@ def found_normalisations(
         if nearly_centred == centred
     ]
     chosen = [ways for ways in found if ways[0].numbers.centred == centred]
+    if sum(ways[0].turn is not None for ways in chosen) > _MOST_TURNED:
+        chosen = [tuple(one for one in ways if one.turn is None) for ways in chosen]
     for _ in range(_WAYS):
         sites: list[tuple[Match, Node]] = []
         for one in (ways[0] for ways in chosen):
@@ -195,7 +144,7 @@ def found_normalisations(
                 if match is not None:
                     sites.append((match, one.result))
         matches, missed = complete(graph, sites)
-        incomplete = {miss.value for miss in missed}
+        incomplete = {miss.value for miss in missed} | {m.results[0] for m in matches if _turn_is_trained(m)}
         if not any(len(ways) > 1 and ways[0].result.outputs[0] in incomplete for ways in chosen):
             break
         shorter = (ways[1:] or ways if ways[0].result.outputs[0] in incomplete else ways for ways in chosen)
@@ -203,24 +152,57 @@ def found_normalisations(
     return matches, [*misses, *missed]
 
 
+def _turn_is_trained(match: Match) -> bool:
+    """Returns whether the program computes gradients of cosines or sines, which no kernel gives."""
+    site = match.site
+    assert isinstance(site, DeclaredSite)
+    own = {operand.position for name, operand in site.operands if name in ("cos", "sin")}
+    return any(site.uses[place] in own for backward in match.backwards for place, _ in backward.gradients)
+
+
 def _match(graph: Graph, op: str, spec: Callable[..., Spec], one: Normalisation) -> Match | None:
     operands = {"x": one.x, "scale": one.scale, "shift": one.shift}
+    turn = one.turn
+    if turn is not None:
+        operands |= {"cos": turn.cos, "sin": turn.sin}
     dtypes = {f"{name}_dtype": None if ref is None else graph.dtype(ref.value) for name, ref in operands.items()}
     sizes = {"batch": 0, "rows": 0, "columns": 0}  # filled in from the site
     dtypes["result_dtype"] = graph.dtype(one.result.outputs[0])
     numbers = {"epsilon": one.numbers.epsilon, "outside": one.numbers.outside}
     if not one.numbers.centred:
         numbers |= {"gain": one.numbers.gain, "factor": one.numbers.factor}
+    if turn is not None:
+        numbers |= {"start": turn.start, "neighbours": turn.neighbours}
+        numbers |= {"first_adds": turn.first_adds, "second_subtracts": turn.second_subtracts}
     form = spec(**sizes, **dtypes, **numbers, strided=one.strided)
+    letters = _letters(one)
+    if letters is None:
+        return None
+    return declared_match(graph, op, form, one.result, operands, letters, one.dimensions, one.sizes)
+
+
+def _letters(one: Normalisation) -> dict[str, list[Atom]] | None:
+    """Returns the labels of each letter: positions, along which the cosines vary, are neighbours among the rows, and
+    rows before them that all positions share are models where they vary along those too. None where that cannot be."""
     every = [atom for own in one.dimensions for atom in own]
     shared = {atom for ref in (one.scale, one.shift) if ref is not None for _, own in ref.view for atom in own}
     rows = [atom for atom in every if atom not in one.columns]
-    letters = {
-        "B": [atom for atom in rows if atom in shared],
-        "M": [atom for atom in rows if atom not in shared],
-        "N": list(one.columns),
-    }
-    return declared_match(graph, op, form, one.result, operands, letters, one.dimensions, one.sizes)
+    models = [atom for atom in rows if atom in shared]
+    left = [atom for atom in rows if atom not in shared]
+    letters = {"N": [*one.columns], "P": [], "H": [], "J": [], "A": []}
+    if one.turn is not None:
+        of_rows, places = one.turn.atoms, [i for i, atom in enumerate(left) if atom in one.turn.atoms]
+        if places and places != [*range(places[0], places[-1] + 1)]:
+            count = next(i for i, atom in enumerate(left) if atom not in of_rows)
+            models, left = [*models, *left[:count]], left[count:]
+            places = [i for i, atom in enumerate(left) if atom in of_rows]
+            if places != [*range(places[0], places[-1] + 1)]:
+                return None
+        end = places[-1] + 1 if places else 0
+        letters |= {"P": [left[i] for i in places], "H": left[end:]}
+        pairs = one.turn.pair if set(one.turn.pair) & of_rows else ()
+        letters |= {"J": [*pairs], "A": [*one.turn.angle]}
+    return {"B": models, "M": left, **letters}
 
 
 # ---------------------------------------------------------------------- where normalisations are
@@ -413,7 +395,7 @@ class _Search:
             if _NEARLY_ONE[0] < abs(numbers.gain) / math.sqrt(numbers.factor) < _NEARLY_ONE[1]:
                 raise Mismatch(_GAIN, advice=_PLAIN)
             raise UnlikeError("the rows are multiplied by another number")
-        if not _ends_with(dimensions, columns):
+        if not ends_with(dimensions, columns):
             shared = [space.atoms(ref) for ref in (form.scale, form.shift) if ref is not None]
             if any(own and not own >= {*columns} for own in shared):
                 raise OfRowsError("the rows have scales or shifts of their own, or a part of the columns has")
@@ -470,7 +452,8 @@ class _Search:
         return chains
 
     def _ways(self, chain: Sequence[Normalisation]) -> tuple[Normalisation, ...]:
-        """Returns the normalisations of a chain from the last to the first.
+        """Returns the normalisations of a chain from the last to the first; before these, the last one with what turns
+        its rows, if anything does.
 
         A cast to a wider dtype at the end is left out, since whatever comes next reads through it.
         """
@@ -480,7 +463,7 @@ class _Search:
             before, after = (self.graph.dtype(n) for n in (node.inputs[0], node.outputs[0]))
             if node.name != "convert_element_type" or after.itemsize < before.itemsize:
                 ways.append(one)
-        found: list[Normalisation] = []
+        found: list[Normalisation] = list(turned(self.graph, ways[-1]))
         for one in ways[::-1]:
             found.append(one)
             if one.earlier != (one.scale, one.shift):

@@ -72,6 +72,11 @@ class DeclaredOperation(Operation):
       further: the letters of further results, by name, each of which a site may lack, as it may lack operands: the spec
         has a field ``<name>_dtype``, which is None there.
       stands_for: for a letter of the result, the letter whose axis it is at sites of which no operand has it.
+      variants: typical specs of other sites that are measured and checked beside the sample, such as with operands that
+        it lacks, by a word for each.
+      untrained: operands of which train steps have no gradients, as they are measured.
+      fitted_sizes: where sizes of letters depend on each other, turns any into ones that a site with these letters may
+        have, and leaves such as they are.
       block_sizes: the class of its block sizes, if the declaration has them and not a module.
       mapped: whether ``vmap`` maps implementations instead of adding to the rows; their derivative is then JAX's.
       differentiable: whether implementations have a derivative; if not, the original's is used.
@@ -85,6 +90,9 @@ class DeclaredOperation(Operation):
     sample: Spec = field(kw_only=True)
     further: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     stands_for: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    variants: Mapping[str, Spec] = field(default_factory=dict, kw_only=True)
+    untrained: tuple[str, ...] = field(default=(), kw_only=True)
+    fitted_sizes: Callable[[Mapping[str, int]], Mapping[str, int]] = field(default=dict, kw_only=True)
     block_sizes: BlockSizesClass = field(default=cast(BlockSizesClass, NoBlockSizes), kw_only=True)
     mapped: bool = field(default=False, kw_only=True)
     differentiable: bool = field(default=True, kw_only=True)
@@ -105,7 +113,13 @@ class DeclaredOperation(Operation):
     @property
     def contracts(self) -> bool:
         """Whether it sums over letters that its result lacks, as products of matrices do."""
-        return not set(" ".join(self.operands.values()).split()) <= set(self.result.split())
+        return not set(self.letters(self.sample)) <= set(self.result.split())
+
+    def letters(self, spec: Spec) -> dict[str, int]:
+        """Returns the sizes of the letters that the operands or results of a site with this spec have, in order."""
+        has = (own for name, own in self.operands.items() if getattr(spec, f"{name}_dtype") is not None)
+        own = set(" ".join([self.result, *has]).split())
+        return {letter: getattr(spec, name) for letter, name in self.sizes.items() if letter in own}
 
     def module(self, name: str) -> object | None:
         """Returns a module of the operation's folder, or its default."""

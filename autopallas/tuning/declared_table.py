@@ -1,9 +1,9 @@
 """Tables of declared operations: how a site is filed follows from its operation's declaration.
 
-The bucket has the size of each letter.  The last of the letters of rows, of which there are many and along which time
-grows evenly, is filed in four ranges; every other one by the nearest power of two.  The invariants are what else
-decides how long a site takes: the dtypes of its arrays of several axes, which vectors it has, and its parameters
-without floating numbers, which kernels read as data.
+The bucket has the size of each letter that an array of the site has.  The last of the letters of rows, of which there
+are many and along which time grows evenly, is filed in four ranges; every other one by the nearest power of two.  The
+invariants are what else decides how long a site takes: the dtypes of its arrays of several axes, which vectors it has,
+and its parameters without floating numbers, which kernels read as data.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DeclaredTable(Table[Spec, BlockSizes]):
         own = self._declared
         dtypes = [dtype for name, dtype in self._dtypes(spec) if self._has_several_axes(name)]
         widest = max(dtypes, key=lambda dtype: dtype.itemsize)
-        sizes = (f"{letter}{self._size(letter, getattr(spec, name))}" for letter, name in own.sizes.items())
+        sizes = (f"{letter}{self._size(letter, size)}" for letter, size in own.letters(spec).items())
         return implementation, direction, widest.name, " ".join(sizes), ", ".join(self._invariants(spec, widest))
 
     def _guess(self, spec: Spec) -> BlockSizes:

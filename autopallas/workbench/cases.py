@@ -1,7 +1,7 @@
 """Defines cases: one computation at one size, spelled as people write it, to measure tables and benchmarks on.
 
 An operation that can be tuned by its name has a module ``cases``, with what :class:`Cases` lists; so may its parts,
-which add variants of their own.  A declared one without that module has cases by its declaration.
+which add variants of their own.  A declared one without that module has cases by its declaration, also of its variants.
 """
 
 from __future__ import annotations
@@ -108,21 +108,28 @@ class _Together:
 
 
 PLAIN = "plain"
-"""The one variant of a declared operation."""
+"""The first variant of a declared operation: its sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeclaredCases:
-    """The cases of a declared operation: its reference, of the operands and the parameters of its sample.
+    """The cases of a declared operation, or of one of its variants: its reference, of the operands and the parameters
+    of a sample.
 
     What has the dtype of the result in the sample has that of the case.
     """
 
     operation: DeclaredOperation
+    variant: str = PLAIN
+
+    @property
+    def sample(self) -> Spec:
+        """The sample of the variant."""
+        return self.operation.sample if self.variant == PLAIN else self.operation.variants[self.variant]
 
     @property
     def ORIGINALS(self) -> Mapping[str, ArrayFunction]:
-        return {PLAIN: self._original}
+        return {self.variant: self._original}
 
     def _original(self, *arrays: jax.Array) -> Result:
         spec = self._site(arrays).spec
@@ -133,11 +140,11 @@ class DeclaredCases:
         return [name for name in operand_names(self.operation) if self._dtype(name) is not None]
 
     def _dtype(self, name: str) -> Dtype | None:
-        dtype: Dtype | None = getattr(self.operation.sample, f"{name}_dtype")
+        dtype: Dtype | None = getattr(self.sample, f"{name}_dtype")
         return dtype
 
     def _site(self, arrays: Sequence[Shaped]) -> DeclaredSite:
-        values = {name: getattr(self.operation.sample, name) for name in parameters(self.operation)}
+        values = {name: getattr(self.sample, name) for name in parameters(self.operation)}
         return site_of(self.operation, dict(zip(self._names(), arrays, strict=True)), values)
 
     def _spec(self, case: Case) -> Spec:
@@ -145,16 +152,18 @@ class DeclaredCases:
         own = self._dtype("result")
         names = [f"{name}_dtype" for name in (*self._names(), "result") if self._dtype(name) == own]
         sizes = {self.operation.sizes[letter]: size for letter, size in case.sizes}
-        return replace(self.operation.sample, **sizes, **dict.fromkeys(names, np.dtype(case.dtype)))
+        return replace(self.sample, **sizes, **dict.fromkeys(names, np.dtype(case.dtype)))
 
     def table_grid(self, platform: str = "cpu") -> tuple[Case, ...]:
         """The size of the sample in both directions, in float32 and bfloat16 where the result is floating; of a custom
         pattern, whose reference may be another one in another dtype, in its own dtype."""
-        sample, own = self.operation.sample, str(self._dtype("result"))
+        own = str(self._dtype("result"))
         several = jnp.issubdtype(own, jnp.floating) and not isinstance(self.operation, PatternOperation)
         dtypes = ("float32", "bfloat16") if several else (own,)
-        sizes = tuple((letter, getattr(sample, name)) for letter, name in self.operation.sizes.items())
-        return tuple(Case(self.operation.name, direction, d, PLAIN, sizes) for direction in DIRECTIONS for d in dtypes)
+        sizes = tuple(self.operation.letters(self.sample).items())
+        return tuple(
+            Case(self.operation.name, direction, d, self.variant, sizes) for direction in DIRECTIONS for d in dtypes
+        )
 
     def types(self, case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
         spec = self._spec(case)
@@ -170,9 +179,11 @@ class DeclaredCases:
         if case.direction == "forward":
             return function
 
+        trained = [name not in self.operation.untrained for name in self._names()]
+
         def forward_and_backward(*arguments: jax.Array) -> PyTree:
             *operands, cotangent = arguments
-            active = [i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.floating)]
+            active = [i for i, x in enumerate(operands) if trained[i] and jnp.issubdtype(x.dtype, jnp.floating)]
 
             def of_active(*chosen: jax.Array) -> PyTree:
                 given = dict(zip(active, chosen, strict=True))
@@ -193,7 +204,7 @@ class DeclaredCases:
         except TypeError as error:
             raise ValueError(str(error)) from None
         dtype: Dtype = getattr(spec, "result_dtype")  # noqa: B009 (every spec has it, their base has not)
-        sizes = tuple((letter, getattr(spec, name)) for letter, name in self.operation.sizes.items())
+        sizes = tuple(self.operation.letters(spec).items())
         case = Case(self.operation.name, direction, str(dtype), variant, sizes)
         for name, wanted in zip(names, self.types(case), strict=False):
             if getattr(spec, f"{name}_dtype") != wanted.dtype:
@@ -203,7 +214,7 @@ class DeclaredCases:
     def direct(self, case: Case) -> ArrayFunction | None:
         from autopallas.kernels.declared_function import public_function
 
-        values = {name: getattr(self.operation.sample, name) for name in parameters(self.operation)}
+        values = {name: getattr(self.sample, name) for name in parameters(self.operation)}
         function = public_function(self.operation)
 
         def called(*arrays: jax.Array, **more: object) -> PyTree:
@@ -227,6 +238,7 @@ def _modules(operation: str) -> Iterator[Cases]:
             yield cases
         elif isinstance(own, DeclaredOperation):
             yield DeclaredCases(own)
+            yield from (DeclaredCases(own, variant) for variant in own.variants)
 
 
 def match_of(case: Case) -> Match:

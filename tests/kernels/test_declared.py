@@ -25,7 +25,7 @@ from autopallas.sites.device import Device
 from autopallas.sites.encoding import encoded, saved_site
 from autopallas.sites.operation import Supported, operation_named, operation_names
 from autopallas.tuning.lock import written
-from autopallas.workbench.cases import DIRECTIONS, cases_of
+from autopallas.workbench.cases import DIRECTIONS, PLAIN, cases_of
 from autopallas.workbench.cases import match_of as match_of_case
 
 OPERATIONS = [name for name in operation_names() if isinstance(operation_named(name), DeclaredOperation)]
@@ -120,12 +120,16 @@ def test_without_evidence_the_original_stays_and_a_search_measures(op):
     assert site.measured is None or again.sites[0].measured == site.measured, "it is kept on disk"
 
 
+VARIANTS = [(op, variant) for op in OPERATIONS for variant in (PLAIN, *operation_named(op).variants)]
+
+
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("op", OPERATIONS)
-def test_its_cases_are_recognised_and_computed_by_its_own_function(op, direction):
+@pytest.mark.parametrize("op, variant", VARIANTS)
+def test_its_cases_are_recognised_and_computed_by_its_own_function(op, variant, direction):
     offered = cases_of(op)
-    first = offered.table_grid()[0]
-    sizes = tuple((letter, min(size, 5 + number)) for number, (letter, size) in enumerate(first.sizes))
+    first = next(case for case in offered.table_grid() if case.mask == variant)
+    sizes = {letter: min(size, 5 + number) for number, (letter, size) in enumerate(first.sizes)}
+    sizes = tuple(operation_named(op).fitted_sizes(sizes).items())
     case = dataclasses.replace(first, direction=direction, dtype="float32", sizes=sizes)
     types = offered.types(case)
     operands = types[:-1] if direction == "forward+backward" else types

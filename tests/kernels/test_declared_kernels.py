@@ -31,6 +31,8 @@ V5E = Device("tpu", "TPU v5 lite")
 SIZES = {"below a block": (1, 5, 7, 9, 11), "odd": (1, 37, 50, 70, 33), "several blocks": (2, 70, 300, 200, 150),
          "whole blocks": (1, 512, 256, 256, 128)}  # fmt: skip
 """Of the letters of an operation, in order."""
+FURTHER_SIZES = 16
+"""Of letters behind those."""
 DTYPES = {"pallas_tpu": ("float32", "bfloat16"), "pallas_gpu": ("bfloat16", "float16")}
 OPERANDS = {"pallas_tpu": "all", "pallas_gpu": "sample"}
 NOISE = 2.0
@@ -67,14 +69,18 @@ def interpreted(name):
 
 
 def operands_of(op, which, sizes, dtype, scale=1.0, models=False):
-    """Random operands: "sample" those that the sample has, "all", or "required"; ``models``: each with a batch."""
+    """Random operands: "sample" those that the sample has, "all" with its letters, "every", or "required"; ``models``:
+    each with a batch."""
     operation, random = operation_named(op), np.random.default_rng(0)
-    extents, found = dict(zip(operation.sizes, sizes, strict=False)), {}
+    extents, found = dict.fromkeys(operation.sizes, FURTHER_SIZES) | dict(zip(operation.sizes, sizes, strict=False)), {}
+    extents = operation.fitted_sizes(extents)
     for name, may_lack in operand_names(operation).items():
         letters = operation.operands[name].split()
         if which == "required" and may_lack:
             continue
         if which == "sample" and getattr(operation.sample, f"{name}_dtype") is None:
+            continue
+        if which == "all" and not set(letters) <= operation.letters(operation.sample).keys():
             continue
         main = not found
         shape = [extents[letter] for letter in letters if letter != operation.first_row or models or main]
@@ -137,6 +143,21 @@ def spec_of(op, given, **more):
     return site_of(operation, given, values, further_dtypes=further).spec
 
 
+def other_flags(op, implementation, given):
+    """The opposite of each flag, but of those that the kernels refuse, such as of a layout that they do not read."""
+    own = {name: not value for name, value in parameters(operation_named(op)).items() if isinstance(value, bool)}
+    with interpreted(implementation):
+        supports, device = operation_named(op).supports, Device("cpu", "cpu")
+        taken = {
+            n: v
+            for n, v in own.items()
+            if supports(implementation, spec_of(op, given, **{n: v}), device) == Supported()
+        }
+    if not taken:
+        pytest.skip("it has no flags")
+    return taken
+
+
 def further_of(op, dtype):
     """What asks for all further results of an operation."""
     return {f"{name}_dtype": dtype for name in operation_named(op).further}
@@ -147,16 +168,15 @@ FURTHER = [(op, name) for op, name in KERNELS if operation_named(op).further]
 
 @small
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("which", ["sample", "all", "required", "all, other flags"])
+@pytest.mark.parametrize("which", ["sample", "all", "required", "all, other flags", "every", "every, other flags"])
 @pytest.mark.parametrize("op, implementation", KERNELS)
 def test_values_and_gradients_at_odd_sizes(op, implementation, which, sizes):
     which, _, flags = which.partition(", ")
-    own = parameters(operation_named(op)).items() if flags else ()
-    turned = {name: not value for name, value in own if isinstance(value, bool)}
-    if flags and not turned:
-        pytest.skip("it has no flags")
+    if which == "every" and not operation_named(op).variants:
+        pytest.skip("all are all")
     for dtype in DTYPES[implementation]:
-        check(op, implementation, operands_of(op, which, SIZES[sizes], dtype), **turned)
+        given = operands_of(op, which, SIZES[sizes], dtype)
+        check(op, implementation, given, **(other_flags(op, implementation, given) if flags else {}))
 
 
 @small
@@ -181,10 +201,10 @@ def test_models_with_operands_of_their_own(op, implementation):
 @pytest.mark.parametrize("op, implementation", FURTHER)
 def test_further_results_and_their_cotangents(op, implementation, which, sizes):
     which, _, flags = which.partition(", ")
-    own = parameters(operation_named(op)).items() if flags else ()
-    turned = {name: not value for name, value in own if isinstance(value, bool)}
     for dtype in DTYPES[implementation]:
-        check(op, implementation, operands_of(op, which, SIZES[sizes], dtype), **turned, **further_of(op, dtype))
+        given = operands_of(op, which, SIZES[sizes], dtype)
+        other = other_flags(op, implementation, given) if flags else {}
+        check(op, implementation, given, **other, **further_of(op, dtype))
 
 
 @small

@@ -60,6 +60,46 @@ def test_every_generation_compiles_them(compiler, op, size, direction, dtype):
     assert kernels == {f"autopallas_{op}_{d}" for d in direction.split("+")}
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("size", ["of the sample", "odd"])
+@pytest.mark.parametrize("op, variant", [(op, variant) for op in KERNELS for variant in operation_named(op).variants])
+def test_every_generation_compiles_variants(compiler, op, variant, size, direction, dtype):
+    case = next(case for case in cases_of(op).table_grid() if case.mask == variant)
+    letters = [letter for letter, _ in case.sizes]
+    sizes = dict(case.sizes) | ({} if size == "of the sample" else dict(zip(letters[1:], ODD, strict=False)))
+    sizes = operation_named(op).fitted_sizes(sizes)
+    case = dataclasses.replace(case, direction=direction, dtype=dtype, sizes=tuple(sizes.items()))
+    found = compiled(compiler, case)
+    assert found.failure is None
+    kernels = {o.name.split(".")[0] for o in found.operations if o.kernel}
+    assert kernels == {f"autopallas_{op}_{d}" for d in direction.split("+")}
+
+
+@pytest.mark.parametrize("heads, columns", [(16, 128), (4, 128), (3, 80)])
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
+def test_every_generation_compiles_rows_that_are_turned_head_by_head(compiler, op, heads, columns):
+    from test_turned_rows_kernels import site
+
+    parts = [{}, {"start": 8, "angles": 24}, {"neighbours": True}]
+    module = operation_named(op).implementation("pallas_tpu")
+    for part, dtype, adds in zip(parts, ("bfloat16", "float32", "bfloat16"), (False, True, True), strict=True):
+        given = {"angles": columns // 2, "columns": columns} | part
+        spec, operands = site(op, (2, 250, heads, 1), dtype, adds=adds, **given)
+        both = spec.sum_dtype is not None
+
+        def run(operands, cotangent, spec=spec, both=both):
+            results = module.forward(spec, None, operands)
+            known = operands | ({"sum": results[1]} if both else {})
+            given = (cotangent, cotangent) if both else cotangent
+            return results, module.backward(spec, None, known, given, frozenset(operands) - {"cos", "sin"})
+
+        with compiler.target.device.targeted():
+            found = compiler.compile(run, [operands, operands["x"]])
+        assert found.failure is None
+        assert sum(o.kernel for o in found.operations) == 2
+
+
 @pytest.mark.parametrize("op", KERNELS)
 def test_every_operand_of_it_may_have_a_gradient(compiler, op):
     from test_declared_kernels import both, operands_of
