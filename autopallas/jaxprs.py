@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import DebugInfo, Primitive
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from autopallas import compat
 from autopallas.compat import (
@@ -51,6 +51,7 @@ __all__ = [
     "with_weak_types",
     "without_casts",
     "without_dead_code",
+    "zeros",
     "zeros_equation",
 ]
 
@@ -267,13 +268,17 @@ def repeated_equation(variable: Var, axis: int, size: int, of_one: bool) -> Jaxp
     return equation.replace(invars=[variable], outvars=[result])
 
 
-def zeros_equation(aval: ShapedArray) -> tuple[JaxprEqn, Var]:
-    """Returns an equation whose result is all zeros, and that result."""
-    shape, dtype = (*aval.shape, 1), aval.dtype  # one axis more, since a scalar would be a literal
-    program = jax.make_jaxpr(lambda: jax.lax.broadcast(jax.lax.full((), 0, dtype), shape))()
-    (equation,) = program.eqns
+def zeros(dtype: DTypeLike) -> JaxprEqn:
+    """Returns an equation that gives zeros of a dtype, for :func:`zeros_equation`."""
+    program = jax.make_jaxpr(lambda: jax.lax.broadcast(jax.lax.full((), 0, dtype), (1,)))()
+    equation: JaxprEqn = program.eqns[0]  # of one axis, since a scalar would be a literal
+    return equation
+
+
+def zeros_equation(aval: ShapedArray, like: JaxprEqn) -> tuple[JaxprEqn, Var]:
+    """Returns an equation whose result is all zeros, and that result; ``like`` gives zeros of the same dtype."""
     result = Var(aval)
-    return equation.replace(params=equation.params | {"shape": aval.shape}, outvars=[result]), result
+    return like.replace(params=like.params | {"shape": aval.shape}, outvars=[result]), result
 
 
 def with_weak_types(program: ClosedJaxpr, like: ClosedJaxpr) -> ClosedJaxpr:

@@ -104,10 +104,16 @@ def _alike(branches: Sequence[Body], edits: dict[Body, Edit]) -> dict[Body, Edit
     taken, given = ([p for b in branches if b in edits for p in getattr(edits[b], n)] for n in ("read", "stacked"))
     if not (taken or given):
         return {}
+    zeros = {dtype: jaxprs.zeros(dtype) for dtype in dict.fromkeys(inner.aval.dtype for inner, _ in given)}
     found: dict[Body, Edit] = {}
     for branch in branches:
         own = edits.get(branch, Edit())
-        fillers = [(None, i) if (i, outer) in own.stacked else jaxprs.zeros_equation(i.aval) for i, outer in given]
+        fillers: list[tuple[JaxprEqn | None, Var]] = [
+            (None, inner)
+            if (inner, outer) in own.stacked
+            else jaxprs.zeros_equation(inner.aval, zeros[inner.aval.dtype])
+            for inner, outer in given
+        ]
         found[branch] = replace(
             own,
             added=[*own.added, *(equation for equation, _ in fillers if equation is not None)],

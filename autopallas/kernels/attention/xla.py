@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.attention.fills import usual
 from autopallas.kernels.attention.operands import Operands, Results
 from autopallas.kernels.attention.schedule import Start, TilePrograms, running_blocks, schedule, store
 from autopallas.kernels.attention.spec import AttentionSpec, Weight
@@ -41,7 +40,6 @@ from autopallas.kernels.attention.xla_blocks import (
     scores,
     tile,
     times_values,
-    unwritten,
 )
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
@@ -94,9 +92,9 @@ def forward(spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands) ->
     """Computes each block of rows in one pass over its tiles."""
     plan = schedule(spec, block_sizes)
     shape = rows_shape(spec)
-    whole, operands = operands.query.shape[:-1], operands._replace(query=operands.query.reshape(*shape, spec.head_size))
-    own = TiledAttention(spec, plan, operands, usual(spec, operands) if plan.hides else None)
-    out = unwritten((*shape, spec.value_head_size), spec.result_dtype, operands.query)
+    whole = operands.query.shape[:-1]
+    own = TiledAttention.of(spec, plan, operands)
+    out = jnp.zeros((*shape, spec.value_head_size), spec.result_dtype)
     numbers = (jnp.zeros(shape, spec.accumulation_dtype),) * (spec.row_results + spec.has_factor)
 
     def rows(place: RowBlock, carry: tuple[Array, ...]) -> tuple[Array, ...]:

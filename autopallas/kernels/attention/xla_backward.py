@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.attention.fills import usual
 from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Residuals
 from autopallas.kernels.attention.schedule import Start, TilePrograms, accumulate, schedule, store
 from autopallas.kernels.attention.spec import AttentionSpec
@@ -22,6 +21,7 @@ from autopallas.kernels.attention.xla_blocks import (
     RowBlock,
     TiledAttention,
     add_sides,
+    merged,
     over_rows,
     reduced,
     rows_by_columns,
@@ -31,7 +31,6 @@ from autopallas.kernels.attention.xla_blocks import (
     scores,
     tile,
     times_keys,
-    unwritten,
 )
 from autopallas.kernels.plain_sums import plain_sum
 from autopallas.sites.elementwise import rounded
@@ -65,7 +64,7 @@ class _Accumulators(NamedTuple):
 
         sink = operands.sink
         floating = tuple(like(x) for x, s in zip(operands.sides, spec.sides, strict=True) if s.differentiable)
-        dquery = unwritten(operands.query.shape, operands.query.dtype, operands.query)
+        dquery = jnp.zeros((*rows_shape(spec), spec.head_size), operands.query.dtype)
         dkey, dvalue = like(jnp.swapaxes(operands.key, -1, -2)), like(jnp.swapaxes(operands.value, -1, -2))
         return _Accumulators(dquery, dkey, dvalue, floating, None if sink is None else like(sink))
 
@@ -106,13 +105,10 @@ def backward(
 ) -> Gradients:
     """Recomputes each tile, and adds its contributions to all gradients."""
     plan = schedule(spec, block_sizes)
-    whole, shape = operands, rows_shape(spec)
-    operands = operands._replace(query=operands.query.reshape(*shape, spec.head_size))
-    cotangents = Cotangents(
-        cotangents.out.reshape(*shape, spec.value_head_size), tuple(x.reshape(shape) for x in cotangents.sums)
-    )
+    shape = rows_shape(spec)
+    cotangents = Cotangents(merged(cotangents.out), tuple(x.reshape(shape) for x in cotangents.sums))
     start = _Accumulators.zeros(spec, operands)
-    own = TiledAttention(spec, plan, operands, usual(spec, operands, cotangents.out) if plan.hides else None)
+    own = TiledAttention.of(spec, plan, operands, cotangents.out)
     with jax.named_scope("autopallas_attention_xla_backward"):
         shift = residuals.shift.reshape(shape)
         if spec.statistics is not None:
@@ -120,8 +116,8 @@ def backward(
         factor = jnp.ones_like(shift) if residuals.factor is None else residuals.factor.reshape(shape)
         if spec.statistics is None:
             dtype = spec.accumulation_dtype
-            products = cotangents.out.astype(dtype) * residuals.out.reshape(cotangents.out.shape).astype(dtype)
-            delta = plain_sum(products, (products.ndim - 1,))
+            products = cotangents.out.astype(dtype) * merged(residuals.out).astype(dtype)
+            delta = plain_sum(products, (products.ndim - 1,)).reshape(shape)
         else:
             delta = -cotangents.sums[0]
         delta, maximum = delta * factor, None
@@ -132,7 +128,7 @@ def backward(
             maximum = jnp.where(finite, plan.decisive(shift), -jnp.inf)
         reading = _Backward(own, cotangents, shift, factor, delta, maximum)
         found = over_rows(plan, spec, partial(_add_rows, reading), start)
-    return found.finished(spec, whole)
+    return found.finished(spec, operands)
 
 
 class _BackwardRows(NamedTuple):

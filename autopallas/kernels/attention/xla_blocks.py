@@ -4,6 +4,7 @@ Letters: B batch, K key heads, G query heads per key head, T query length, S key
 [b, k, G, t, s]; axes b, k and G of size 1 are dropped, because XLA's CPU loops vectorise worse with them.  Dots are
 batched over b and k, and the groups are merged into the rows.  Arrays of all rows lack the axis of one group too: with
 it XLA gives equal arrays different layouts, copies them into each other, and has further kernels to compile for that.
+Loops read arrays of rows and of columns :func:`merged`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopallas.compat import Dtype
+from autopallas.kernels.attention.fills import usual
 from autopallas.kernels.attention.operands import Operands
 from autopallas.kernels.attention.schedule import Carry, Schedule, Start, Window, accumulate, cut, divided, loop
 from autopallas.kernels.attention.spec import AttentionSpec
@@ -28,6 +29,7 @@ __all__ = [
     "RowBlock",
     "TiledAttention",
     "add_sides",
+    "merged",
     "over_rows",
     "reduced",
     "rows_by_columns",
@@ -38,7 +40,6 @@ __all__ = [
     "tile",
     "times_keys",
     "times_values",
-    "unwritten",
 ]
 
 Array: TypeAlias = jax.Array
@@ -50,7 +51,7 @@ class TiledAttention(NamedTuple):
     Attributes:
       spec: the attention.
       plan: the blocks and the tiles to visit.
-      operands: its operands, with the query in the :func:`rows_shape`.
+      operands: its operands, with queries, keys and values merged.
       bounded: the result of :func:`fills.usual`; None if there are no hidden tiles.
     """
 
@@ -58,6 +59,13 @@ class TiledAttention(NamedTuple):
     plan: Schedule
     operands: Operands
     bounded: Array | None
+
+    @staticmethod
+    def of(spec: AttentionSpec, plan: Schedule, operands: Operands, dout: Array | None = None) -> TiledAttention:
+        """Returns an attention from the kernel's operands, and in a backward from the result's cotangent, merged."""
+        query, key, value, sides, sink = operands
+        operands = Operands(merged(query), merged(key), merged(value), sides, sink)
+        return TiledAttention(spec, plan, operands, usual(spec, operands, dout) if plan.hides else None)
 
     def reveals(self, least: Array) -> Array:
         """Returns whether the hidden tiles of a block of rows count, a boolean scalar.
@@ -73,11 +81,15 @@ class TiledAttention(NamedTuple):
 class RowBlock:
     """Position of a block of rows of some heads of some batch entries; starts may be traced, sizes are static."""
 
+    spec: AttentionSpec
     batch: tuple[Start, int]
     heads: tuple[Start, int]
-    groups: int
     block: Start
     query: tuple[Start, int]
+
+    @property
+    def groups(self) -> int:
+        return self.spec.groups
 
     @property
     def size(self) -> int:
@@ -108,7 +120,8 @@ class RowBlock:
         return x.reshape(*self._outer, *x.shape[-2:])
 
     def rows(self, x: Array) -> Array:
-        """Returns this block of an array of rows, with the groups merged into the rows: [..., G t, d]."""
+        """Returns this block of merged rows, with the groups merged into its rows: [..., G t, d]."""
+        x = x.reshape(*rows_shape(self.spec), x.shape[-1])
         return self.grouped(cut(x, self.rows_window).reshape(*self.shape, x.shape[-1]))
 
     def numbers(self, x: Array) -> Array:
@@ -124,7 +137,8 @@ class RowBlock:
         return x if self.groups == 1 else x.reshape(*x.shape[:-2], self.groups, -1, x.shape[-1])
 
     def columns(self, x: Array, columns: tuple[Start, int]) -> Array:
-        """Returns a block of [B, K, S, d] for these heads: [..., s, d]."""
+        """Returns a block of merged columns for these heads: [..., s, d]."""
+        x = x.reshape(self.spec.batch, self.spec.key_heads, self.spec.key_length, x.shape[-1])
         x = cut(x, self.window("BKS-", columns))
         return lax.squeeze(x, [axis for axis in (0, 1) if x.shape[axis] == 1])
 
@@ -155,9 +169,9 @@ def over_rows(plan: Schedule, spec: AttentionSpec, body: Callable[[RowBlock, Car
         outer, block = divided(n, blocks) if batch_steps * head_steps > 1 else (0, n)
         batch, heads = divided(outer, head_steps)
         return RowBlock(
+            spec,
             (batch * plan.batch_step if batch_steps > 1 else 0, plan.batch_step),
             (heads * plan.head_step, plan.head_step),
-            spec.groups,
             block,
             (block * plan.query_block, size),
         )
@@ -169,7 +183,7 @@ def over_rows(plan: Schedule, spec: AttentionSpec, body: Callable[[RowBlock, Car
 
         def last(n: Start, carry: Carry) -> Carry:
             at = place(n, 1, tail)
-            return body(RowBlock(at.batch, at.heads, spec.groups, blocks, (blocks * plan.query_block, tail)), carry)
+            return body(RowBlock(spec, at.batch, at.heads, blocks, (blocks * plan.query_block, tail)), carry)
 
         carry = loop(outer, last, carry)
     return carry
@@ -180,10 +194,14 @@ def rows_shape(spec: AttentionSpec) -> tuple[int, ...]:
     return (spec.batch, spec.key_heads, *(n for n in (spec.groups,) if n != 1), spec.query_length)
 
 
-def unwritten(shape: tuple[int, ...], dtype: Dtype, like: Array) -> Array:
-    """Returns an array of which each element will be written: a copy of ``like`` where that is such an array, since a
-    copy needs no kernel to be compiled, as zeros do."""
-    return like if like.shape == shape and like.dtype == dtype else jnp.zeros(shape, dtype)
+def merged(x: Array) -> Array:
+    """Returns rows or columns [B, K, ..., d] as [B, K ..., d], the form in which loops read them.
+
+    What a program has as [B, T, N, D] is transposed first.  XLA gives the result a layout in which nothing moves, and
+    copies it for a loop, which has another: one kernel computes the array, a second one copies it, and a third one
+    computes it again for what reads it outside of the loop.  Merged axes leave no layout but that of the loop.
+    """
+    return x.reshape(x.shape[0], -1, x.shape[-1])
 
 
 def tile(spec: AttentionSpec, place: RowBlock, columns: tuple[Start, int], sides: Sequence[Array]) -> Tile:
