@@ -10,22 +10,16 @@ import numpy as np
 import pytest
 from test_declared_kernels import NOISE, ULPS, interpreted, small_memory  # noqa: F401 (a fixture)
 
+from autopallas import compat
 from autopallas.errors import UnsupportedError
-from autopallas.kernels.gpu import mosaic
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, operation_named
 
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
 H100 = Device("gpu", "NVIDIA H100 80GB HBM3")
 each_norm = pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-
-
-def needs_mosaic():
-    try:
-        mosaic()
-    except ImportError:
-        return pytest.mark.skip(reason="there is no Mosaic GPU here")
-    return pytest.mark.skipif(False, reason="")
+MISSING = compat.missing_mosaic_gpu()
+needs_mosaic = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
 def site(op, sizes, dtype, angles, columns=None, tables=F32, own=1, each=(1, 1), adds=False, models=False, **more):
@@ -155,7 +149,7 @@ def test_columns_that_are_not_turned_stay_infinite_or_not():
     np.testing.assert_array_equal(np.isinf(found), np.broadcast_to(np.arange(128) == 5, found.shape))
 
 
-@needs_mosaic()
+@needs_mosaic
 @pytest.mark.parametrize(
     "change, words",
     [

@@ -21,6 +21,8 @@ from autopallas.kernels.attention import example as attention_example
 from autopallas.kernels.attention import xla
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes as LossBlockSizes
+from autopallas.kernels.recurrence.block_sizes import BlockSizes as ChunkSizes
+from autopallas.kernels.recurrence.cases import retention
 from autopallas.patterns import Match
 from autopallas.sites.index_notation import Operand, read
 from autopallas.tuning.entry import parse
@@ -269,6 +271,27 @@ def test_a_value_that_is_used_several_times_has_one_gradient(monkeypatch):
     assert len(found) == len(original) == 4  # the result, and three gradients
     for one, other in zip(found, original, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)  # a sum over 16 rows in float32
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_loop_that_rounds_each_step_to_few_bits_does_not_tell_what_is_right(quick):
+    def loss(*arrays):
+        return jnp.sum(retention(*arrays).astype(jnp.float32) ** 2)
+
+    random = np.random.default_rng(0)
+    shapes = [(384, 1, 2, 16)] * 3 + [(384, 1, 2)]
+    arrays = [jnp.asarray(random.standard_normal(shape), jnp.bfloat16) for shape in shapes]
+    match = match_of(jax.grad(loss, (0, 1, 2, 3)), *arrays)
+    assert Trial.of(match).adds_up_roundings
+    chunks = ChunkSizes("chunked", "chunked", 32)
+    entry = search(match, "xla", key_for(match), chunks, 60.0, quick=quick)
+    assert "compare" not in [r.stage for r in entry.rejected]
+    assert entry.outcome == "tuned"
+
+
+def test_a_loop_in_float32_tells_what_is_right():
+    match = match_of(lambda *arrays: retention(*arrays), *(jnp.ones((64, 1, 2, 16)),) * 3, jnp.ones((64, 1, 2)))
+    assert not Trial.of(match).adds_up_roundings
 
 
 def test_nan_is_wrong(monkeypatch):
