@@ -11,9 +11,11 @@ from dataclasses import dataclass, field, replace
 
 import jax
 
+from autopallas import compat
 from autopallas.autotune.trial import Trial
 from autopallas.compat import ArrayFunction, PyTree
 from autopallas.compile.subprocess import lacks_memory
+from autopallas.numerics.oracle import Oracle
 from autopallas.progress import Progress
 from autopallas.sites.device import Device
 from autopallas.sites.operation import operation_named
@@ -168,21 +170,24 @@ class _Search:
     def _make(self, made: Yardstick) -> None:
         """Runs what candidates are compared with, and the original."""
         trial = Trial.of(self.match)
-        if not self.quick:
+        compares = not self.quick or trial.adds_up_roundings
+        if compares:
             self.say("the reference")
             made.reference, made.problem = self._reference(trial)
         if made.problem:
             return
         self.say("the original")
         made.compiled, failure = self._compiled(trial.original(), trial)
-        if self.quick and made.compiled is not None:
+        if not compares and made.compiled is not None:
             try:
                 made.reference = jax.device_get(made.compiled(*trial.arguments))
             except Exception as error:
                 made.compiled, failure = None, Failure("run", f"{type(error).__name__}: {error}")
         if made.compiled is not None:
-            compared = None if self.quick else made.reference
-            made.original = self._once(made.compiled, trial, compared, warm=self.quick)
+            compared = made.reference if compares else None
+            made.original = self._once(made.compiled, trial, compared, warm=not compares)
+            if self.quick and compares and made.original.failure is None:
+                made.original = replace(self._once(made.compiled, trial, None), differences=made.original.differences)
             failure = made.original.failure
         if made.compiled is None or failure is not None:
             made.problem = f"the original cannot be run on its own: {failure}"
@@ -200,6 +205,12 @@ class _Search:
     # ------------------------------------------------------------------ one candidate
 
     def _reference(self, trial: Trial) -> tuple[PyTree, str]:
+        if trial.adds_up_roundings:
+            try:
+                program = compat.make_jaxpr(trial.original(), *trial.arguments)
+                return Oracle(program)(*jax.tree.leaves(trial.arguments)), ""
+            except Exception as error:
+                return None, f"the original cannot be evaluated in float64: {type(error).__name__}: {error}"
         with jax.default_matmul_precision("highest"):
             name = "oracle" if operation_named(self.match.op).has("oracle") else "reference"
             compiled, failure = self._compiled(trial.kernel(name, None), trial, timed=False)

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas import compat
-from autopallas.compat import ArrayFunction, PyTree, Shaped
+from autopallas import compat, jaxprs
+from autopallas.compat import ArrayFunction, JaxprLike, PyTree, Shaped
 from autopallas.numerics.compare import tolerance_of
 from autopallas.numerics.rounding import gradient_function, rounded
 from autopallas.sites import random_keys
@@ -155,6 +155,14 @@ class Trial:
 
     # ------------------------------------------------------------------ what is right
 
+    @property
+    def adds_up_roundings(self) -> bool:
+        """Whether a loop of the original carries floats of 16 bits from step to step.
+
+        Their roundings add up to more than any tolerance of one result: what is right is not told by such a loop.
+        """
+        return any(_carries_few_bits(part.original) for part in self.passes)
+
     @functools.cached_property
     def _limits(self) -> tuple[tuple[bool, float], ...]:
         """Whether each result is an integer, and how far it may be from the reference."""
@@ -192,6 +200,18 @@ class Trial:
             if wrong or own.maximum != own.maximum:
                 return f"result {position} differs from the reference by {own.maximum:.2g} of its largest value"
         return None
+
+
+def _carries_few_bits(body: JaxprLike) -> bool:
+    for equation in jaxprs.open_jaxpr(body)[0].eqns:
+        if equation.primitive.name in ("scan", "while"):
+            carried = compat.scan_parts(equation)[1] if equation.primitive.name == "scan" else None
+            types = [v.aval.dtype for v in equation.outvars[:carried]]
+            if any(jnp.issubdtype(dtype, np.floating) and dtype.itemsize == 2 for dtype in types):
+                return True
+        if any(_carries_few_bits(inner) for _, _, inner in jaxprs.bodies(equation)):
+            return True
+    return False
 
 
 def _active(part: SiteWorkload) -> tuple[int, ...]:

@@ -119,7 +119,8 @@ def table_grid(platform: str = "cpu") -> tuple[Case, ...]:
     """Returns a case for each row of the tuned table; none for GPUs."""
     variants, sizes = {"cpu": (tuple(ORIGINALS), (32, 64)), "tpu": (tuple(ORIGINALS), (64,))}.get(platform, ((), ()))
     return tuple(
-        Case(OPERATION.name, direction, "float32", variant, (("T", steps), ("B", 1), ("H", 8), ("N", n), ("P", n)))
+        Case(OPERATION.name, direction, dtype, variant, (("T", steps), ("B", 1), ("H", 8), ("N", n), ("P", n)))
+        for dtype in (("float32", "bfloat16") if platform == "cpu" else ("float32",))
         for direction in DIRECTIONS
         for variant in variants
         for steps in (512, 2048)
