@@ -259,6 +259,7 @@ def derivative_of(equation: JaxprEqn) -> ClosedJaxpr:
     return compat.make_jaxpr(moved, shapes, [shapes[i] for i in active])
 
 
+@lru_cache(maxsize=128)
 def _tangent(function: _Identified[Callable[..., object]]) -> ElementwiseProgram | None:
     equation = function.use
     assert equation is not None

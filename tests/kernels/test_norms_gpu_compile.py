@@ -36,6 +36,17 @@ LOADS = {16: "LD.E.128", 4: "LD.E R", 2: "LD.E.U16"}
 BLOCKS = 132 * 4
 
 
+def forward_and_backward(module, spec, operands, cotangent, *added):
+    """Results and gradients of the rows, the scale and the shift; ``added``: a residual, and its sum's cotangent."""
+    names = frozenset(("x", "scale", "shift"))
+    if not added:
+        return module.forward(spec, None, operands), module.backward(spec, None, operands, cotangent, names)
+    residual, of_sum = added
+    results = module.forward(spec, None, operands | {"residual": residual})
+    known = operands | {"residual": residual, "sum": results[1]}
+    return results, module.backward(spec, None, known, (cotangent, of_sum), names)
+
+
 @pytest.mark.parametrize("adds", [False, True], ids=["alone", "with a residual"])
 @pytest.mark.parametrize("dtype, sizes, together, each", CASES, ids=str)
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
@@ -48,16 +59,9 @@ def test_the_compiler_takes_both_directions_without_spills(op, dtype, sizes, tog
         spec = dataclasses.replace(spec, residual_dtype=dtype, sum_dtype=dtype)
     module = operation.implementation("pallas_gpu")
     x, shared = jax.ShapeDtypeStruct((1, rows, columns), dtype), jax.ShapeDtypeStruct((1, columns), F32)
-    names = frozenset(("x", "scale", "shift"))
 
-    def both(x, scale, shift, cotangent, *added):
-        operands = {"x": x, "scale": scale, "shift": shift}
-        if not added:
-            return module.forward(spec, None, operands), module.backward(spec, None, operands, cotangent, names)
-        residual, of_sum = added
-        results = module.forward(spec, None, operands | {"residual": residual})
-        known = operands | {"residual": residual, "sum": results[1]}
-        return results, module.backward(spec, None, known, (cotangent, of_sum), names)
+    def both(x, scale, shift, *further):
+        return forward_and_backward(module, spec, {"x": x, "scale": scale, "shift": shift}, *further)
 
     with H100.targeted(), Compiler() as compiler:
         found = compiler.compile(both, [x, shared, shared, x, *([x, x] if adds else [])])
@@ -97,16 +101,10 @@ def test_the_compiler_takes_rows_that_are_turned_without_spills(op, dtype, sizes
     module = operation.implementation("pallas_gpu")
     x, shared = jax.ShapeDtypeStruct((models, rows, columns), dtype), jax.ShapeDtypeStruct((1, columns), F32)
     table = jax.ShapeDtypeStruct((1, positions, 1, 1, angles), F32)
-    names = frozenset(("x", "scale", "shift"))
 
-    def both(x, scale, shift, cos, sin, cotangent, *added):
+    def both(x, scale, shift, cos, sin, *further):
         operands = {"x": x, "scale": scale, "shift": shift, "cos": cos, "sin": sin}
-        if not added:
-            return module.forward(spec, None, operands), module.backward(spec, None, operands, cotangent, names)
-        residual, of_sum = added
-        results = module.forward(spec, None, operands | {"residual": residual})
-        known = operands | {"residual": residual, "sum": results[1]}
-        return results, module.backward(spec, None, known, (cotangent, of_sum), names)
+        return forward_and_backward(module, spec, operands, *further)
 
     with H100.targeted(), Compiler() as compiler:
         found = compiler.compile(both, [x, shared, shared, table, table, x, *([x, x] if adds else [])])

@@ -273,20 +273,32 @@ def test_a_value_that_is_used_several_times_has_one_gradient(monkeypatch):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)  # a sum over 16 rows in float32
 
 
-@pytest.mark.parametrize("quick", [False, True])
-def test_a_loop_that_rounds_each_step_to_few_bits_does_not_tell_what_is_right(quick):
+def rounding_loop():
     def loss(*arrays):
         return jnp.sum(retention(*arrays).astype(jnp.float32) ** 2)
 
     random = np.random.default_rng(0)
     shapes = [(384, 1, 2, 16)] * 3 + [(384, 1, 2)]
     arrays = [jnp.asarray(random.standard_normal(shape), jnp.bfloat16) for shape in shapes]
-    match = match_of(jax.grad(loss, (0, 1, 2, 3)), *arrays)
+    return match_of(jax.grad(loss, (0, 1, 2, 3)), *arrays), ChunkSizes("chunked", "chunked", 32)
+
+
+def test_a_loop_that_rounds_each_step_to_few_bits_does_not_tell_what_is_right():
+    match, chunks = rounding_loop()
     assert Trial.of(match).adds_up_roundings
-    chunks = ChunkSizes("chunked", "chunked", 32)
-    entry = search(match, "xla", key_for(match), chunks, 60.0, quick=quick)
+    entry = search(match, "xla", key_for(match), chunks, 60.0)
     assert "compare" not in [r.stage for r in entry.rejected]
     assert entry.outcome == "tuned"
+
+
+@pytest.mark.parametrize("quick, reason", [(True, "than a quick search has"), (False, "in float64 needs about")])
+def test_float64_is_left_out_where_time_or_memory_are_short(monkeypatch, quick, reason):
+    match, chunks = rounding_loop()
+    monkeypatch.setattr(module, "Oracle", None)
+    monkeypatch.setattr(module, "free_bytes", lambda: None if quick else 1_000_000)
+    entry = search(match, "xla", key_for(match), chunks, 60.0, quick=quick)
+    assert entry.outcome == "unfinished"
+    assert reason in entry.reason
 
 
 def test_a_loop_in_float32_tells_what_is_right():
