@@ -8,7 +8,7 @@ from autopallas.compat import Literal
 from autopallas.graph.flatten import Body
 from autopallas.graph.numbering import Graph
 
-__all__ = ["linked"]
+__all__ = ["linked", "may_be_given"]
 
 
 def linked(graph: Graph, source: Body, target: Body) -> bool:
@@ -36,6 +36,20 @@ def linked(graph: Graph, source: Body, target: Body) -> bool:
         case _:
             alike = False
     return alike and linked(graph, outer, other)
+
+
+def may_be_given(graph: Graph, number: int, body: Body) -> bool:
+    """Returns whether a body has a variable for a value, or can be given that of a body around it."""
+    while number not in graph.positions[body]:
+        if body not in graph.holders:
+            return False
+        outer, position = graph.holders[body]
+        if outer.equations[position].primitive.name not in ("scan", "remat", "remat2", "checkpoint"):
+            return False
+        if number in graph.positions[outer] and graph.positions[outer][number][0] >= position:
+            return False
+        body = outer
+    return True
 
 
 def _branch(graph: Graph, body: Body) -> Hashable:

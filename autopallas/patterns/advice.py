@@ -116,6 +116,10 @@ ROWS_BEFORE = (
     "Select, pad, reorder or join rows of the activations, before the product that gives the logits; or the losses of "
     "the tokens, after it."
 )
+SIGMOIDS = (
+    "A loss of sigmoids is left to the compiler, which keeps its logits. Where they take too much memory, compute it "
+    "for a block of rows at a time: jax.lax.map over jax.checkpoint of the loss of a block."
+)
 LOGITS_RETURNED = (
     "Return the logits from a separate function. If the array is the gradient of soft labels, put "
     "jax.lax.stop_gradient around these; or, where that gradient is needed, take the weight's in the same function: "

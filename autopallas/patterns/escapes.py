@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from autopallas import jaxprs
 from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node
+from autopallas.graph.body_links import may_be_given
 from autopallas.graph.edit import surviving
 from autopallas.patterns.backward import Backward, Lookup, Search, settle
 from autopallas.patterns.carry import is_available
@@ -106,7 +107,7 @@ def _escape(graph: Graph, match: Match) -> str:
 
 def _search(graph: Graph, match: Match, kind: type[Forward]) -> Search | None:
     inside = {n for e in match.equations for n in e.outputs}
-    forward = kind(graph, match.body, match.results[0], inside.__contains__, calls=CALLS)
+    forward = kind(graph, match.body, match.results[0], inside.__contains__, CALLS, repeats=True)
     if isinstance(forward, RectifiedApart) and not forward.differs:
         return None
     if not forward.complete or any(use.number not in match.operands for use in forward.uses):
@@ -154,7 +155,7 @@ def _with_backward(match: Match, search: Search, beside: _Beside) -> Match | Non
     for backward in search.found:
         cotangents = _gradients(backward, numbers, beside)
         body = None if not cotangents else _home(graph, backward.cotangent, [number for _, number in cotangents])
-        if body is None or not all(is_available(graph, number, homes, body, True) for number in numbers):
+        if body is None or not all(_is_at_hand(graph, number, homes, body) for number in numbers):
             return None
         backwards.append(BackwardMatch(body, backward.cotangent, tuple(cotangents), backward.mapped))
     if not backwards:
@@ -175,6 +176,11 @@ def _with_backward(match: Match, search: Search, beside: _Beside) -> Match | Non
     with suppress(Mismatch):
         return of_examples(whole, forward, search.found)
     return None
+
+
+def _is_at_hand(graph: Graph, number: int, homes: tuple[Body, ...], body: Body) -> bool:
+    """Returns whether a kernel's operand is at hand in a body, or can be brought there."""
+    return is_available(graph, number, homes, body, True) or may_be_given(graph, number, body)
 
 
 def _homes(graph: Graph, match: Match, numbers: Sequence[int]) -> tuple[Body, ...]:

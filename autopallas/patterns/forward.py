@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from autopallas import compat, jaxprs
 from autopallas.compat import ArrayFunction, ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph import Body, Graph
+from autopallas.graph.body_links import may_be_given
 from autopallas.graph.custom_rules import is_elementwise_call, rule_key
 from autopallas.graph.extract import closed
 from autopallas.graph.keys import literal_key
@@ -72,7 +73,9 @@ def pullback(function: ArrayFunction, wanted: Sequence[int]) -> ArrayFunction:
 class Forward:
     """Holds the equations of a site in its body, from ``root`` back to operands that are not ``inside``.
 
-    An equation that holds bodies may be among them, as a whole, only if its primitive is in ``calls``.
+    An equation that holds bodies may be among them, as a whole, only if its primitive is in ``calls``. With
+    ``repeats``, so is one outside of the body that repeats a value for each row: JAX moves it out of a loop, and leaves
+    its transpose in the loop's backward.
     """
 
     dissolved = False
@@ -80,9 +83,15 @@ class Forward:
     _shape: Hashable | None = None
 
     def __init__(
-        self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool], calls: frozenset[str] = frozenset()
+        self,
+        graph: Graph,
+        body: Body,
+        root: int,
+        inside: Callable[[int], bool],
+        calls: frozenset[str] = frozenset(),
+        repeats: bool = False,
     ):
-        self.graph, self.body = graph, body
+        self.graph, self.body, self._repeats = graph, body, repeats
         numbers = graph.numbers[body]
         self._defined = body.defined
         self.root = graph.positions[body][root][1]
@@ -93,7 +102,7 @@ class Forward:
         while todo:
             variable = todo.pop()
             position = self._defined.get(variable)
-            if position is None and (made := self._made_of_literals(variable)):
+            if position is None and (made := self._made_of_literals(variable) or self._repeated(variable)):
                 hoisted[variable] = made
                 continue
             called = position is not None and body.equations[position].primitive.name in calls
@@ -141,6 +150,21 @@ class Forward:
             found += made
             atoms.append(inner)
         return [*found, node.equation.replace(invars=atoms, outvars=[variable])]
+
+    def _repeated(self, variable: Var) -> list[JaxprEqn]:
+        """Returns the equation of a value that the body is given and that repeats a value which the body lacks and can
+        be given too; none for other values."""
+        graph, numbers = self.graph, self.graph.numbers[self.body]
+        node = graph.definitions.get(numbers[variable])
+        if not self._repeats or node is None or node.name != "broadcast_in_dim" or len(node.inputs) != 1:
+            return []
+        (number,) = node.inputs
+        if number in graph.literals or not may_be_given(graph, number, self.body):
+            return []
+        known = graph.positions[self.body].get(number)
+        inner = Var(graph.avals[number]) if known is None else known[1]
+        numbers.setdefault(inner, number)
+        return [node.equation.replace(invars=[inner], outvars=[variable])]
 
     def _constants(self, numbers: dict[Var, int]) -> set[int]:
         """Returns the values that are made of literals alone: where they are needed elsewhere too, they are
@@ -308,9 +332,15 @@ class Merged(Forward):
     """A forward with one use for all places that read a value: its cotangent is the sum of theirs."""
 
     def __init__(
-        self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool], calls: frozenset[str] = frozenset()
+        self,
+        graph: Graph,
+        body: Body,
+        root: int,
+        inside: Callable[[int], bool],
+        calls: frozenset[str] = frozenset(),
+        repeats: bool = False,
     ):
-        super().__init__(graph, body, root, inside, calls)
+        super().__init__(graph, body, root, inside, calls, repeats)
         if self.complete:
             self._places = self.uses
             firsts: dict[int, Use] = {}
@@ -339,9 +369,15 @@ class _Rules(Forward):
     """Whether the forward has functions with a derivative of their own."""
 
     def __init__(
-        self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool], calls: frozenset[str] = frozenset()
+        self,
+        graph: Graph,
+        body: Body,
+        root: int,
+        inside: Callable[[int], bool],
+        calls: frozenset[str] = frozenset(),
+        repeats: bool = False,
     ):
-        super().__init__(graph, body, root, inside, calls)
+        super().__init__(graph, body, root, inside, calls, repeats)
         if self.complete:
             before = self.equations
             self.equations = [self._called(rectified(e)) for e in before]

@@ -10,7 +10,7 @@ import jax
 from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Params, Var
 from autopallas.graph import Body, Graph, flatten
-from autopallas.graph.body_links import linked
+from autopallas.graph.body_links import linked, may_be_given
 from autopallas.graph.edit import Edit, check, rebuild, without_results
 from autopallas.patterns.carry import is_available
 from autopallas.patterns.match import BackwardMatch, Match
@@ -66,10 +66,9 @@ class _Splicer:
             return
         self._replace_loop(match, params, outputs)
         for body, position in self.graph.occurrences(match.results[0]):
-            known = self.graph.positions[body]
             if position in body.children:  # a checkpoint; the loop meets the occurrence in its body
                 continue
-            if not all(n in known and known[n][0] < position for n in match.operands):
+            if not all(self._is_before(n, body, position, bool(match.backwards)) for n in match.operands):
                 continue
             equation = body.equations[position]
             new, variables = self._forward(match, params, body, list(equation.outvars), bool(match.backwards), equation)
@@ -161,6 +160,12 @@ class _Splicer:
             edit.added += [e.replace(source_info=source) for e in _mapped(given, gradients, full)]
         for (_, number), gradient in zip(backward.gradients, gradients, strict=True):
             self._give(body, number, gradient)
+
+    def _is_before(self, number: int, body: Body, position: int, given: bool) -> bool:
+        """Returns whether a body knows a value before one of its equations or, with ``given``, lacks it and can be
+        given it by the loops around it."""
+        known = self.graph.positions[body]
+        return known[number][0] < position if number in known else given and may_be_given(self.graph, number, body)
 
     def _is_one_of_several(self, number: int) -> bool:
         """Returns whether the equation that gives a value, such as a sort, gives others too; loops are no such."""

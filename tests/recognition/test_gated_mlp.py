@@ -339,6 +339,40 @@ def test_what_no_reader_would_call_nearly_one_is_no_near_miss(function, argument
         assert [miss for miss in optimized.report().near_misses if miss.op == "gated_mlp"] == []
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_projections_beside_those_of_attention_are_a_near_miss(joined):
+    """One product gives queries, keys, values, gate and up; attention and hidden units may be projected together."""
+
+    def block(x, every, last):
+        q, k, v, units = jnp.split(x @ every, [K, 2 * K, 3 * K], -1)
+        attended = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k)) @ v
+        gate, up = jnp.split(units, 2, -1)
+        hidden = jax.nn.silu(gate) * up
+        if joined:
+            return jnp.concatenate([attended, hidden], -1) @ last
+        return attended @ last[:K] + hidden @ last[K:]
+
+    arguments = X, array(K, 3 * K + 2 * H), array(K + H, N)
+    for program in (block, with_gradients(block, arguments)):
+        outcome = compare(program, arguments, gradients=False)
+        assert outcome.complaints == []
+        assert (outcome.counts("attention"), outcome.counts("gated_mlp")) == (1, 0)
+        reasons = [miss.reason for miss in outcome.report.near_misses if miss.op == "gated_mlp"]
+        assert reasons == ["the product that gives the projections gives something else too"]
+
+
+def test_gates_that_are_joined_are_no_near_miss():
+    """Two gates of a recurrent unit, of which no more is made than one array."""
+
+    def unit(x, both, last):
+        keep, new = jnp.split(x @ both, 2, -1)
+        return jnp.concatenate([x, jax.nn.sigmoid(keep) * jnp.tanh(new)], -1) @ last
+
+    outcome = compare(unit, (X, BOTH, array(K + H, N)))
+    assert outcome.complaints == []
+    assert [miss for miss in outcome.report.near_misses if miss.op == "gated_mlp"] == []
+
+
 def test_other_sites_stay_where_it_is_found_and_not_applied():
     """Products whose results are transposed, as gradients of its weights are, are respelt all the same."""
     program = with_gradients(SPELLINGS["silu"][0], PLAIN)

@@ -253,3 +253,48 @@ def test_rows_that_something_else_reads_too_after_they_were_scaled_or_cast(make,
     compared = compare(jax.value_and_grad(loss, (0, 1)), (x, scale), gradients=False, dtype="bfloat16")
     assert compared.complaints == []
     assert [(site.op, site.direction) for site in compared.report.sites] == [("rms_norm", "forward+backward")]
+
+
+def rms_repeated(x, g, b):
+    """The scale and the mean have the shape of the rows, as in a public library."""
+    squares = jnp.broadcast_to(mean(x * x), x.shape)
+    return x * jnp.broadcast_to(g, x.shape) * lax.rsqrt(squares + 1e-6) + 0 * b
+
+
+def layer_repeated(x, g, b):
+    factor = jnp.broadcast_to(g, x.shape) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+    return factor * (x - mean(x)) + jnp.broadcast_to(b, x.shape)
+
+
+@pytest.mark.parametrize("loop", ["microbatches", "data alone", "recurrent", "checkpoint", "nested", "branch"])
+@pytest.mark.parametrize(("op", "norm"), [("rms_norm", rms_repeated), ("layer_norm", layer_repeated)])
+def test_a_scale_that_is_repeated_for_each_row_and_shared_by_the_steps_of_a_loop(op, norm, loop):
+    """JAX moves the repetition out of the loop, and leaves its transpose, a sum over rows, in the loop's backward."""
+    x, w = array(3, 2, 5, WIDTH), array(WIDTH, WIDTH, seed=1, scale=WIDTH**-0.5)
+    g, b = array(WIDTH, seed=2, offset=1.0), array(WIDTH, seed=3)
+
+    def loss(w, g, b):
+        def add(total, x):
+            return total + jnp.sin(norm(x if loop == "data alone" else jnp.tanh(x @ w), g, b)).sum(), None
+
+        def change(c, x):
+            return norm(c @ w, g, b) + x, None
+
+        def change_twice(c, x):
+            return lax.scan(lambda c, _: (norm(c @ w, g, b), None), c + x, None, length=2)[0], None
+
+        def change_perhaps(c, x):
+            return lax.cond(x[0, 0, 0] > 0, lambda c: norm(c @ w, g, b) + x, lambda c: c, c), None
+
+        if loop in ("microbatches", "data alone"):
+            return lax.scan(add, jnp.float32(0), x)[0]
+        step = {
+            "recurrent": change, "checkpoint": jax.checkpoint(change), "nested": change_twice, "branch": change_perhaps
+        }[loop]  # fmt: skip
+        return jnp.sin(lax.scan(step, x[0], x)[0]).sum()
+
+    arguments = (w, g, b)
+    compared = compare(jax.value_and_grad(loss, (0, 1, 2)), arguments, gradients=False)
+    assert compared.complaints == []
+    (site,) = [site for site in compared.report.sites if site.op == op]
+    assert (site.verdict, site.direction) == ("applied", "forward+backward")

@@ -6,4 +6,4 @@ from autopallas.sites.operation import Operation
 
 __all__ = ["OPERATION"]
 
-OPERATION = Operation("cross_entropy", priority=20, anchors=frozenset({"exp", "exp2"}))
+OPERATION = Operation("cross_entropy", priority=20, anchors=frozenset({"exp", "exp2", "logistic"}))

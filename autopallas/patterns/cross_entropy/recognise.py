@@ -32,6 +32,7 @@ from autopallas.patterns.cross_entropy.flows import Flows
 from autopallas.patterns.cross_entropy.intent import takes_logarithm
 from autopallas.patterns.cross_entropy.passes import passes
 from autopallas.patterns.cross_entropy.region import Region
+from autopallas.patterns.cross_entropy.sigmoid_losses import sigmoid_losses
 from autopallas.patterns.forward import LAYOUT
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, describe_reason
 from autopallas.patterns.order import circle
@@ -116,6 +117,9 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     with contained():
         apart = [one for one in candidates if not any(one.dot.outputs[0] in region.every for region in regions)]
         misses += [*_rearranged(graph, exponents, alive), *_in_parts(graph, apart)]
+    with contained():
+        of_sigmoids = [miss for miss in sigmoid_losses(graph, needed) if miss.value not in given]
+        misses = [*(m for m in misses if all(m.value != miss.value for miss in of_sigmoids)), *of_sigmoids]
     return matches, misses
 
 

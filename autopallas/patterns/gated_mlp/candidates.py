@@ -13,7 +13,7 @@ from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.labels import is_product
 from autopallas.patterns.forward import LAYOUT
 
-__all__ = ["MOVES", "Candidate", "candidates", "is_elementwise"]
+__all__ = ["MOVES", "Candidate", "candidates", "is_elementwise", "is_joined"]
 
 _CUT = frozenset({"slice", "split", "squeeze", "unstack", "reshape", "gather", "dynamic_slice"})
 MOVES = LAYOUT | _CUT | {"concatenate", "stack"}
@@ -116,17 +116,25 @@ def _top(graph: Graph, origins: _Origins, node: Node, alive: frozenset[int]) -> 
     return node
 
 
-def _readers(graph: Graph, node: Node, alive: frozenset[int]) -> list[Node]:
-    """Returns the contractions that read a value, perhaps in another layout."""
+def is_joined(graph: Graph, node: Node) -> bool:
+    """Returns whether contractions read a value beside others in one array alone, as a block's output projection reads
+    what its attention and its gated MLP compute."""
+    return bool(_readers(graph, node, None, joined=True)) and not _readers(graph, node, None)
+
+
+def _readers(graph: Graph, node: Node, alive: frozenset[int] | None, joined: bool = False) -> list[Node]:
+    """Returns the contractions that read a value, perhaps in another layout; with ``joined``, also those that read it
+    beside others in one array.  Without ``alive``, what nothing needs counts too."""
+    through = LAYOUT | {"concatenate"} if joined else LAYOUT
     found: list[Node] = []
     todo = [(node.outputs[0], 0)]
     while todo:
         number, depth = todo.pop()
         for user in graph.users[number]:
-            if alive.isdisjoint(user.outputs) or _is_transposed(user):
+            if (alive is not None and alive.isdisjoint(user.outputs)) or _is_transposed(user):
                 continue
             if user.name == "dot_general" and not is_product(user):
                 found.append(user)
-            elif user.name in LAYOUT and depth < 4:
+            elif user.name in through and depth < 4:
                 todo.append((user.outputs[0], depth + 1))
     return found[:4]

@@ -19,7 +19,7 @@ from autopallas.patterns.declared_match import declared_match
 from autopallas.patterns.escapes import complete
 from autopallas.patterns.expressions import Scope, precision_of
 from autopallas.patterns.forward import DissolvedApart, RectifiedApart
-from autopallas.patterns.gated_mlp.candidates import Candidate, candidates
+from autopallas.patterns.gated_mlp.candidates import Candidate, candidates, is_joined
 from autopallas.patterns.gated_mlp.factors import roles
 from autopallas.patterns.gated_mlp.units import Units, Unlike, Use
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
@@ -160,7 +160,7 @@ def _match(graph: Graph, units: Node, reader: Node | None, rectified: bool, late
     products = {use.ref.value for use in reading.products}
     again = (body for body, held in graph.positions.items() if any(number in held for number in products))
     bodies = list(dict.fromkeys((result.body, *again)))
-    _refuse_further_columns(space, reading.products, program, reader)
+    _refuse_further_columns(space, reading.products, program, units, reader)
     projections = _projections(space, reading.products, bodies, late)
     if any(_is_chosen(space, use) for use in (projections.gate, projections.up)):
         raise Unlike("the matrices are those of experts")
@@ -252,7 +252,7 @@ def _projections(space: Space, products: Sequence[Use], bodies: Sequence[Body], 
 
 
 def _refuse_further_columns(
-    space: Space, products: Sequence[Use], program: ElementwiseProgram, reader: Node | None
+    space: Space, products: Sequence[Use], program: ElementwiseProgram, units: Node, reader: Node | None
 ) -> None:
     """Refuses projections beside which a contraction gives something else: the contraction would stay.
 
@@ -265,7 +265,7 @@ def _refuse_further_columns(
         read = math.prod(space.sizes[atom] for atom in space.atoms(use.ref) - {atom for atom, _ in use.fixed})
         whole = math.prod(space.graph.shape(use.ref.value))
         if read * shares != whole:
-            if reader is None or read * shares > whole:
+            if read * shares > whole or (reader is None and not is_joined(space.graph, units)):
                 raise Unlike("there is more in a product")
             roles(program, alone=True)
             raise Mismatch(_FURTHER[0], use.ref.value, advice=_FURTHER[1])

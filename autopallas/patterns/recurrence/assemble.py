@@ -12,6 +12,7 @@ from autopallas import compat, jaxprs
 from autopallas.compat import ArrayFunction, JaxprAtom, JaxprEqn, Literal, ShapedArray, Var
 from autopallas.graph import Body, Graph, Node, flatten
 from autopallas.graph.array_slices import Place, plus_slices, slices_at, with_slices
+from autopallas.graph.body_links import may_be_given
 from autopallas.graph.extract import closed, copied
 from autopallas.kernels.recurrence.forms import is_product, products_apart
 from autopallas.kernels.recurrence.loop import Loop
@@ -398,10 +399,10 @@ class Assembly:
     def _backward(self, pair: Pair) -> BackwardMatch:
         home = pair.backward.outer
         for number in self.operands:
-            here = _is_known(self.graph, number, self.scan.outer)
+            here = may_be_given(self.graph, number, self.scan.outer)
             if not here or not (
                 is_available(self.graph, number, (self.scan.outer,), home, across=True)
-                or _is_known(self.graph, number, home)
+                or may_be_given(self.graph, number, home)
             ):
                 raise Mismatch("an operand is not known where its backward is", number, advice=AT_HAND)
         try:
@@ -423,18 +424,6 @@ class Assembly:
         ):
             raise Mismatch("its backward gets the cotangents of several results", advice=LOOP_GRADIENT)
         return BackwardMatch(home, cotangents[0], tuple(sorted(gradients)), further=tuple(cotangents[1:]))
-
-
-def _is_known(graph: Graph, number: int, body: Body) -> bool:
-    """Returns whether a body has a variable for a value, or can be given that of a body around it."""
-    while number not in graph.positions[body]:
-        if body not in graph.holders:
-            return False
-        outer, position = graph.holders[body]
-        if outer.equations[position].primitive.name not in ("scan", "remat", "remat2", "checkpoint"):
-            return False
-        body = outer
-    return True
 
 
 _LEAST_COLUMNS = 8

@@ -207,32 +207,37 @@ _PATH = frozenset({
     "add", "sub", "mul", "div", "neg", "select_n", "broadcast_in_dim", "transpose", "reshape", "squeeze", "add_any",
     "convert_element_type", "max", "min", "clamp", "reduce_sum", *READS, *WRITES,
 })  # fmt: skip
+_PARTS = frozenset({"slice", "concatenate", "split", "pad", "stack", "unstack", "rev"}) | READS | WRITES
+"""What takes an array apart and puts it together: a register whose numbers move on by one place, or one array of
+several states. No form of a state passes through it, though what it computes may be affine."""
 
 
 def _paths_of(step: Step) -> tuple[bool, bool]:
     """Returns (whether a carried value may be affine in itself, whether one gets to itself by additions and at least
-    one multiplication, and not through a matrix product or a loop, or through matrix products alone: a recurrence but
-    for what the reason of a near miss says)."""
-    paths = {v: _Paths(1 << i, 1 << i, 0, 0, 0) for i, v in enumerate(step.carries) if _is_floating(v)}
+    one multiplication, and not through a matrix product or a loop, or through matrix products and parts of arrays
+    alone: a recurrence but for what the reason of a near miss says)."""
+    paths = {v: _Paths(1 << i, 1 << i, 0, 0, 0, 0) for i, v in enumerate(step.carries) if _is_floating(v)}
     for equation in step.equations:
         read = [paths[a] for a in equation.invars if isinstance(a, Var) and a in paths]
         if not read:
             continue
-        depends, direct, scaled, through, opaque = (reduce(or_, bits) for bits in zip(*read, strict=True))
+        depends, direct, scaled, through, opaque, unknown = (reduce(or_, bits) for bits in zip(*read, strict=True))
         name = equation.primitive.name
         if name in ("dot_general", "conv_general_dilated", "scan", "while", "cond"):
             through = depends
         if name not in RULES:
             opaque = depends
+            if name not in _PARTS:
+                unknown = depends
         if name in ("mul", "div"):
             scaled = direct
-        elif name not in _PATH:
+        elif name not in _PATH and name not in _PARTS:
             direct = scaled = 0
-        paths.update(dict.fromkeys(equation.outvars, _Paths(depends, direct, scaled, through, opaque)))
+        paths.update(dict.fromkeys(equation.outvars, _Paths(depends, direct, scaled, through, opaque, unknown)))
     found = [paths.get(after) if isinstance(after, Var) else None for after in step.after]
     own = [(path, 1 << i) for i, path in enumerate(found) if path is not None]
     may_be_affine = any(path.depends & ~path.opaque & bit for path, bit in own)
-    gated = (path.scaled & ~path.through | path.through & ~path.opaque for path, _ in own)
+    gated = (path.scaled & ~path.through | path.through & ~path.unknown for path, _ in own)
     return may_be_affine, any(path & bit for path, (_, bit) in zip(gated, own, strict=True))
 
 
@@ -245,6 +250,7 @@ class _Paths(NamedTuple):
       scaled: such a path with a multiplication.
       through: a path through a matrix product or a loop.
       opaque: a path through an equation of which affine results are not known.
+      unknown: such a path through another equation than one that takes arrays apart or puts them together.
     """
 
     depends: int
@@ -252,6 +258,7 @@ class _Paths(NamedTuple):
     scaled: int
     through: int
     opaque: int
+    unknown: int
 
 
 def _cotangents(graph: Graph, candidates: Sequence[_Candidate]) -> dict[int, list[int]]:
