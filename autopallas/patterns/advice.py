@@ -219,6 +219,10 @@ FEW_STEPS = (
     "Nothing has to be changed: a loop of few steps costs little. Where its steps are chunks of a sequence, "
     "let it go through the sequence step by step."
 )
+SCANNED = (
+    "Combine a decay and an input alone, (a, b) and (c, d) to (a * c, c * b + d). A state that is reset has a decay of "
+    "0 there: jnp.where(reset, 0, decay) before the scan."
+)
 STEP_ALONE = "Keep in the loop what depends on the state, and compute everything else before it, for all steps at once."
 FIRST_VARIES = (
     "Give the loop a first value that varies as its steps do, such as an argument of the function in the shard_map, or "

@@ -7,12 +7,13 @@ from autopallas.faults import contained
 from autopallas.graph import Graph, Node
 from autopallas.graph.extract import jaxpr_of, nodes_between
 from autopallas.kernels.respelling.kind import Found, Kind
-from autopallas.kernels.respelling.kinds import kinds_by_primitive, scan_checkpoint
+from autopallas.kernels.respelling.kinds import associative_scan, kinds_by_primitive, scan_checkpoint
 from autopallas.kernels.respelling.operation import OPERATION
 from autopallas.kernels.respelling.site import RespellingSite
 from autopallas.kernels.respelling.spec import ArrayType, RespellingSpec
 from autopallas.numerics.casts import is_quantised
 from autopallas.patterns import checkpointed_scans
+from autopallas.patterns.associative_scans import unknown_scans
 from autopallas.patterns.match import Match, NearMiss
 from autopallas.patterns.selection import looks_for
 
@@ -20,8 +21,8 @@ __all__ = ["find"]
 
 
 def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
-    """Finds every respelling in a graph.  An equation that no kind knows is no near miss; a loop that stacks much for
-    its backward is one, where such loops are looked for.
+    """Finds every respelling in a graph.  An equation that no kind knows is no near miss, but for associative scans; a
+    loop that stacks much for its backward is one, where such loops are looked for.
 
     An equation that was found goes before one that follows it and would hold it: a product with a one-hot matrix before
     the transposition of its result.
@@ -44,11 +45,15 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                     found.append(match)
                     places.add(node)
                     break
+    misses: list[NearMiss] = []
+    if looks_for(tuple(graph.named) or None, OPERATION.name, associative_scan.KIND.name):
+        with contained():
+            misses += unknown_scans(graph)
     if graph.objective != "memory" and scan_checkpoint.KIND.name not in graph.named:
-        return found, []
+        return found, misses
     taken = {node for match in found for node in match.equations}
-    pairs, misses = checkpointed_scans.find(graph, taken)
-    return [*found, *pairs], misses
+    pairs, missed = checkpointed_scans.find(graph, taken)
+    return [*found, *pairs], [*misses, *missed]
 
 
 def _match(graph: Graph, node: Node, kind: Kind, place: Found) -> Match | None:

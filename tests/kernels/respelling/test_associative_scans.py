@@ -431,3 +431,39 @@ def test_scans_within_other_arithmetic(length, name, shared, reverse):
     optimized = autopallas.optimize(step, objective="always", strict=True, ops={"associative_scan"})
     for one, other in zip(jax.tree.leaves(jax.jit(step)(a, b)), jax.tree.leaves(optimized(a, b)), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-4)
+
+
+def with_resets(a, b, reset):
+    """As public code of state-space models has it: what came before a reset is forgotten."""
+
+    def combine(left, right):
+        (a, b, c), (d, e, f) = left, right
+        return d * a * (1 - f) + d * f, (d * b + e) * (1 - f) + e * f, c * (1 - f) + f
+
+    return lax.associative_scan(combine, (jnp.tanh(a), b, reset * jnp.ones_like(a)))[1]
+
+
+@pytest.mark.parametrize("form", ["forward", "gradient", "mapped", "loop"])
+def test_an_associative_scan_of_another_form_is_a_near_miss(form):
+    a, b = random(T, D), random(T, D, seed=1)
+    reset = (jnp.arange(T) % 6 == 5)[:, None].astype(a.dtype)
+    run = {
+        "forward": with_resets,
+        "gradient": lambda a, b, r: trained(lambda a, b: with_resets(a, b, r))(a, b),
+        "mapped": lambda a, b, r: jax.vmap(with_resets, (1, 1, None), 1)(a, b, r[:, 0]),
+        "loop": lambda a, b, r: lax.scan(lambda c, _: (with_resets(a, jnp.tanh(c), r), None), b, None, length=3)[0],
+    }[form]
+    compared = compare(run, (a, b, reset), gradients=False)
+    assert compared.complaints == []
+    misses = [miss for miss in compared.report.near_misses if miss.op == "respelling"]
+    assert ["this associative scan" in miss.reason for miss in misses] == [True]
+    assert "reset" in misses[0].advice
+
+
+def test_its_advice_makes_it_a_site():
+    a, b = random(T, D), random(T, D, seed=1)
+    reset = (jnp.arange(T) % 6 == 5)[:, None]
+    compared = judged(lambda a, b: scanned(jnp.where(reset, 0, jnp.tanh(a)), b), a, b)
+    assert [miss for miss in compared.report.near_misses if miss.op == "respelling"] == []
+    expected = with_resets(a, b, reset.astype(a.dtype))
+    np.testing.assert_allclose(scanned(jnp.where(reset, 0, jnp.tanh(a)), b), expected, rtol=1e-5, atol=1e-6)
