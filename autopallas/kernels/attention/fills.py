@@ -34,6 +34,7 @@ from autopallas.kernels.attention.tiles import (
     decided,
     of_positions,
     rectangles,
+    rises,
     tile_map,
 )
 from autopallas.numerics.casts import exponential_underflows_below
@@ -42,12 +43,22 @@ from autopallas.sites.elementwise import Constant, ElementwiseProgram, Index, Sc
 if TYPE_CHECKING:
     from autopallas.kernels.attention.spec import AttentionSpec
 
-__all__ = ["IMPLEMENTATIONS", "Fill", "TileStates", "fill_of", "mask_class", "picture", "tile_states", "usual"]
+__all__ = [
+    "Fill",
+    "TileStates",
+    "fill_of",
+    "greatest_product",
+    "mask_class",
+    "picture",
+    "skips",
+    "tile_states",
+    "usual",
+]
 
 Array: TypeAlias = jax.Array
 States: TypeAlias = np.ndarray
 
-IMPLEMENTATIONS = frozenset({"xla", "pallas_tpu"})
+_IMPLEMENTATIONS = frozenset({"xla", "pallas_tpu", "pallas_gpu"})
 """Implementations that skip hidden tiles; the others compute all of them."""
 
 _LOW = -500.0
@@ -149,8 +160,8 @@ def picture(
         return tuple((start, min(start + step, length)) for start in range(0, length, step))
 
     rows, columns = edges(spec.query_length, query_block), edges(spec.key_length, key_block)
-    skips = implementation is None or implementation in IMPLEMENTATIONS
-    found = tile_states(spec, rows, columns).states if skips else tile_map(spec, rows, columns)
+    hides = skips(spec, implementation)
+    found = tile_states(spec, rows, columns).states if hides else tile_map(spec, rows, columns)
     states = ["".join(map(str, row)) for row in found.tolist()]
     return {"rows": rows[0][1], "columns": columns[0][1], "states": states} if states else {}
 
@@ -161,26 +172,41 @@ def mask_class(spec: AttentionSpec, implementation: str | None = None) -> str:
     It is one of :func:`~.tiles.classify`, or "causal and dynamic" or "static and dynamic" if positions alone leave keys
     out, and side inputs leave out more of them.
     """
-    skips = implementation is None or implementation in IMPLEMENTATIONS
-    fill = fill_of(spec) if skips else None
+    hides = skips(spec, implementation)
+    fill = fill_of(spec) if hides else None
     if fill is not None and fill.mask is not None:
         return fill.mask
     found = classify(spec)
     if fill is None and found != "dynamic":
         return found
-    by_positions = _known_from_positions(spec, skips)
+    by_positions = _known_from_positions(spec, hides)
     return found if by_positions is None else f"{by_positions} and dynamic"
 
 
-def _known_from_positions(spec: AttentionSpec, skips: bool) -> Literal["causal", "static"] | None:
+def _known_from_positions(spec: AttentionSpec, hides: bool) -> Literal["causal", "static"] | None:
     """Returns the class of what positions alone leave out of a mask that side inputs decide too; None for nothing."""
     rows, columns = (_parts(length, _COARSE) for length in (spec.query_length, spec.key_length))
-    found = tile_states(spec, rows, columns).states if skips else tile_map(spec, rows, columns)
+    found = tile_states(spec, rows, columns).states if hides else tile_map(spec, rows, columns)
     left_out = (found == DEAD) | (found == HIDDEN)
     if not np.any(left_out):
         return None
     causal = [[start >= stop for start, _ in columns] for _, stop in rows]
     return "causal" if np.array_equal(left_out, np.asarray(causal)) else "static"
+
+
+@lru_cache(maxsize=1024)
+def skips(spec: AttentionSpec, implementation: str | None) -> bool:
+    """Returns whether an implementation skips hidden tiles where nothing is lost; without one, whether some do.
+
+    That of GPUs decides before it knows any score, by the least that a row's maximum can be; for that the score program
+    must not decrease with the score.
+    """
+    if implementation is None or implementation not in _IMPLEMENTATIONS:
+        return implementation is None
+    fill = fill_of(spec)
+    if implementation != "pallas_gpu" or fill is None:
+        return True
+    return rises(spec.score, rectangles([(0, spec.query_length)], [(0, spec.key_length)]), fill.magnitude)
 
 
 def usual(spec: AttentionSpec, operands: Operands, dout: Array | None = None) -> Array:
@@ -192,23 +218,31 @@ def usual(spec: AttentionSpec, operands: Operands, dout: Array | None = None) ->
     fill, dtype = fill_of(spec), spec.accumulation_dtype
     assert fill is not None
 
-    def square(x: Array) -> Array:
-        """Returns the greatest square of a row's norm; infinity if it is beyond the dtype or there is a NaN, which a
-        maximum does not show on every platform.  The squares lie in one row, so that operands share kernels."""
-        squares = jnp.sum(jnp.square(x.astype(dtype)), axis=-1).reshape(-1)
-        return jnp.max(jnp.where(squares < jnp.inf, squares, jnp.inf))
-
-    found = square(operands.value) < jnp.inf
+    found = _greatest_square(operands.value, dtype) < jnp.inf
     if dout is not None:
-        found &= square(dout) < jnp.inf
+        found &= _greatest_square(dout, dtype) < jnp.inf
     if fill.magnitude is not None or dout is not None:
         greatest = float(jnp.finfo(dtype).max) if fill.magnitude is None else (fill.magnitude / _ROUNDING) ** 2
-        found &= square(operands.query) * square(operands.key) <= greatest
+        found &= _greatest_square(operands.query, dtype) * _greatest_square(operands.key, dtype) <= greatest
     if fill.magnitude is not None:
         for number in spec.score.sides:
             if spec.sides[number].differentiable:
                 found &= jnp.all(jnp.abs(operands.sides[number].astype(dtype)) <= fill.magnitude)
     return found
+
+
+def greatest_product(spec: AttentionSpec, operands: Operands) -> Array:
+    """Returns a bound on the size of the products of queries and keys; infinity where there is none, or a NaN."""
+    dtype = spec.accumulation_dtype
+    norms = (jnp.sqrt(_greatest_square(x, dtype)) for x in (operands.query, operands.key))
+    return math.prod(norms, start=jnp.asarray(_ROUNDING, dtype))
+
+
+def _greatest_square(x: Array, dtype: Dtype) -> Array:
+    """Returns the greatest square of a row's norm; infinity if it is beyond the dtype or there is a NaN, which a
+    maximum does not show on every platform.  The squares lie in one row, so that operands share kernels."""
+    squares = jnp.sum(jnp.square(x.astype(dtype)), axis=-1).reshape(-1)
+    return jnp.max(jnp.where(squares < jnp.inf, squares, jnp.inf))
 
 
 class _Bounds:

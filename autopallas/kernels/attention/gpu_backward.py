@@ -24,6 +24,7 @@ from autopallas.compat import Dtype
 from autopallas.kernels import gpu
 from autopallas.kernels.attention import xla
 from autopallas.kernels.attention.block_sizes import BlockSizes, Schedule
+from autopallas.kernels.attention.fill_proofs import Proof
 from autopallas.kernels.attention.gpu_block_sizes import Tiles, backward_tiles, schedule_of
 from autopallas.kernels.attention.gpu_elements import Value, backward_elements
 from autopallas.kernels.attention.gpu_forward import (
@@ -39,6 +40,7 @@ from autopallas.kernels.attention.gpu_forward import (
 )
 from autopallas.kernels.attention.gpu_grid import (
     WARPGROUP_ROWS,
+    Home,
     Loop,
     Place,
     Steps,
@@ -86,6 +88,7 @@ def backward(
     unit = unit_of(scaled, value) if query.dtype == np.float16 else None
     scaled = scaled if unit is None else scaled * unit
     delta = jnp.sum(scaled * layout.from_canonical(residuals.out).astype(F32), axis=-1, keepdims=True)
+    proof = Proof.of(spec, operands, dout, (delta, factor))
     rounded_dout = scaled.astype(query.dtype)
     read = operands
     if split:
@@ -98,13 +101,13 @@ def backward(
     schedule = schedule_of(spec, block_sizes)
     if spec.rounding_adds_up:
         tiles = backward_tiles(spec, "query")
-        plan = _Plan.of(spec, "query", tiles, (), read, schedule)
+        plan = _Plan.of(spec, "query", tiles, (), read, schedule, proof)
         rows = rows._replace(delta=_call(plan, read, rows)["delta"] * factor)
     found: dict[str | int, Array] = {}
     for kernel in ("query", "key_value"):
         tiles = backward_tiles(spec, kernel)
         for outputs in tiles.outputs:
-            found |= _call(_Plan.of(spec, kernel, tiles, outputs, read, schedule), read, rows, units)
+            found |= _call(_Plan.of(spec, kernel, tiles, outputs, read, schedule, proof), read, rows, units)
     if split:
         found["value"] = found["value"][..., :size].astype(F32) + found["value"][..., size:].astype(F32)
 
@@ -112,7 +115,7 @@ def backward(
         return (gradient if unit is None else gradient / unit).astype(operand.dtype)
 
     dsides = tuple(
-        finished(_side_gradient(spec, number, found, read, rows), x) if side.differentiable else None
+        finished(_side_gradient(spec, number, found, read, rows, proof), x) if side.differentiable else None
         for number, (side, x) in enumerate(zip(spec.sides, operands.sides, strict=True))
     )
     dsink = None
@@ -126,12 +129,17 @@ def backward(
 
 
 def _side_gradient(
-    spec: AttentionSpec, number: int, found: Mapping[str | int, Array], operands: Operands, rows: ScaledRows
+    spec: AttentionSpec,
+    number: int,
+    found: Mapping[str | int, Array],
+    operands: Operands,
+    rows: ScaledRows,
+    proof: Proof | None,
 ) -> Array:
     """Computes the gradient of a side input; if it does not fill tiles, from a number per row or key, and head."""
     varies = spec.sides[number].varies
     if varies[3] and varies[4]:
-        return tile_gradient(spec, number, operands, rows)
+        return tile_gradient(spec, number, operands, rows, proof)
     whole = found[number][:, :, None, None, :] if varies[4] else found[number][..., None]
     summed = tuple(axis for axis, v in enumerate(varies) if not v and whole.shape[axis] > 1)
     return jnp.sum(whole, axis=summed, keepdims=True)
@@ -186,11 +194,12 @@ class _Plan(NamedTuple):
         outputs: tuple[str, ...],
         operands: Operands,
         schedule: Schedule,
+        proof: Proof | None,
     ) -> _Plan:
         flipped = kernel == "key_value"
         home, away = tiles.warpgroups * WARPGROUP_ROWS, tiles.away
         row_block, column_block = (away, home) if flipped else (home, away)
-        visits = Visits.of(spec, "column" if flipped else "row", row_block, column_block, operands.sides)
+        visits = Visits.of(spec, _HOME[kernel], row_block, column_block, operands.sides, proof)
         stages = min(tiles.stages, max(1, visits.most * (spec.groups if flipped else 1)))
         sizes = head_size_of(spec.head_size) or 0, head_size_of(spec.value_head_size) or 0
         numbers = _numbers_of(spec, flipped, outputs)
@@ -319,6 +328,9 @@ class _Plan(NamedTuple):
         copies = 2 + self.halved + self.flipped + self.warpgroups * len(self.turned)
         again = [mosaic().Barrier(num_barriers=self.warpgroups)] if self.persistent else []
         return [*found, at_home, *ring(self.stages, self.warpgroups, copies), *again]
+
+
+_HOME: Mapping[str, Home] = {"query": "row", "key_value": "column"}
 
 
 def _numbers_of(spec: AttentionSpec, flipped: bool, outputs: tuple[str, ...]) -> tuple[int | Literal["delta"], ...]:

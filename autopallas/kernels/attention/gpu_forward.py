@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 from autopallas.compat import Dtype, PyTree
 from autopallas.kernels import gpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.fill_proofs import Proof
 from autopallas.kernels.attention.gpu_block_sizes import forward_tiles, schedule_of
 from autopallas.kernels.attention.gpu_elements import Value, forward_elements, scale_of
 from autopallas.kernels.attention.gpu_grid import (
@@ -145,7 +146,8 @@ class _Plan(NamedTuple):
     @staticmethod
     def of(spec: AttentionSpec, blocks: BlockSizes, operands: Operands, values: bool) -> _Plan:
         tiles = forward_tiles(spec, blocks)
-        visits = Visits.of(spec, "row", tiles.warpgroups * WARPGROUP_ROWS, tiles.away, operands.sides)
+        proof = Proof.of(spec, operands)
+        visits = Visits.of(spec, "row", tiles.warpgroups * WARPGROUP_ROWS, tiles.away, operands.sides, proof)
         stages = min(tiles.stages, max(visits.most, 1))
         sizes = head_size_of(spec.head_size) or 0, head_size_of(spec.value_head_size) or 0
         streamed = spec.key_length * sum(sizes) * operands.key.dtype.itemsize

@@ -21,16 +21,19 @@ from jax import lax
 from autopallas import compat
 from autopallas.compat import Dtype
 from autopallas.kernels.attention.dynamic_tiles import run_time_states
+from autopallas.kernels.attention.fill_proofs import Proof
+from autopallas.kernels.attention.fills import TileStates, tile_states
 from autopallas.kernels.attention.gpu_elements import Value
 from autopallas.kernels.attention.gpu_layout import padded
 from autopallas.kernels.attention.schedule import TilePrograms, edges, tile_programs
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
-from autopallas.kernels.attention.tiles import DEAD, FULL, PARTIAL, tile_map
+from autopallas.kernels.attention.tiles import DEAD, FULL, HIDDEN, PARTIAL, tile_map
 from autopallas.kernels.gpu import mosaic
 from autopallas.kernels.refs import Number, Ref
 
 __all__ = [
     "WARPGROUP_ROWS",
+    "Home",
     "Loop",
     "Place",
     "Steps",
@@ -95,6 +98,8 @@ class Visits:
       counts: the numbers of (full, all) away blocks, if all home blocks visit as many, else None.
       ordered: whether step n of every home block is block n.
       table: [B|1, home blocks, 2 + away blocks] of counts and blocks, or None if counts and order are known.
+      known: the same as far as it is known while tracing: without hidden tiles, which are visited if it is not certain
+        that they add nothing; None if side inputs decide.
       has_full, has_partial: whether there are such tiles.
     """
 
@@ -105,30 +110,53 @@ class Visits:
     counts: tuple[int, int] | None
     ordered: bool
     table: Array | np.ndarray | None
+    known: np.ndarray | None
     has_full: bool
     has_partial: bool
 
     @staticmethod
-    def of(spec: AttentionSpec, home: Home, row_block: int, column_block: int, sides: Sequence[Array]) -> Visits:
+    def of(
+        spec: AttentionSpec,
+        home: Home,
+        row_block: int,
+        column_block: int,
+        sides: Sequence[Array],
+        proof: Proof | None = None,
+    ) -> Visits:
+        """Returns what each home block visits; without a proof, hidden tiles too."""
         rows, columns = edges(spec.query_length, row_block), edges(spec.key_length, column_block)
-        found = tile_map(spec, rows, columns)
-        general, full = tile_programs(spec, rows, columns, found)
-        states = found.copy()
+        found = (
+            TileStates(tile_map(spec, rows, columns), -np.inf) if proof is None else tile_states(spec, rows, columns)
+        )
+        general, full = tile_programs(spec, rows, columns, found.states)
+        states = found.states.copy()
         if spec.key_length % column_block:
             states[:, -1][states[:, -1] == FULL] = PARTIAL
         if home == "column" and spec.query_length % row_block:
             states[-1][states[-1] == FULL] = PARTIAL
+        certain = None if proof is None or not found.hides else proof.blocks(found.least, row_block)
         at_run_time = run_time_states(spec, row_block, column_block, sides) if states.size > 1 else None
         if at_run_time is not None:
+            if certain is not None:
+                at_run_time = _shown(at_run_time, states == HIDDEN, certain)
             turned = jnp.swapaxes(at_run_time, 1, 2) if home == "column" else at_run_time
             lists = _listed(turned, jnp)
-            return Visits(turned.shape[1], turned.shape[2], general, full, None, False, lists, False, True)
+            return Visits(turned.shape[1], turned.shape[2], general, full, None, False, lists, None, False, True)
         static = states.T if home == "column" else states
-        table = _listed(static[None], np)
-        counts, order = table[0, :, :2], table[0, :, 2:]
-        same = bool(np.all(counts == counts[:1]))
+        known = _listed(static[None], np)
+        counts, order = known[0, :, :2], known[0, :, 2:]
+        same = bool(np.all(counts == counts[:1])) and certain is None
+        visited = counts[:, 1:] if certain is None else np.sum(static != DEAD, axis=1, keepdims=True)
         step = np.arange(order.shape[1])
-        ordered = bool(np.all((order == step) | (step >= counts[:, 1:])))
+        ordered = bool(np.all((order == step) | (step >= visited)))
+        table: Array | np.ndarray | None = None if same and ordered else known
+        if certain is not None and home == "row":  # hidden blocks follow the others
+            found_counts = jnp.where(certain, counts[:, 0], 0), jnp.where(certain, counts[:, 1], visited[:, 0])
+            entries = (len(certain), *known.shape[1:])
+            table = jnp.broadcast_to(known, entries).at[..., :2].set(jnp.stack(found_counts, axis=-1))
+        elif certain is not None:
+            live = _shown(jnp.asarray(states, jnp.int32)[None], states == HIDDEN, certain)
+            table, ordered = _listed(jnp.swapaxes(live, 1, 2), jnp), False
         return Visits(
             static.shape[0],
             static.shape[1],
@@ -136,9 +164,10 @@ class Visits:
             full,
             (int(counts[0, 0]), int(counts[0, 1])) if same else None,
             ordered,
-            None if same and ordered else table,
+            table,
+            known,
             bool(np.any(states == FULL)),
-            bool(np.any(states == PARTIAL)),
+            bool(np.any((states == PARTIAL) | (states == HIDDEN))),
         )
 
     @property
@@ -148,9 +177,9 @@ class Visits:
     @property
     def longest_first(self) -> bool:
         """Whether later home blocks visit more, as blocks of rows do under a causal mask."""
-        if self.counts is not None or not isinstance(self.table, np.ndarray):
+        if self.counts is not None or self.known is None:
             return False
-        totals = self.table[0, :, 1]
+        totals = self.known[0, :, 1]
         return bool(totals[-1] > totals[0])
 
     def steps(self, table: Ref, entry: Number, home: Number) -> Steps:
@@ -176,7 +205,7 @@ class Visits:
             return True
         if self.counts is not None:
             return self.counts[1] > self.counts[0]
-        counts = self.table[0, :, :2] if isinstance(self.table, np.ndarray) else None
+        counts = None if self.known is None else self.known[0, :, :2]
         return counts is not None and bool(np.all((counts[:, 1] > counts[:, 0]) | (counts[:, 1] == 0)))
 
     @property
@@ -185,11 +214,23 @@ class Visits:
         return self.counts[1] if self.counts is not None else self.away_blocks
 
 
+def _shown(states: Array, hidden: np.ndarray, certain: Array) -> Array:
+    """Returns states of tiles, [B|1, row blocks, column blocks], with none that is hidden.
+
+    Hidden ones are dead where it is certain, [B|1, row blocks], that they add nothing.  Elsewhere no tile that is not
+    dead is full, but partial: scores may be huge, and programs of full tiles round them in another way.
+    """
+    known = certain[..., None]
+    return jnp.where(known & hidden, DEAD, jnp.where((states == DEAD) | (known & (states == FULL)), states, PARTIAL))
+
+
 def _listed(states: States, numpy: ModuleType) -> States:
-    """Turns states [E, home, away] into lists [E, home, 2 + away] of (full, all, the full, partial and dead blocks)."""
-    rank = numpy.where(states == FULL, 0, numpy.where(states == DEAD, 2, 1))
+    """Turns states [E, home, away] into lists [E, home, 2 + away] of (full, all but hidden, the full, partial, hidden
+    and dead blocks)."""
+    rank = numpy.where(states == FULL, 0, numpy.where(states == DEAD, 3, numpy.where(states == HIDDEN, 2, 1)))
     order = numpy.argsort(rank, axis=-1, **({"stable": True} if numpy is jnp else {"kind": "stable"}))
-    counts = numpy.stack([(states == FULL).sum(-1), (states != DEAD).sum(-1)], axis=-1)
+    live = (states != DEAD) & (states != HIDDEN)
+    counts = numpy.stack([(states == FULL).sum(-1), live.sum(-1)], axis=-1)
     found: States = numpy.concatenate([counts, order], axis=-1).astype(np.int32)
     return found
 

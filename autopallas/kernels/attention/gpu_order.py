@@ -73,7 +73,7 @@ class Order:
         if schedule not in (SECTIONS, PERSISTENT):
             return plain
         order = plain
-        if visits.counts is None and isinstance(visits.table, np.ndarray):
+        if visits.counts is None and visits.known is not None:
             most = max(1, min(heads, _CACHE // max(1, streamed_bytes) * sharing))
             sections: Sequence[int] = [-(-heads // -(-heads // most))]
             if heads * count <= _MOST_SIMULATED:
@@ -149,8 +149,8 @@ class Order:
 
 def _lengths(visits: Visits) -> Sequence[float]:
     """Returns how many steps each block visits; of lists that are made at run time, nothing is known."""
-    if visits.counts is None and isinstance(visits.table, np.ndarray):
-        found: list[float] = visits.table[0, :, 1].tolist()
+    if visits.counts is None and visits.known is not None:
+        found: list[float] = visits.known[0, :, 1].tolist()
         return found
     return [float(visits.most)] * visits.home_blocks
 

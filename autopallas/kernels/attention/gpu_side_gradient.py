@@ -19,6 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from autopallas.kernels import gpu
+from autopallas.kernels.attention.fill_proofs import Proof
+from autopallas.kernels.attention.fills import TileStates, tile_states
 from autopallas.kernels.attention.gpu_elements import Elements, Value, backward_elements
 from autopallas.kernels.attention.gpu_forward import ring, share_registers, started
 from autopallas.kernels.attention.gpu_grid import (
@@ -33,7 +35,7 @@ from autopallas.kernels.attention.gpu_layout import Layout, Turned, padded
 from autopallas.kernels.attention.operands import Operands, ScaledRows
 from autopallas.kernels.attention.schedule import TilePrograms, edges
 from autopallas.kernels.attention.spec import AttentionSpec
-from autopallas.kernels.attention.tiles import DEAD, increasing, tile_map
+from autopallas.kernels.attention.tiles import DEAD, HIDDEN, increasing, tile_map
 from autopallas.kernels.gpu import SHARED_MEMORY, mosaic, rounded, shared_bytes, store, tile
 from autopallas.kernels.refs import Number, Ref
 from autopallas.sites.device import Device
@@ -62,6 +64,7 @@ class _Plan(NamedTuple):
       warpgroups: those that compute.
       across: how many times 64 columns a tile has.
       row_stages, stages: of rows of queries and cotangents, and of 64 columns of keys and values.
+      skips: whether hidden tiles may be skipped.
     """
 
     spec: AttentionSpec
@@ -74,9 +77,10 @@ class _Plan(NamedTuple):
     across: int
     row_stages: int
     stages: int
+    skips: bool
 
     @staticmethod
-    def of(spec: AttentionSpec, number: int) -> _Plan:
+    def of(spec: AttentionSpec, number: int, skips: bool) -> _Plan:
         varies, extents = spec.sides[number].varies, (spec.batch, spec.key_heads, spec.groups)
         outer = tuple(n if v else 1 for n, v in zip(extents, varies, strict=False))
         inner = tuple(1 if v else n for n, v in zip(extents, varies, strict=False))
@@ -86,7 +90,7 @@ class _Plan(NamedTuple):
         # Registers hold the sums of two tiles beside the numbers of one if little else is read.
         slender = max(sizes) <= 128 and len(spec.sides) == 1
         across = 2 if slender and -(-spec.key_length // BLOCK) % 2 == 0 else 1
-        plans = (_Plan(spec, number, outer, inner, *sizes, warpgroups, across, *stages) for stages in _STAGES)
+        plans = (_Plan(spec, number, outer, inner, *sizes, warpgroups, across, *stages, skips) for stages in _STAGES)
         return next(plan for plan in plans if plan.shared_memory <= SHARED_MEMORY)
 
     @property
@@ -136,20 +140,36 @@ class _Plan(NamedTuple):
         return backward_elements(spec, programs)
 
     @property
+    def states(self) -> TileStates:
+        """The tiles' states, of which none is hidden if nothing can be shown of these."""
+        spec, (height, width) = self.spec, self.size
+        find = tile_states if self.skips else lambda *given: TileStates(tile_map(*given), -math.inf)
+        return find(spec, edges(spec.query_length, height), edges(spec.key_length, width))
+
+    @property
     def order(self) -> tuple[np.ndarray | None, int]:
-        """Numbers of the tiles, in row-major order, those that are seen first, and how many these are.
+        """Numbers of the tiles, in row-major order, those that are seen first, then hidden ones, and how many are seen.
 
         None if all are seen.
         """
-        spec = self.spec
-        height, width = self.size
-        states = tile_map(spec, edges(spec.query_length, height), edges(spec.key_length, width)).reshape(-1)
-        seen = int(np.sum(states != DEAD))
+        states = self.states.states.reshape(-1)
+        rank = np.where(states == DEAD, 2, states == HIDDEN)
+        seen = int(np.sum(rank == 0))
         if seen == len(states):
             return None, seen
-        return np.argsort(states == DEAD, kind="stable").astype(np.int32), seen
+        return np.argsort(rank, kind="stable").astype(np.int32), seen
 
-    def inputs(self, operands: Operands, scaled: ScaledRows) -> list[Array]:
+    def order_at_run_time(self, proof: Proof | None) -> Array | None:
+        """Returns the order; where tiles are hidden, with how many of them are added up as a last number."""
+        order, seen = self.order
+        if order is None or proof is None or not self.states.hides:
+            return None if order is None else jnp.asarray(order)
+        states, least = self.states
+        certain = jnp.all(proof.blocks(least, self.size[0]))
+        added = jnp.where(certain, seen, int(np.sum(states != DEAD)))
+        return jnp.concatenate([jnp.asarray(order), added[None].astype(jnp.int32)])
+
+    def inputs(self, operands: Operands, scaled: ScaledRows, proof: Proof | None) -> list[Array]:
         """Returns the arrays in main memory, padded to whole tiles."""
         spec, (rows, columns), d, dv = self.spec, self.lengths, self.head_size, self.value_head_size
         query, key, value, sides, _ = operands
@@ -158,8 +178,8 @@ class _Plan(NamedTuple):
         shape = spec.batch, spec.key_heads, spec.groups, spec.query_length
         found += [padded(jnp.broadcast_to(x, shape), rows) for x in (scaled.shift, scaled.delta)]
         found += [side_operand(s, x, rows, columns, False) for s, x in zip(spec.sides, sides, strict=True)]
-        order, _ = self.order
-        return found if order is None else [*found, jnp.asarray(order)]
+        order = self.order_at_run_time(proof)
+        return found if order is None else [*found, order]
 
 
 class _Memory(NamedTuple):
@@ -194,13 +214,13 @@ class _Memory(NamedTuple):
         return _Memory(tiles, refs[4], refs[5], sides, order[0] if order else None, result, refs[-8:-4], *refs[-4:])
 
 
-def tile_gradient(spec: AttentionSpec, number: int, operands: Operands, rows: ScaledRows) -> Array:
+def tile_gradient(spec: AttentionSpec, number: int, operands: Operands, rows: ScaledRows, proof: Proof | None) -> Array:
     """Computes the gradient of the side input ``number``, [B|1, K|1, G|1, T, S], in its dtype.
 
-    With queries of float16 the gradient is in float32.
+    With queries of float16 the gradient is in float32.  Without a proof hidden tiles are added too.
     """
-    plan, dtype = _Plan.of(spec, number), operands.query.dtype
-    inputs, lengths = plan.inputs(operands, rows), plan.lengths
+    plan, dtype = _Plan.of(spec, number, proof is not None), operands.query.dtype
+    inputs, lengths = plan.inputs(operands, rows, proof), plan.lengths
     kept = F32 if dtype == np.float16 else spec.sides[number].dtype
     result = jax.ShapeDtypeStruct((*plan.outer, *lengths), kept)
     _, seen = plan.order
@@ -247,7 +267,8 @@ class _Item(NamedTuple):
         head, at = gpu.unravelled(number, math.prod(plan.tiles))
         steps: Number = plan.steps
         if memory.order is not None:
-            steps = jnp.where(at < seen, jnp.int32(steps), jnp.int32(0))
+            added: Number = memory.order[math.prod(plan.tiles)] if plan.states.hides else seen
+            steps = jnp.where(at < added, jnp.int32(steps), jnp.int32(0))
             at = memory.order[at]
         at_row, at_column = gpu.unravelled(at, plan.tiles[1])
         return _Item(_unravelled(head, plan.outer), at_row * plan.size[0], at_column * plan.size[1], steps)

@@ -32,6 +32,7 @@ __all__ = [
     "increasing",
     "of_positions",
     "rectangles",
+    "rises",
     "scale_of",
     "simplified",
     "tile_map",
@@ -276,29 +277,48 @@ def increasing(program: ElementwiseProgram) -> bool:
     Rounding keeps the order, so that the program's value at a row's largest score is the row's largest value, bit for
     bit.
     """
-    if not program.depends_on_score or not all(isinstance(i, (Score, Constant)) for i in program.inputs):
-        return False
-    first = len(program.inputs)
-    constants = {n: i.value for n, i in enumerate(program.inputs) if isinstance(i, Constant)}
-    registers = set(range(first)) - set(constants)  # known to be non-decreasing
-    for offset, instruction in enumerate(program.instructions):
+    alone = all(isinstance(i, (Score, Constant)) for i in program.inputs)
+    return alone and program.depends_on_score and rises(program, rectangles([(0, 1)], [(0, 1)]))
+
+
+def rises(program: ElementwiseProgram, ranges: Ranges, magnitude: float | None = None) -> bool:
+    """Returns whether the program does not decrease with the score, whatever the positions and side inputs are.
+
+    Args:
+      program: the program.
+      ranges: where it is evaluated.
+      magnitude: a bound on scores and floating side inputs, of which signs of factors may follow; None for none.
+    """
+    bounds = intervals.registers(program, ranges, magnitude)
+    fixed = [not isinstance(i, Score) for i in program.inputs]  # registers that do not depend on the score
+    rising = [isinstance(i, Score) for i in program.inputs]
+    for instruction in program.instructions:
         name, arguments = instruction.primitive.name, instruction.arguments
-        other = next((constants[a] for a in arguments if a in constants), None)
+        follows = [fixed[a] or rising[a] for a in arguments]
+        fixed.append(all(fixed[a] for a in arguments))
+        factors = [bounds[a] for a in arguments if fixed[a]]
         if len(arguments) == 1:
-            floating = instruction.dtype.name in ("bfloat16", "float16", "float32", "float64")
-            ok = arguments[0] in registers and floating and name in _INCREASING
-        elif name in ("add", "sub", "max", "min"):
-            ok = all(a in registers or a in constants for a in arguments)
-            ok &= name != "sub" or (arguments[0] in registers and arguments[1] in constants)
+            ok = instruction.dtype.name in _FLOATING and name in _INCREASING and rising[arguments[0]]
+        elif name in ("add", "add_any", "max", "min"):
+            ok = all(follows)
+        elif name == "sub":
+            ok = follows[0] and fixed[arguments[1]]
         elif name in ("mul", "div"):
-            ok = any(a in registers for a in arguments) and other is not None and 0 < other < float("inf")
-            ok &= name == "mul" or arguments[0] in registers
+            finite = [bool(np.all((f.low >= 0) & (f.high < np.inf))) for f in factors]
+            ok = len(finite) == 1 and finite[0] and (name == "mul" or (rising[arguments[0]] and _positive(factors[0])))
+            ok &= any(rising[a] for a in arguments)
+        elif name == "select_n":
+            ok = fixed[arguments[0]] and all(follows[1:])
+        elif name == "clamp":
+            ok = fixed[arguments[0]] and follows[1] and fixed[arguments[2]]
         else:
             ok = False
-        if not ok:
-            return False
-        registers.add(first + offset)
-    return program.result in registers
+        rising.append(ok and not fixed[-1])
+    return rising[program.result]
+
+
+def _positive(bounds: Interval) -> bool:
+    return bool(np.all(bounds.low > 0))
 
 
 def scale_of(program: ElementwiseProgram) -> float | None:
@@ -324,4 +344,5 @@ _SIGNLESS = frozenset(
     "add sub mul neg abs max min clamp select_n tanh square convert_element_type copy stop_gradient exp "
     "lt le gt ge eq ne and or not xor".split()
 )
+_FLOATING = frozenset({"bfloat16", "float16", "float32", "float64"})
 _INCREASING = frozenset({"convert_element_type", "reduce_precision", "tanh", "copy", "stop_gradient"})

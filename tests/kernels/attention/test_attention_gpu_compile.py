@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import SCORE, Case, traced
+from attention_cases import KEY, QUERY, SCORE, Case, traced
 from test_attention_implementations import BY_NAME
 
 import autopallas
@@ -109,6 +109,20 @@ def test_quotients_by_side_inputs_are_differentiated(compiler, backward):
 @pytest.mark.parametrize("name", ["full", "causal", "biases of every shape"])
 def test_odd_lengths_are_padded(compiler, name, backward):
     check(compiler, sized(name, 128, RAGGED), BF16, BlockSizes(128, 128), backward)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_a_finite_fill_takes_no_more_than_an_infinite_one(compiler, size, backward):
+    """The same kernels, which read at run time how many tiles there are."""
+    score = traced(lambda s, i, j: jnp.where(i >= j, s * np.float32(0.125), -1e9), SCORE, QUERY, KEY)
+    filled = replace(sized("full", size), score=score)
+    causal = replace(sized("causal", size), score=score)
+    assert filled.spec(BF16).fill is not None
+    assert causal.spec(BF16).live is not None
+    found, wanted = (check(compiler, case, BF16, BlockSizes(128, 128), backward) for case in (filled, causal))
+    of = [[(k.name, k.registers, k.shared_bytes) for k in compiled.kernels] for compiled in (found, wanted)]
+    assert of[0] == of[1]
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
