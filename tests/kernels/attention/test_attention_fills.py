@@ -109,10 +109,12 @@ def test_a_positional_part_is_found_beside_side_inputs():
     score = traced(lambda s, i, j, m: jnp.where(seen(i, j) & m, s, -1e9), SCORE, QUERY, KEY, side(0, bool))
     spec = Case("padded", score=score, sides=(PADDING,), draw="m", query_length=300, key_length=300).spec()
     assert spec.mask_class == "causal and dynamic"
-    assert mask_class(spec, "pallas_gpu") == "full", "which skips no hidden tile"
+    assert mask_class(spec, "pallas_gpu") == "causal and dynamic"
+    assert mask_class(spec, "cudnn") == "full", "which skips no hidden tile"
     assert int((tile_states(spec, edges(300, 64), edges(300, 64)).states == HIDDEN).sum()) == 10
     spec = replace(spec, live=traced(lambda i, j, m: seen(i, j) & m, QUERY, KEY, side(0, bool)))
-    assert (mask_class(spec, "xla"), mask_class(spec, "pallas_gpu")) == ("causal and dynamic", "dynamic")
+    assert mask_class(spec, "xla") == mask_class(spec, "pallas_gpu") == "causal and dynamic"
+    assert mask_class(spec, "cudnn") == "dynamic"
     assert int((tile_states(spec, edges(300, 64), edges(300, 64)).states == HIDDEN).sum()) == 10
 
 
