@@ -140,6 +140,20 @@ def _quietly(program: RandomProgram) -> Iterator[None]:
             jax.config.update("jax_enable_x64", before)
 
 
+def _results(program: compat.ClosedJaxpr, leaves: Sequence[jax.Array]) -> list[np.ndarray]:
+    with quiet():
+        return [np.asarray(x) for x in jax.jit(compat.jaxpr_as_fun(program)).lower(*leaves).compile()(*leaves)]
+
+
+def _runs(program: compat.ClosedJaxpr, leaves: Sequence[jax.Array]) -> bool:
+    """Returns whether a program can be compiled and run as it is."""
+    try:
+        _results(program, leaves)
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
 def _judge(program: RandomProgram, verdict: Verdict) -> None:
     clock = _Clock(verdict.seconds)
     arrays = program.arrays()
@@ -160,10 +174,11 @@ def _judge(program: RandomProgram, verdict: Verdict) -> None:
             return
         if rewritten is original or not any(verdict.applied.values()):
             return
-        with quiet():
-            given = jax.jit(compat.jaxpr_as_fun(rewritten)).lower(*leaves).compile()(*leaves)
-            given = [np.asarray(x) for x in given]
+        given = _results(rewritten, leaves)
     except Exception as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and not _runs(original, leaves):
+            verdict.features.append(f"not a program: {error}")  # the compiler has no such product of 16-bit numbers
+            return
         verdict.kind, verdict.complaints = "exception", [f"{type(error).__name__}: {str(error)[:400]}"]
         return
     clock.lap("run")
@@ -171,7 +186,7 @@ def _judge(program: RandomProgram, verdict: Verdict) -> None:
     try:
         both = twins(*leaves)
     except jax.errors.JaxRuntimeError as error:
-        verdict.features.append(f"not a program: {error}")  # the compiler has no such product of 16-bit numbers
+        verdict.features.append(f"not a program: {error}")
         return
     own, true = both[: len(given)], both[len(given) :]
     clock.lap("oracle")
