@@ -18,7 +18,7 @@ __all__ = ["unknown_scans"]
 
 _LEVELS = 3
 """Fewest levels of a tree that is called a scan: that of eight steps has so many."""
-_REASON = "this associative scan, or its gradient, is not shown to be h[t] = a[t] h[t-1] + b[t] of real numbers"
+_REASON = "this associative scan, or its gradient, is not shown to be h[t] = a[t] h[t-1] + b[t]"
 
 
 def unknown_scans(graph: Graph) -> Iterator[NearMiss]:
