@@ -772,7 +772,7 @@ def nonlinear(x: Array, w: Array, u: Array) -> Array:
     return lax.scan(step, zeros(B, D), (x, w))[1]
 
 
-@refused(x)
+@refused(x, reason="slice of the carried value")
 def rolled(x: Array) -> Array:
     def step(h: Array, x: Array) -> Any:
         h = 0.9 * jnp.roll(h, 1, -1) + x
