@@ -33,9 +33,9 @@ from benchmarks.gpu_session import peers
 
 IMPLEMENTATION = "pallas_gpu"
 
-_FILLED = "causal, filled"
+FILLED = "causal, filled"
 """A causal mask that gives hidden keys a low score, as most programs do."""
-_MASKS = ("full", "causal", "window", "segments", "padded", "bias", "rows without keys", "soft cap", _FILLED)
+_MASKS = ("full", "causal", "window", "segments", "padded", "bias", "rows without keys", "soft cap", FILLED)
 _SHAPES = (
     # (B, T, N, K, D)
     (2, 512, 4, 2, 64), (1, 1000, 4, 4, 128), (1, 333, 3, 1, 96), (1, 257, 2, 2, 40),
@@ -46,7 +46,7 @@ _TIMED = (
     # (B, T, N, D, mask, sizes of blocks, each with every schedule): the first ones are what the kernel is for.
     (1, 16384, 16, 128, "causal", 1), (1, 16384, 16, 128, "full", 1), (2, 4096, 16, 128, "mask + bias", 1),
     (4, 4096, 16, 64, "causal", 2), (4, 4096, 16, 128, "causal", 1), (4, 4096, 16, 128, "segments", 1),
-    (4, 4096, 16, 128, _FILLED, 1), (1, 16384, 16, 128, _FILLED, 1),
+    (4, 4096, 16, 128, FILLED, 1), (1, 16384, 16, 128, FILLED, 1),
     (16, 1024, 16, 64, "full", 2), (4, 4096, 16, 128, "full", 1), (8, 2048, 16, 64, "full", 1),
     (8, 2048, 16, 128, "causal", 1), (16, 1024, 16, 64, "causal", 2),
     (32, 512, 16, 64, "causal", 1), (64, 256, 16, 64, "full", 1), (1, 8192, 16, 128, "causal", 1),
@@ -58,7 +58,7 @@ _HEADLINES = (
     (4, 4096, 16, 128, "causal", False), (4, 4096, 16, 128, "causal", True), (1, 16384, 16, 128, "causal", False),
     (1, 16384, 16, 128, "causal", True), (4, 4096, 16, 64, "causal", False), (4, 4096, 16, 64, "causal", True),
     (1, 16384, 16, 128, "full", False), (1, 16384, 16, 128, "full", True), (2, 4096, 16, 128, "mask + bias", True),
-    (4, 4096, 16, 128, _FILLED, False), (4, 4096, 16, 128, _FILLED, True), (1, 16384, 16, 128, _FILLED, False),
+    (4, 4096, 16, 128, FILLED, False), (4, 4096, 16, 128, FILLED, True), (1, 16384, 16, 128, FILLED, False),
 )  # fmt: skip
 _CUDNN = "cudnn implementation"
 """The candidate that is what a site runs where cuDNN is chosen; "cudnn" is the library's own call."""
@@ -88,7 +88,7 @@ def _scores(mask: str, query: Any, key: Any, *rest: Any) -> Any:
         scores = scores + rest[0].astype(jnp.float32)
     shown = {
         "causal": lambda: past,
-        _FILLED: lambda: past,
+        FILLED: lambda: past,
         "offset": lambda: past,
         "soft cap": lambda: past,
         "mask + bias": lambda: past,
@@ -98,7 +98,7 @@ def _scores(mask: str, query: Any, key: Any, *rest: Any) -> Any:
         "rows without keys": lambda: i[:, None] >= i + len(i) // 2,
     }.get(mask)
     if shown is not None:
-        scores = jnp.where(shown(), scores, np.float32(-1e9) if mask in ("rows without keys", _FILLED) else -jnp.inf)
+        scores = jnp.where(shown(), scores, np.float32(-1e9) if mask in ("rows without keys", FILLED) else -jnp.inf)
     return scores
 
 
@@ -230,7 +230,7 @@ def stressed(small: bool) -> Iterator[Check]:
     for shape, mask, sizes in (
         ((4, 2048, 8, 8, 128), "causal", (128, 128)),
         ((4, 2048, 8, 8, 64), "causal", (128, 256)),
-        ((4, 2048, 8, 8, 128), _FILLED, (128, 128)),
+        ((4, 2048, 8, 8, 128), FILLED, (128, 128)),
         ((4, 2048, 8, 8, 128), "full", (128, 128)),
         ((2, 2048, 8, 8, 256), "causal", (128, 64)),
         ((4, 1000, 8, 8, 96), "causal", (192, 128)),
@@ -263,7 +263,7 @@ def _spec(b: int, t: int, n: int, d: int, mask: str) -> AttentionSpec:
     if mask == "causal":
         program = traced(lambda s, i, j: jnp.where(i >= j, s * scale, -jnp.inf), score, *at)
         live = causal()
-    elif mask == _FILLED:
+    elif mask == FILLED:
         program = traced(lambda s, i, j: jnp.where(i >= j, s * scale, np.float32(-1e9)), score, *at)
     elif mask == "mask + bias":
         program = traced(

@@ -129,6 +129,10 @@ class Forward:
             if isinstance(atom, Var) and atom not in own
         ]
         self.own = {numbers[v] for v in own} - self._constants(numbers) - self._copies(numbers)
+        self._completed()
+
+    def _completed(self) -> None:
+        """Changes what was collected, if all of the site lies in its body; for kinds of forwards."""
 
     def _made_of_literals(self, variable: Var) -> list[JaxprEqn]:
         """Returns the equations of a value that the body is given and that is made of literals alone; none for other
@@ -331,22 +335,13 @@ class PerExample(Forward):
 class Merged(Forward):
     """A forward with one use for all places that read a value: its cotangent is the sum of theirs."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        body: Body,
-        root: int,
-        inside: Callable[[int], bool],
-        calls: frozenset[str] = frozenset(),
-        repeats: bool = False,
-    ):
-        super().__init__(graph, body, root, inside, calls, repeats)
-        if self.complete:
-            self._places = self.uses
-            firsts: dict[int, Use] = {}
-            for use in self._places:
-                firsts.setdefault(use.number, use)
-            self.uses = list(firsts.values())
+    def _completed(self) -> None:
+        super()._completed()
+        self._places = self.uses
+        firsts: dict[int, Use] = {}
+        for use in self._places:
+            firsts.setdefault(use.number, use)
+        self.uses = list(firsts.values())
 
     def _lines(self) -> Hashable:
         order = {use.number: i for i, use in enumerate(self.uses)}
@@ -368,21 +363,12 @@ class _Rules(Forward):
     differs = False
     """Whether the forward has functions with a derivative of their own."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        body: Body,
-        root: int,
-        inside: Callable[[int], bool],
-        calls: frozenset[str] = frozenset(),
-        repeats: bool = False,
-    ):
-        super().__init__(graph, body, root, inside, calls, repeats)
-        if self.complete:
-            before = self.equations
-            self.equations = [self._called(rectified(e)) for e in before]
-            within = any(a is not b for a, b in zip(before, self.equations, strict=True) if jaxprs.bodies(a))
-            self.differs = within or any(is_elementwise_call(e) for e in self.equations)
+    def _completed(self) -> None:
+        super()._completed()
+        before = self.equations
+        self.equations = [self._called(rectified(e)) for e in before]
+        within = any(a is not b for a, b in zip(before, self.equations, strict=True) if jaxprs.bodies(a))
+        self.differs = within or any(is_elementwise_call(e) for e in self.equations)
 
     def _called(self, equation: JaxprEqn) -> JaxprEqn:
         """Replaces the last equation of a softplus by its call, where this site computes its operand too."""

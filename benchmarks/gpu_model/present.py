@@ -101,7 +101,7 @@ def _attention(shape: tuple[int, int, int, int], mask: str, backward: bool, roun
         # Queries and keys are read for their greatest numbers, and again for their copies in float16; values are read.
         beside = 3.5 if backward and not rounded else 0.0
         # Where a fill is shown to hide tiles, queries, keys and values are read for that before; and the cotangent.
-        beside += (2.0 if backward else 1.5) * (mask == gpu_attention._FILLED)
+        beside += (2.0 if backward else 1.5) * (mask == gpu_attention.FILLED)
         groups = 1 if backward and shape[3] > 128 else 2
         keys = (32 if shape[3] > 128 else 64) if backward else sizes.key_block
         causal = mask.startswith("causal")
@@ -134,13 +134,13 @@ CASES: dict[str, Callable[[], Row]] = {
         (1, 16384, 16, 128), "causal", True, True
     ),
     "attention forward T16384 D128 causal, filled": lambda: _attention(
-        (1, 16384, 16, 128), gpu_attention._FILLED, False
+        (1, 16384, 16, 128), gpu_attention.FILLED, False
     ),
-    "attention forward T4096 D128 causal, filled": lambda: _attention((4, 4096, 16, 128), gpu_attention._FILLED, False),
+    "attention forward T4096 D128 causal, filled": lambda: _attention((4, 4096, 16, 128), gpu_attention.FILLED, False),
     "attention backward T16384 D128 causal, filled": lambda: _attention(
-        (1, 16384, 16, 128), gpu_attention._FILLED, True
+        (1, 16384, 16, 128), gpu_attention.FILLED, True
     ),
-    "attention backward T4096 D128 causal, filled": lambda: _attention((4, 4096, 16, 128), gpu_attention._FILLED, True),
+    "attention backward T4096 D128 causal, filled": lambda: _attention((4, 4096, 16, 128), gpu_attention.FILLED, True),
     "attention backward T16384 D128 full": lambda: _attention((1, 16384, 16, 128), "full", True),
 }
 """What is estimated, by name: a timed case, and the model's case of its kernels. Attention is as a caller with

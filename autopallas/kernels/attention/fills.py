@@ -131,11 +131,18 @@ def fill_of(spec: AttentionSpec) -> Fill | None:
     return None
 
 
+def tile_states(spec: AttentionSpec, rows: Edges, columns: Edges, hides: bool = True) -> TileStates:
+    """Returns the state of each tile ``rows[i] x columns[j]``, given as (start, stop).
+
+    Without ``hides`` none is hidden.
+    """
+    return _tile_states(spec, rows, columns, hides)
+
+
 @lru_cache(maxsize=256)
-def tile_states(spec: AttentionSpec, rows: Edges, columns: Edges) -> TileStates:
-    """Returns the state of each tile ``rows[i] x columns[j]``, given as (start, stop)."""
+def _tile_states(spec: AttentionSpec, rows: Edges, columns: Edges, hides: bool) -> TileStates:
     states = tile_map(spec, rows, columns)
-    fill = fill_of(spec)
+    fill = fill_of(spec) if hides else None
     if fill is None:
         return TileStates(states, -math.inf)
     bounds = _Bounds(spec, fill.magnitude)
@@ -160,8 +167,7 @@ def picture(
         return tuple((start, min(start + step, length)) for start in range(0, length, step))
 
     rows, columns = edges(spec.query_length, query_block), edges(spec.key_length, key_block)
-    hides = skips(spec, implementation)
-    found = tile_states(spec, rows, columns).states if hides else tile_map(spec, rows, columns)
+    found = tile_states(spec, rows, columns, skips(spec, implementation)).states
     states = ["".join(map(str, row)) for row in found.tolist()]
     return {"rows": rows[0][1], "columns": columns[0][1], "states": states} if states else {}
 
@@ -186,7 +192,7 @@ def mask_class(spec: AttentionSpec, implementation: str | None = None) -> str:
 def _known_from_positions(spec: AttentionSpec, hides: bool) -> Literal["causal", "static"] | None:
     """Returns the class of what positions alone leave out of a mask that side inputs decide too; None for nothing."""
     rows, columns = (_parts(length, _COARSE) for length in (spec.query_length, spec.key_length))
-    found = tile_states(spec, rows, columns).states if hides else tile_map(spec, rows, columns)
+    found = tile_states(spec, rows, columns, hides).states
     left_out = (found == DEAD) | (found == HIDDEN)
     if not np.any(left_out):
         return None

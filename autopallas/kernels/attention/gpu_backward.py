@@ -40,7 +40,6 @@ from autopallas.kernels.attention.gpu_forward import (
 )
 from autopallas.kernels.attention.gpu_grid import (
     WARPGROUP_ROWS,
-    Home,
     Loop,
     Place,
     Steps,
@@ -199,7 +198,7 @@ class _Plan(NamedTuple):
         flipped = kernel == "key_value"
         home, away = tiles.warpgroups * WARPGROUP_ROWS, tiles.away
         row_block, column_block = (away, home) if flipped else (home, away)
-        visits = Visits.of(spec, _HOME[kernel], row_block, column_block, operands.sides, proof)
+        visits = Visits.of(spec, "column" if flipped else "row", row_block, column_block, operands.sides, proof)
         stages = min(tiles.stages, max(1, visits.most * (spec.groups if flipped else 1)))
         sizes = head_size_of(spec.head_size) or 0, head_size_of(spec.value_head_size) or 0
         numbers = _numbers_of(spec, flipped, outputs)
@@ -328,9 +327,6 @@ class _Plan(NamedTuple):
         copies = 2 + self.halved + self.flipped + self.warpgroups * len(self.turned)
         again = [mosaic().Barrier(num_barriers=self.warpgroups)] if self.persistent else []
         return [*found, at_home, *ring(self.stages, self.warpgroups, copies), *again]
-
-
-_HOME: Mapping[str, Home] = {"query": "row", "key_value": "column"}
 
 
 def _numbers_of(spec: AttentionSpec, flipped: bool, outputs: tuple[str, ...]) -> tuple[int | Literal["delta"], ...]:

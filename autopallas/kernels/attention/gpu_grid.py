@@ -22,18 +22,17 @@ from autopallas import compat
 from autopallas.compat import Dtype
 from autopallas.kernels.attention.dynamic_tiles import run_time_states
 from autopallas.kernels.attention.fill_proofs import Proof
-from autopallas.kernels.attention.fills import TileStates, tile_states
+from autopallas.kernels.attention.fills import tile_states
 from autopallas.kernels.attention.gpu_elements import Value
 from autopallas.kernels.attention.gpu_layout import padded
 from autopallas.kernels.attention.schedule import TilePrograms, edges, tile_programs
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
-from autopallas.kernels.attention.tiles import DEAD, FULL, HIDDEN, PARTIAL, tile_map
+from autopallas.kernels.attention.tiles import DEAD, FULL, HIDDEN, PARTIAL
 from autopallas.kernels.gpu import mosaic
 from autopallas.kernels.refs import Number, Ref
 
 __all__ = [
     "WARPGROUP_ROWS",
-    "Home",
     "Loop",
     "Place",
     "Steps",
@@ -125,9 +124,7 @@ class Visits:
     ) -> Visits:
         """Returns what each home block visits; without a proof, hidden tiles too."""
         rows, columns = edges(spec.query_length, row_block), edges(spec.key_length, column_block)
-        found = (
-            TileStates(tile_map(spec, rows, columns), -np.inf) if proof is None else tile_states(spec, rows, columns)
-        )
+        found = tile_states(spec, rows, columns, hides=proof is not None)
         general, full = tile_programs(spec, rows, columns, found.states)
         states = found.states.copy()
         if spec.key_length % column_block:

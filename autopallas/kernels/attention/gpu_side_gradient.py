@@ -35,7 +35,7 @@ from autopallas.kernels.attention.gpu_layout import Layout, Turned, padded
 from autopallas.kernels.attention.operands import Operands, ScaledRows
 from autopallas.kernels.attention.schedule import TilePrograms, edges
 from autopallas.kernels.attention.spec import AttentionSpec
-from autopallas.kernels.attention.tiles import DEAD, HIDDEN, increasing, tile_map
+from autopallas.kernels.attention.tiles import DEAD, HIDDEN, increasing
 from autopallas.kernels.gpu import SHARED_MEMORY, mosaic, rounded, shared_bytes, store, tile
 from autopallas.kernels.refs import Number, Ref
 from autopallas.sites.device import Device
@@ -143,8 +143,7 @@ class _Plan(NamedTuple):
     def states(self) -> TileStates:
         """The tiles' states, of which none is hidden if nothing can be shown of these."""
         spec, (height, width) = self.spec, self.size
-        find = tile_states if self.skips else lambda *given: TileStates(tile_map(*given), -math.inf)
-        return find(spec, edges(spec.query_length, height), edges(spec.key_length, width))
+        return tile_states(spec, edges(spec.query_length, height), edges(spec.key_length, width), self.skips)
 
     @property
     def order(self) -> tuple[np.ndarray | None, int]:

@@ -144,7 +144,11 @@ def both(spec, sizes: BlockSizes) -> Any:
 
 
 def check(case: Case, kind: str, sizes: BlockSizes = SIZES) -> None:
-    """With hidden tiles left out and without: the same numbers, the same NaNs, the same infinities."""
+    """With hidden tiles left out and without: the same numbers, the same NaNs, the same infinities.
+
+    Numbers are the same to within roundings to bfloat16, 2 ** -8: of results, and of probabilities that are added
+    up, since tiles that are computed by other programs scale scores in another order.
+    """
     spec, (given, dout) = case.spec(BF16), narrow(case, kind)
     assert fill_of(spec) is not None
     with mode(True):
@@ -204,7 +208,10 @@ def test_schedules(schedule, monkeypatch):
 @needs_interpreter
 @pytest.mark.parametrize("form", ["-1e9", "-1e4", "arithmetic", "soft cap"])
 def test_errors_are_those_of_roundings(form):
-    """Against float64, in values and gradients."""
+    """Against float64, in values and gradients.
+
+    The bound is five roundings to bfloat16, 2 ** -8: probabilities, gradients of scores and results are rounded.
+    """
     if not FULL_GRID and form != "-1e9":
         pytest.skip("one of the cases that make check-gpu runs")
     case = case_of(form, **{**SMALL, "groups": 2})
