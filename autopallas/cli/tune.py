@@ -162,10 +162,12 @@ def _told(subject: Subject, outcome: Outcome, objective: str) -> dict[str, objec
         return told | {"implementation": None, "result": f"nothing was found: {'; '.join(outcome.reasons)}"}
     sizes = dict(row.block_sizes)
     shown = " ".join(f"{size}={value}" for size, value in sizes.items())
-    origin = "searched for now" if outcome.searched else "known before"
-    figures = (
-        f"{row.speedup:.2f}x the original's speed, {row.kernel_bytes / max(row.original_bytes, 1):.2f}x its memory"
-    )
+    stated = [f"{row.evidence}, {'searched for now' if outcome.searched else 'known before'}"]
+    stated += [outcome.note] if outcome.note else []
+    memory = f"{row.kernel_bytes / 2**20:.2f} MiB of temporary memory, of which it takes none"
+    if row.original_bytes:
+        memory = f"{row.kernel_bytes / row.original_bytes:.2f}x its memory"
+    figures = f"{row.speedup:.2f}x the original's speed, {memory}"
     return told | {
         "implementation": outcome.implementation,
         "block_sizes": sizes,
@@ -176,7 +178,7 @@ def _told(subject: Subject, outcome: Outcome, objective: str) -> dict[str, objec
         "evidence": row.evidence,
         "searched": outcome.searched,
         "key": outcome.digest,
-        "result": f"{outcome.implementation} {shown}: {figures} ({row.evidence}, {origin})",
+        "result": f"{outcome.implementation} {shown}: {figures} ({'; '.join(stated)})",
     }
 
 

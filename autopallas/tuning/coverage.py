@@ -6,9 +6,10 @@ processors differ in how they multiply 16-bit numbers.  A row says nothing about
 measured.
 
 An operation declares what its rows depend on by a function ``conditions(match)`` in its module of tuned block sizes;
-without one its rows depend only on the processor.  On GPUs a row was measured where the whole device was busy; what is
-left of its gain at a site that is smaller, or has more independent parts, an operation bounds by ``share_of_gain(match,
-row)``.
+without one its rows depend only on the processor.  On GPUs and TPUs rows are of the operation's cases, and hold for no
+site that computes more than these.  On GPUs a row was measured where the whole device was busy; what is left of its
+gain at a site that is smaller, or has more independent parts, an operation bounds by ``share_of_gain(match, row,
+device)``, on TPUs too.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class Conditions:
         if they compile as the operation's cases at batch size 1.  Such a row holds for all of these originals; another
         one is asked for where there is none.
       with_jax: whether ``elsewhere_from`` is asked of another minor version of JAX too.
+      beyond: what it computes beyond the operation's cases, so that their rows say nothing of it on any device; empty
+        if nothing.
     """
 
     batch: int = 1
@@ -61,6 +64,7 @@ class Conditions:
     elsewhere_from: float = 0.0
     form: str = ""
     with_jax: bool = False
+    beyond: str = ""
 
 
 def conditions_of(match: Workload) -> Conditions:
@@ -76,21 +80,21 @@ def form_of(match: Workload, device: Device) -> str:
 
 
 _LEAST_OF_SHARE = 2.0
-"""Smallest gain that has to be left by the bound on a GPU: the original of a small site may fit into caches."""
+"""Smallest gain that the bound has to leave: the original of a small site may fit into a GPU's caches."""
 
 
-def _gap_on_gpu(row: Row[object], match: Workload) -> str:
+def _gap_of_size(row: Row[object], match: Workload, device: Device) -> str:
     tables = operation_named(match.op).part("tuned_block_sizes")
-    share: float = tables.share_of_gain(match, row) if hasattr(tables, "share_of_gain") else 1.0
+    share: float = tables.share_of_gain(match, row, device) if hasattr(tables, "share_of_gain") else 1.0
     if share >= 1.0 or row.assured_gain * share >= _LEAST_OF_SHARE:
         return ""
     left = f"of its {row.assured_gain:.3g}x, {row.assured_gain * share:.2g}x may be left"
-    return f"no row for this size: the table's was measured with a GPU's usual work, and {left}"
+    return f"no row for this size: the table's is of a {device.platform.upper()}'s usual work, and {left}"
 
 
 def gap(row: Row[object], match: Workload, device: Device, own_form: bool = False) -> str:
-    """Returns why a row of the table does not hold for a match, or an empty string; checks nothing on TPUs.  The match
-    needs ``op``, ``spec``, ``direction`` and ``original``.
+    """Returns why a row of the table does not hold for a match, or an empty string.  The match needs ``op``, ``spec``,
+    ``direction`` and ``original``.
 
     Args:
       row: the row.
@@ -98,11 +102,11 @@ def gap(row: Row[object], match: Workload, device: Device, own_form: bool = Fals
       device: where it will run.
       own_form: whether the row was measured for originals of the site's own form.
     """
-    if device.platform == "gpu":
-        return _gap_on_gpu(row, match)
-    if device.platform != "cpu":
-        return ""
     asked = conditions_of(match)
+    if device.platform != "cpu":
+        if asked.beyond:
+            return f"no row for sites {asked.beyond}: the table's is of a site that computes less"
+        return _gap_of_size(row, match, device)
     if row.assured_gain < asked.holds_from and not own_form:
         if (asked.batch > 1) != (row.batch > 1):
             measured = f"the table's was measured at B={row.batch}, and this site has B={asked.batch}"

@@ -33,12 +33,14 @@ class Ranking:
       memory: the row of the one of least memory at a bounded slow-down, if it is another one.
       tried: how far each came.
       reason: why there is no row.
+      note: why the original's time is a lower bound though candidates could not be shown to be faster than that.
     """
 
     time: Row[Sizes] | None
     memory: Row[Sizes] | None
     tried: tuple[Tried, ...]
     reason: str = ""
+    note: str = ""
 
 
 def ranked(
@@ -83,11 +85,16 @@ def ranked(
         compiled.append((sizes, *_compiled(compiler, trial.kernel(implementation, sizes), trial, left)))
     known = [found.estimated_seconds for _, found, _ in compiled if found is not None]
     fastest_known = min((seconds for seconds in known if seconds is not None), default=None)
+    note = ""
     if fastest_known is not None and fastest_known * SIMULATED_MARGIN >= original.bound_seconds:
         say("the original, simulated")
         left = max(begin + seconds - time.monotonic(), seconds / 3)
-        other, _ = _compiled(compiler, trial.original(), trial, left)
-        original = original if other is None or other.estimated_seconds is None else other
+        other, reason = _compiled(compiler, trial.original(), trial, left)
+        if other is not None and other.estimated_seconds is not None:
+            original = other
+        else:
+            why = reason if other is None else other.note or _first_line(other)
+            note = f"the original's time is a lower bound, from its arithmetic and its traffic: {why}"
     tried = [*(_tried(*one, original, compiler.version) for one in compiled), *tried]
     rows = [cast("Row[Sizes]", one.row) for one in tried if one.row is not None]
     if not rows:
@@ -100,7 +107,7 @@ def ranked(
     bearable = [r for r in simulated or rows if r.kernel_us <= MEMORY_SLOWDOWN * r.original_us]
     least = min(bearable, key=lambda row: row.kernel_bytes, default=fastest)
     lean = least.kernel_bytes < _LESS_MEMORY * fastest.kernel_bytes
-    return Ranking(fastest, least if lean else None, tuple(tried))
+    return Ranking(fastest, least if lean else None, tuple(tried), note=note)
 
 
 def _compiled(

@@ -103,6 +103,7 @@ class Outcome:
       results: every configuration of every implementation that was tried.
       key: its place in the table.
       others: the outcomes of the other implementations that work.
+      note: what the rows do not say about how they were obtained.
     """
 
     implementation: str | None = None
@@ -114,6 +115,7 @@ class Outcome:
     results: tuple[Result, ...] = field(default=())
     key: Key | None = None
     others: tuple[Outcome, ...] = ()
+    note: str = ""
 
     def row(self, objective: str) -> Row[Sizes] | None:
         """Returns the row that is best for an objective."""
@@ -173,14 +175,14 @@ def tune(
             with Progress(f"autopallas: tuning {match.op}") as say:
                 ranking = ranked(match, name, first, compiler, budget, say)
             time, memory, reason, searched, digest = ranking.time, ranking.memory, ranking.reason, True, ""
-            tried = ranking.tried
+            tried, note = ranking.tried, ranking.note
         else:
             entry, searched, tried = _entry(subject, name, target.device, budget, first, again, only is not None)
             time = None if entry.row is None else entry.row.of(entry.block_sizes or {})
-            memory, reason, digest = entry.lean, entry.reason, entry.digest
+            memory, reason, digest, note = entry.lean, entry.reason, entry.digest, ""
         results += results_of(match.op, place, table_device(target.device), match.spec, tried, time, memory)
         if time is not None:
-            working.append(Outcome(name, time, memory, searched, digest, key=place))
+            working.append(Outcome(name, time, memory, searched, digest, key=place, note=note))
             if compiler is not None:
                 break
         else:

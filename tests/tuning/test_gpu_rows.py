@@ -87,15 +87,42 @@ def test_rows_of_recurrences_hold_for_as_many_states_as_their_gain_allows():
     assert not gap(groups=1)
     assert not gap(groups=4 * 18)
     assert "may be left" in gap(groups=4 * 19)
-    assert "0x may be left" in gap(states=2), "a loop with two states was not measured"
-    assert recurrence.share_of_gain(SimpleNamespace(spec=spec), row) == 1.0
+    assert recurrence.share_of_gain(SimpleNamespace(spec=spec), row, H100) == 1.0
+
+
+@pytest.mark.parametrize("device", [H100, Device("tpu", "TPU v5e")])
+def test_on_accelerators_rows_hold_for_no_site_that_computes_more_than_the_cases(device):
+    row = measured(None, 100.0, 3600.0, batch=64)
+    single = RecurrenceSpec(4096, 4, 16, 128, 64, "scalar", 0, 1, 1, 0, BF16, BF16)
+    for change in ({}, {"states": 2}, {"readouts": 2}, {"loops": 1}):
+        told = coverage.gap(row, SimpleNamespace(op="recurrence", spec=replace(single, **change)), device)
+        assert ("no row for sites of" in told) == bool(change), (change, told)
+    sizes = (("N", 4096), ("D", 512), ("V", 32768))
+    loss = match_of(Case("cross_entropy", "forward", "bfloat16", "plain", sizes))
+    for passes in (1, 2):
+        match = SimpleNamespace(op=loss.op, spec=loss.spec, direction="forward", passes=loss.passes * passes)
+        told = coverage.gap(row, match, device)
+        assert ("of 2 passes over the logits" in told) == (passes == 2), told
+
+
+def test_on_a_tpu_more_states_than_the_cases_have_less_of_a_gain():
+    spec = RecurrenceSpec(512, 1, 8, 64, 64, "scalar", 0, 1, 1, 0, BF16, BF16)
+    row = measured(None, 100.0, 194.0)
+
+    def gap(states):
+        match = SimpleNamespace(op="recurrence", spec=replace(spec, heads=states))
+        return coverage.gap(row, match, Device("tpu", "TPU v5e"))
+
+    assert not gap(1)
+    assert not gap(8)
+    assert "no row for this size: the table's is of a TPU's usual work" in gap(16)
 
 
 def test_a_small_grouped_matmul_is_not_what_was_measured():
     def share(rows, inner):
         sizes = (("M", rows), ("K", inner), ("N", inner), ("G", 8))
         match = match_of(Case("grouped_matmul", "forward", "bfloat16", "uneven", sizes))
-        return grouped_matmul.share_of_gain(match, measured(None, 1.0))
+        return grouped_matmul.share_of_gain(match, measured(None, 1.0), H100)
 
     assert share(8192, 4096) == 1.0
     assert share(1024, 256) < 0.1

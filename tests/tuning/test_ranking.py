@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -132,11 +133,13 @@ def test_what_is_not_simulated_gives_way_to_what_is():
 
 def test_an_original_that_cannot_be_simulated_has_a_bound_and_candidates_are_ranked_all_the_same():
     original = compiled(None, 10, operations_counted=197_000_000)
-    fake = Fake("tpu-v5e", original, compiled(3000, 1), compiled(1500, 1), compiled(1800, 1), original)
+    late = dataclasses.replace(original, note="not done in time")
+    fake = Fake("tpu-v5e", original, compiled(3000, 1), compiled(1500, 1), compiled(1800, 1), late)
     found = rank(fake)
     assert found.time.block_sizes["row_block"] == 256
     assert (found.time.evidence, found.time.kernel_us, found.time.original_us) == ("simulated", 1.0, 1.0)
     assert fake.asked == [False, None, None, None, None]
+    assert found.note == "the original's time is a lower bound, from its arithmetic and its traffic: not done in time"
 
 
 def test_an_original_is_not_simulated_where_its_bound_tells_that_a_candidate_is_faster():

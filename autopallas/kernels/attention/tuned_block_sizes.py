@@ -25,6 +25,7 @@ from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.fills import mask_class
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.spec import AttentionSpec, AttentionSumSpec
+from autopallas.sites.device import Device
 from autopallas.sites.operation import HOME
 from autopallas.sites.workload import Workload
 from autopallas.tuning.coverage import Conditions, products
@@ -124,9 +125,11 @@ _ROWS, _PROCESSORS = 128, 132
 """Rows of a GPU kernel's block, and the processors of an H100, each of which computes a block at a time."""
 
 
-def share_of_gain(match: Workload, row: Row[object]) -> float:
+def share_of_gain(match: Workload, row: Row[object], device: Device) -> float:
     """Returns the least share of a row's gain that a site has on a GPU: where there are fewer blocks than processors, a
     kernel takes no less time, and the original at best so much less."""
+    if device.platform != "gpu":
+        return 1.0
     spec = match.spec
     assert isinstance(spec, AttentionSpec)
     blocks = spec.batch * spec.key_heads * spec.groups * -(-spec.query_length // _ROWS)

@@ -68,7 +68,8 @@ def conditions(match: Workload) -> Conditions:
     assert isinstance(spec, CrossEntropySpec)
     if several == 1 or (match.direction == "forward+backward" and not spec.products):
         return Conditions()
-    return Conditions(spelling=f"of {several} passes over the logits", holds_from=math.inf, form="several passes")
+    passes = f"of {several} passes over the logits"
+    return Conditions(spelling=passes, holds_from=math.inf, form="several passes", beyond=passes)
 
 
 TABLE = Table(OPERATION, BUCKETS, _filed, BlockSizes)

@@ -22,6 +22,7 @@ from typing import cast
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.operation import OPERATION
 from autopallas.kernels.grouped_matmul.spec import ProductSpec
+from autopallas.sites.device import Device
 from autopallas.sites.workload import Workload
 from autopallas.tuning.table import Bucket, Row, Table, table_device
 
@@ -63,9 +64,11 @@ _OPERATIONS, _BYTES = 6e8, 3e6
 """What an H100 multiplies and adds, and what it reads, in a microsecond."""
 
 
-def share_of_gain(match: Workload, row: Row[object]) -> float:
+def share_of_gain(match: Workload, row: Row[object], device: Device) -> float:
     """Returns the least share of a row's gain that a site has on a GPU: a small product takes no less time than the
     launches do."""
+    if device.platform != "gpu":
+        return 1.0
     spec = cast(ProductSpec, match.spec)
     operations = 2.0 * spec.rows * spec.contracting * spec.columns
     weights = spec.groups * spec.contracting * spec.columns * spec.widest_dtype.itemsize
