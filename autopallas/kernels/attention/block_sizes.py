@@ -27,17 +27,23 @@ class BlockSizes:
       key_block: columns, that is, key positions.  If it is the key length or more, a block of rows has one tile.
       schedule: in which order a GPU's blocks are computed: head after head (""), in "sections" of several heads, or so
         by "persistent" blocks of threads.  Other implementations have one order.
+      blocks_per_processor: how many blocks of threads each processor of a GPU gets at most, where several divide the
+        keys of few queries, and the query heads of a group are rows of one tile; 0 if none do.
     """
 
     query_block: int
     key_block: int
     schedule: Schedule = ""
+    blocks_per_processor: int = 0
 
     def __post_init__(self) -> None:
         for name in ("query_block", "key_block"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        blocks = self.blocks_per_processor
+        if not isinstance(blocks, int) or isinstance(blocks, bool) or blocks < 0:
+            raise ValueError(f"blocks_per_processor must be 0 or a positive integer, not {blocks!r}")
         if self.schedule not in get_args(Schedule):
             raise ValueError(f"schedule must be one of {get_args(Schedule)}, not {self.schedule!r}")
 
@@ -84,9 +90,10 @@ class BlockSizes:
         return tuple(dict.fromkeys(fitted))
 
     def to_dict(self) -> Sizes:
-        """Returns the sizes by name, and the schedule where there is one."""
-        sizes = {"query_block": self.query_block, "key_block": self.key_block}
-        return {**sizes, "schedule": self.schedule} if self.schedule else sizes
+        """Returns the sizes by name, and what else there is."""
+        sizes: dict[str, int | str] = {"query_block": self.query_block, "key_block": self.key_block}
+        further = {"schedule": self.schedule, "blocks_per_processor": self.blocks_per_processor}
+        return sizes | {name: value for name, value in further.items() if value}
 
 
 def _largest_divisor(number: int, at_most: int) -> int:

@@ -1,6 +1,7 @@
 """Chooses block sizes of the GPU kernels for an H100, by shared memory and registers.
 
 ``query_block`` is 64 rows for each of the one to three warpgroups that compute, and ``key_block`` the keys of a stage.
+Where queries are few, ``blocks_per_processor`` says among how many blocks of threads the keys are divided.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ __all__ = [
     "backward_tiles",
     "candidates",
     "default",
+    "divided",
     "fitting",
     "forward_tiles",
     "schedule_of",
@@ -31,7 +33,7 @@ __all__ = [
     "shared_memory",
 ]
 
-Kernel: TypeAlias = Literal["forward", "query", "key_value"]
+Kernel: TypeAlias = Literal["forward", "few_queries", "query", "key_value"]
 
 _PREFERRED = ((128, 128), (128, 256), (192, 128), (128, 64), (192, 64), (64, 128), (64, 64))
 _MOST_STAGES = 4
@@ -67,9 +69,13 @@ def shared_memory(spec: AttentionSpec, kernel: Kernel, tiles: Tiles) -> int:
     """Returns the bytes of shared memory of one block."""
     d, dv, _ = _sizes(spec)
     dtype, rows = spec.query_dtype, tiles.warpgroups * WARPGROUP_ROWS
-    home = [((rows, d), dtype)] + [((rows, dv), dtype)] * (kernel != "forward")
+    forward = kernel in ("forward", "few_queries")
+    home = [((rows, d), dtype)] + [((rows, dv), dtype)] * (not forward)
+    if kernel == "few_queries":  # what each warpgroup gives; all have the same queries if these are so few
+        of_queries = rounded(spec.groups * spec.query_length, WARPGROUP_ROWS)
+        home = [((of_queries, d), dtype), ((rows, dv), np.dtype(np.float32))]
     stages = [((tiles.stages, tiles.away, d), dtype), ((tiles.stages, tiles.away, dv), dtype)]
-    if kernel != "forward" and fit(spec) and tiles.outputs != (("value",),):
+    if not forward and fit(spec) and tiles.outputs != (("value",),):
         stages.append(((tiles.stages, tiles.away, d), F16))
     if kernel == "key_value":
         stages.append(((tiles.stages, 2, tiles.away), np.dtype(np.float32)))  # shift and delta of the rows
@@ -89,7 +95,7 @@ def forward_tiles(spec: AttentionSpec, block_sizes: BlockSizes) -> Tiles:
     """Returns the forward's tiles for these block sizes, reduced to what registers and shared memory allow."""
     _, _, widest = _sizes(spec)
     # A thread holds its share of result, scores and 16-bit weights in 232 registers, or 160 with three warpgroups.
-    most = 3 if widest <= 64 else 2
+    most = min(3 if widest <= 64 else 2, -(-spec.query_length // WARPGROUP_ROWS))
     warpgroups = max(1, min(block_sizes.query_block // WARPGROUP_ROWS, most))
     most_away = 64 if widest > 192 else 256 if widest <= 64 and warpgroups < 3 and _lean(spec) else 128
     away = min(rounded(block_sizes.key_block, 64), most_away)
@@ -97,6 +103,33 @@ def forward_tiles(spec: AttentionSpec, block_sizes: BlockSizes) -> Tiles:
         for found in _staged(spec, "forward", Tiles(w, a, 0)):
             return found
     raise AssertionError("two stages of the smallest tiles always fit")
+
+
+_MOST_DIVIDED = {True: 128, False: 64}
+"""Rows of a tile of few queries, for heads of up to 128 and wider ones: shared memory holds the sums of all rows."""
+
+
+def divided(spec: AttentionSpec, block_sizes: BlockSizes, device: Device | None = None) -> tuple[Tiles, int] | None:
+    """Returns the tiles of few queries, and how many blocks of threads divide the keys of a head.
+
+    None where no block sizes ask for it, or rows are too many.  Blocks that the processors compute at the same time
+    are as many as may be without one more round; where side inputs show how many keys there are to visit, which may
+    differ, all that are asked for.
+    """
+    rows, most = spec.groups * spec.query_length, block_sizes.blocks_per_processor
+    _, _, widest = _sizes(spec)
+    if not most or rows > _MOST_DIVIDED[widest <= 128]:
+        return None
+    away = min(rounded(block_sizes.key_block, 64), 64 if widest > 192 else 128)
+    least = -(-rows // WARPGROUP_ROWS)
+    # Two warpgroups that divide the keys each have a stage, and one more has to be filled meanwhile.
+    pairs = ((2, away, 3), (least, away, 2), (least, 64, 2))
+    tiles = next(t for w, a, n in pairs for t in _staged(spec, "few_queries", Tiles(w, a, 0)) if t.stages >= n)
+    heads, slots = spec.batch * spec.key_heads, processors(device or Device.current())
+    shares = range(1, max(1, min(most * slots // heads, -(-spec.key_length // tiles.away))) + 1)
+    if "dynamic" in spec.mask_class:
+        return tiles, shares[-1]
+    return tiles, min(shares, key=lambda n: -(-heads * n // slots) / n)
 
 
 def backward_tiles(spec: AttentionSpec, kernel: Literal["query", "key_value"]) -> Tiles:
@@ -179,6 +212,11 @@ def _axes_of(program: ElementwiseProgram) -> Iterator[tuple[str, set[str]]]:
 
 def fitting(spec: AttentionSpec, block_sizes: BlockSizes, device: Device | None = None) -> BlockSizes:
     """Returns the sizes with which the forward computes, on a device or the current one, if these are asked for."""
+    found = divided(spec, block_sizes, device)
+    if found is not None:
+        tiles, _ = found
+        rows = rounded(spec.groups * spec.query_length, WARPGROUP_ROWS)
+        return BlockSizes(rows, tiles.away, blocks_per_processor=block_sizes.blocks_per_processor)
     tiles = forward_tiles(spec, block_sizes)
     return BlockSizes(tiles.warpgroups * WARPGROUP_ROWS, tiles.away, schedule_of(spec, block_sizes, device))
 
@@ -209,11 +247,21 @@ def schedules(spec: AttentionSpec) -> tuple[Schedule, ...]:
 
 def candidates(spec: AttentionSpec, device: Device | None = None) -> tuple[BlockSizes, ...]:
     """Returns different block sizes to try, best guess first; further schedules of those that are most often best."""
-    found = []
+    found = [fitting(spec, sizes, device) for sizes in _DIVIDED] if _gains_by_division(spec, device) else []
     for n, pair in enumerate(_PREFERRED):
         further = schedules(spec) if n < _SCHEDULED else ()
         found += [fitting(spec, BlockSizes(*pair, schedule), device) for schedule in ("", *further)]
     return tuple(dict.fromkeys(found))
+
+
+_DIVIDED = tuple(BlockSizes(64, keys, blocks_per_processor=blocks) for blocks in (1, 3) for keys in (64, 128))
+"""Block sizes that are tried first where there are few queries."""
+
+
+def _gains_by_division(spec: AttentionSpec, device: Device | None) -> bool:
+    """Returns whether rows of several heads would share a tile, or several blocks of threads a head's keys."""
+    found = divided(spec, _DIVIDED[0], device)
+    return found is not None and (spec.groups > 1 or found[1] > 1)
 
 
 _SCHEDULED = 2
@@ -223,8 +271,11 @@ _SCHEDULED = 2
 def default(spec: AttentionSpec, known: BlockSizes | None = None, device: Device | None = None) -> BlockSizes:
     """Returns ``known``, from other heads, as far as these heads allow it, else the first candidate.
 
-    For heads that the kernels do not support, it returns what any implementation would take.
+    Sizes of more rows than there are queries come from other lengths, and say nothing of whether keys are divided.  For
+    heads that the kernels do not support, it returns what any implementation would take.
     """
     if head_size_of(spec.head_size) is None or head_size_of(spec.value_head_size) is None:
         return (known or BlockSizes.get_default()).fitted(spec)
+    if known is not None and known.query_block > rounded(spec.query_length, WARPGROUP_ROWS):
+        known = None if _gains_by_division(spec, device) else known
     return candidates(spec, device)[0] if known is None else fitting(spec, known, device)

@@ -26,24 +26,22 @@ from autopallas.kernels import gpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.fill_proofs import Proof
 from autopallas.kernels.attention.gpu_block_sizes import forward_tiles, schedule_of
-from autopallas.kernels.attention.gpu_elements import Value, forward_elements, scale_of
 from autopallas.kernels.attention.gpu_grid import (
     WARPGROUP_ROWS,
     Loop,
     Place,
     Steps,
     Visits,
-    exists,
     head_size_of,
     side_operand,
-    side_values,
     vector,
 )
 from autopallas.kernels.attention.gpu_layout import Layout, Turned, padded
 from autopallas.kernels.attention.gpu_order import Order, entry, list_length
+from autopallas.kernels.attention.gpu_softmax import LOG2E, Running, advanced
 from autopallas.kernels.attention.operands import Operands, Residuals, Results
 from autopallas.kernels.attention.spec import AttentionSpec
-from autopallas.kernels.attention.tile_values import halves, reciprocal
+from autopallas.kernels.attention.tile_values import reciprocal
 from autopallas.kernels.gpu import mosaic, rounded, store, tile
 from autopallas.kernels.refs import Number, Ref
 from autopallas.sites.interpret import interpretation
@@ -64,7 +62,6 @@ __all__ = [
 
 Array: TypeAlias = jax.Array
 F32 = np.dtype(np.float32)
-LOG2E = math.log2(math.e)
 _LARGE_LOGSUMEXP = 256.0
 """Beyond it the logsumexp's rounding shows in the probabilities, and maximum and sum are recomputed."""
 _REGISTERS = {1: None, 2: (240, 24), 3: (160, 32)}
@@ -72,15 +69,6 @@ _REGISTERS = {1: None, 2: (240, 24), 3: (160, 32)}
 
 A block has 65536.  If one warpgroup computes, each thread can have all 255 that an instruction can address.
 """
-
-
-class _Running(NamedTuple):
-    """The state of a block of rows after some of its tiles; numbers of the rows are [64]."""
-
-    accumulator: Array | None  # [64, Dv]
-    maximum: Array
-    total: Array
-    kept: Array | None  # 1 if the `where` weights keep any key
 
 
 def forward(spec: AttentionSpec, blocks: BlockSizes, operands: Operands) -> Results:
@@ -406,7 +394,7 @@ def _compute_all(plan: _Plan, memory: _Memory, here: Array) -> None:
         pl.when(here == 0)(partial(_switch, memory))
 
 
-def _visited(own: _Block) -> _Running:
+def _visited(own: _Block) -> Running:
     """Returns the state of the rows of a warpgroup after all their tiles."""
     plgpu, plan, memory, here = mosaic(), own.plan, own.memory, own.warpgroup
     base = own.home * plan.query_block + here * WARPGROUP_ROWS
@@ -418,7 +406,7 @@ def _visited(own: _Block) -> _Running:
     if plan.values:
         accumulator = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, plan.value_head_size), F32), plgpu.Layout.WGMMA)
         kept = vectors(0.0) if plan.spec.keeps else None
-    running = _Running(accumulator, *start, kept)
+    running = Running(accumulator, *start, kept)
     plgpu.barrier_wait(memory.query_ready.at[here])
     if plan.takes_turns and not plan.persistent:
         pl.when(here == 1)(partial(_switch, memory))
@@ -434,7 +422,7 @@ def _switch(memory: _Memory) -> None:
     mosaic().barrier_wait(memory.turn)
 
 
-def _advanced(own: _Block, base: Array, loop: Loop, n: Number, running: _Running) -> _Running:
+def _advanced(own: _Block, base: Array, loop: Loop, n: Number, running: Running) -> Running:
     """Returns the state after one more tile; ``base`` is the first row, and ``n`` the step."""
     plgpu, plan, memory, here = mosaic(), own.plan, own.memory, own.warpgroup
     shape = WARPGROUP_ROWS, plan.key_block
@@ -446,7 +434,7 @@ def _advanced(own: _Block, base: Array, loop: Loop, n: Number, running: _Running
     plgpu.barrier_arrive(memory.key_free.at[slot])
     if plan.persistent and (loop.general or not plan.visits.ends_partial):
         pl.when(n == own.steps.total - 1)(lambda: plgpu.barrier_arrive(memory.query_free.at[here]))
-    p, running = _softmax(own, loop, place, score, running)
+    p, running = advanced(plan.spec, memory.sides, loop, place, score, running)
     if running.accumulator is None:
         return running
     weights = parts(p, plan.spec.reads_weights, memory.value.dtype, plan.spec.value_precision)
@@ -466,7 +454,7 @@ def _advanced(own: _Block, base: Array, loop: Loop, n: Number, running: _Running
     return running._replace(accumulator=accumulator)
 
 
-def _store(own: _Block, window: tuple[object, ...], running: _Running) -> None:
+def _store(own: _Block, window: tuple[object, ...], running: Running) -> None:
     """Writes result, logsumexp and factor; without values, maximum and sum."""
     first, second, *third = own.memory.results
     if running.accumulator is None:
@@ -537,67 +525,6 @@ def _free(plan: _Plan, memory: _Memory, slot: Array) -> None:
     plgpu.barrier_wait(memory.key_free.at[slot])
     if plan.values:
         plgpu.barrier_wait(memory.value_free.at[slot])
-
-
-def _softmax(own: _Block, loop: Loop, place: Place, score: Array, running: _Running) -> tuple[Array, _Running]:
-    """Returns the weights of one tile, and the state after it, its product with the values aside.
-
-    The exponentials are of base 2.  A plain scale is folded into their factor, which the compiler merges with the
-    subtraction.  Otherwise the maximum is subtracted first: a fill of -1e30 times log2(e) minus itself is far from 0.
-    """
-    spec, programs, general, shape = own.plan.spec, loop.programs, loop.general, place.shape
-    elements = forward_elements(spec, programs)
-
-    def across(rows: Array) -> Array:
-        return lax.broadcast_in_dim(rows, shape, (0,))
-
-    plain = not general and spec.score_dtype == F32 and not programs.inner_weights
-    scale = scale_of(programs.score) if plain else None
-    known: dict[str, Value] = {}
-    if scale is None or len(elements) > 1:
-        known = place.positions() | side_values(spec, own.memory.sides, place)
-    valid = exists(place, spec) if general and spec.key_length % shape[1] else None
-    if scale is not None:
-        maximum = jnp.maximum(running.maximum, jnp.max(score, axis=1) * np.float32(scale))
-        e = jnp.exp2(score * np.float32(scale * LOG2E) - across(maximum * np.float32(LOG2E)))
-        finite = maximum
-    else:
-        rounded_score = Value("tile", score.astype(spec.score_dtype))
-        x = elements["logit"].on(shape, known | {"score": rounded_score}).result().widened("tile", shape)
-        if valid is not None:
-            x = jnp.where(valid, x, -jnp.inf)
-        reached = x
-        if "height" in elements:
-            reached = elements["height"].on(shape, known | {"x": Value("tile", x)}).result().widened("tile", shape)
-            reached = reached if valid is None else jnp.where(valid, reached, -jnp.inf)
-        maximum = jnp.maximum(running.maximum, jnp.max(reached, axis=1))
-        # A row that has seen only -inf keeps the sum 0; without the zero, -inf - -inf would be NaN.
-        finite = jnp.where(maximum == -jnp.inf, 0.0, maximum)
-        e = halves(x, across(finite)) if "inner" in elements else jnp.exp2((x - across(finite)) * np.float32(LOG2E))
-    shrink = jnp.exp2((running.maximum - finite) * np.float32(LOG2E))
-
-    def weighted(name: str, e: Array) -> Array:
-        if name not in elements:
-            return e
-        e = elements[name].on(shape, known | {"e": Value("tile", e)}).result().widened("tile", shape)
-        return e if valid is None else jnp.where(valid, e, 0.0)
-
-    if "inner" in elements:
-        e = weighted("inner", e) * e
-    total = running.total * shrink + jnp.sum(e, axis=1)
-    running = running._replace(maximum=maximum, total=total)
-    if running.accumulator is None:
-        return e, running
-    p = weighted("outer", e)
-    kept = running.kept
-    if kept is not None:
-        seen = elements["kept"].on(shape, known).result().widened("tile", shape) if "kept" in elements else None
-        ones = jnp.full(shape, 1.0, F32)
-        seen = ones if seen is None else jnp.where(seen, ones, 0.0)
-        seen = mosaic().layout_cast(seen if valid is None else jnp.where(valid, seen, 0.0), mosaic().Layout.WGMMA)
-        kept = jnp.maximum(kept, jnp.max(seen, axis=1))
-    accumulator = running.accumulator * lax.broadcast_in_dim(shrink, running.accumulator.shape, (0,))
-    return p, running._replace(accumulator=accumulator, kept=kept)
 
 
 # ---------------------------------------------------------------------- shared with the backward

@@ -236,7 +236,10 @@ def _listed(states: States, numpy: ModuleType) -> States:
 
 
 class Place(NamedTuple):
-    """Position of a tile: batch entry, heads, first row and first column; and which axis of the tile are the rows."""
+    """Position of a tile: batch entry, heads, first row and first column; and which axis of the tile are the rows.
+
+    With a ``length`` the rows are the queries, so many each, of several heads, one head after the other.
+    """
 
     batch: Number
     head: Number
@@ -245,6 +248,7 @@ class Place(NamedTuple):
     column: Number
     shape: tuple[int, int]
     flipped: bool = False
+    length: int | None = None
 
     @property
     def rows(self) -> tuple[Literal["along_0", "along_1"], int]:
@@ -272,7 +276,12 @@ class Place(NamedTuple):
             found = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
             return Value(kind, found + jnp.full((size,), start, jnp.int32))
 
-        return {"query": counted(*self.rows, self.row), "key": counted(*self.columns, self.column)}
+        query, key = counted(*self.rows, self.row), counted(*self.columns, self.column)
+        if self.length == 1:
+            query = Value("scalar", jnp.int32(0))
+        elif self.length is not None:
+            query = query._replace(array=lax.rem(query.array, jnp.full_like(query.array, self.length)))
+        return {"query": query, "key": key}
 
 
 def vector(ref: Ref, index: tuple[object, ...], kind: Literal["along_0", "along_1"]) -> Value:

@@ -68,9 +68,11 @@ def running_sizes(spec: AttentionSpec, block_sizes: BlockSizes, device: Device) 
 
 
 def forward(spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands) -> Results:
-    """Runs one kernel."""
-    from autopallas.kernels.attention import gpu_forward
+    """Runs one kernel; where block sizes divide the keys of few queries, plain JAX joins what it gives."""
+    from autopallas.kernels.attention import gpu_few_queries, gpu_forward
 
+    if gpu_block_sizes.divided(spec, block_sizes) is not None:
+        return gpu_few_queries.forward(spec, block_sizes, operands)
     return gpu_forward.forward(spec, block_sizes, operands)
 
 

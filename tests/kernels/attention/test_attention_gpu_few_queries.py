@@ -1,0 +1,227 @@
+"""Attention of few queries on a GPU: rows of several heads in a tile, and keys that several blocks of threads divide.
+
+Interpreted with detection of races, and compiled.  ``make check-gpu`` runs every case (``FULL_GRID=1``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import KEY, QUERY, SCORE, Case, errors, oracle, side, traced
+from test_attention_implementations import TOLERANCES, AttentionImplementation, computed
+from test_attention_pallas_gpu import BF16, F32, FULL_GRID, H100, TestPallasGpu, needs_interpreter, racing
+
+from autopallas.compile import gpu as compile_gpu
+from autopallas.kernels import gpu
+from autopallas.kernels.attention import gpu_block_sizes, pallas_gpu, reference
+from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.operands import Operands
+from autopallas.kernels.attention.spec import Layouts, SideSpec
+from autopallas.kernels.gpu import SHARED_MEMORY
+
+SIZES = BlockSizes(64, 64, blocks_per_processor=1)
+I32, BOOL = np.dtype(np.int32), np.dtype(np.bool_)
+
+
+@pytest.fixture
+def processors(monkeypatch):
+    """Has three processors where kernels are interpreted, so that the keys of one head are divided among three."""
+    for module in (gpu, gpu_block_sizes):
+        monkeypatch.setattr(module, "processors", lambda device: 3)
+
+
+QUICK_DIVIDED = {
+    f"test_values_and_gradients[{name}]" for name in ("grouped queries", "sink and rows without keys", "lengths")
+}
+
+
+@needs_interpreter
+class TestFewQueries(TestPallasGpu):
+    """The cases of all implementations, with one head, whose keys three blocks of threads divide."""
+
+    sizes = SIZES
+
+    @pytest.fixture(autouse=True)
+    def interpreted(self, request, processors):
+        if not FULL_GRID and request.node.name not in QUICK_DIVIDED:
+            pytest.skip("one of the cases that make check-gpu runs")
+        with racing():
+            yield
+
+    def resized(self, case):
+        return few(case)
+
+    def check(self, module, case, dtype, sizes):
+        case, dtype = few(case), "bfloat16" if dtype == "float32" else dtype
+        assert gpu_block_sizes.divided(case.spec(np.dtype(dtype)), self.sizes) is not None
+        AttentionImplementation.check(self, module, case, dtype, self.sizes)
+
+
+def few(case: Case) -> Case:
+    """One head of one example or two, and keys of several tiles, the last not whole."""
+    batch = 2 if case.name == "lengths" else 1
+    return replace(case, batch=batch, key_heads=1, groups=min(case.groups, 2), key_length=case.key_length + 117)
+
+
+def _varies(letters: str) -> tuple[bool, bool, bool, bool, bool]:
+    b, k, g, t, s = (axis in letters for axis in "BKGTS")
+    return b, k, g, t, s
+
+
+def _masked(condition: Any, *inputs: Any, fill: Any = -np.inf, **rest: Any) -> Any:
+    score = traced(lambda s, *rest: jnp.where(condition(*rest), s * np.float32(0.3), fill), SCORE, *inputs)
+    return dict(score=score, live=traced(condition, *inputs), **rest)
+
+
+LENGTHS = SideSpec(I32, _varies("B"))
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lengths": _masked(lambda j, n: j < n, KEY, side(0, I32), sides=(LENGTHS,), draw="l"),
+    "lengths, finite fill": _masked(
+        lambda j, n: j < n, KEY, side(0, I32), fill=np.float32(-1e9), sides=(LENGTHS,), draw="l"
+    ),
+    "positions after those of the cache": _masked(
+        lambda i, j, n: j <= n + i, QUERY, KEY, side(0, I32), sides=(LENGTHS,), draw="l"
+    ),
+    "window": _masked(lambda i, j: (i + 100 >= j) & (i + 100 - j < 70), QUERY, KEY),
+    "bias": dict(
+        score=traced(lambda s, b: s + b, SCORE, side(0)), sides=(SideSpec(F32, _varies("KGTS")),), draw="n"
+    ),
+    "slopes and a mask": _masked(
+        lambda m: m, side(0, BOOL), sides=(SideSpec(BOOL, _varies("BTS")), SideSpec(F32, _varies("KG"))), draw="mp"
+    )
+    | dict(
+        score=traced(
+            lambda s, i, j, m, slope: jnp.where(m, s * np.float32(0.3) - slope * (i - j).astype(F32), -np.inf),
+            SCORE, QUERY, KEY, side(0, BOOL), side(1),
+        ),
+    ),
+    "sink": dict(sink=_varies("KG")),
+}  # fmt: skip
+SHAPES = [
+    (kind, size, groups, length)
+    for (n, kind), (size, (groups, length)) in itertools.product(
+        enumerate(KINDS), zip((64, 128) * 6, itertools.product((1, 3, 8), (1, 2, 4, 16)), strict=True)
+    )
+    if (groups + length + n) % 2 or kind in ("lengths", "slopes and a mask")
+]
+QUICK = {("slopes and a mask", 64, 3, 4), ("positions after those of the cache", 128, 8, 16), ("lengths", 64, 1, 1)}
+
+
+def case_of(kind: str, size: int, groups: int, length: int) -> Case:
+    sizes = dict(batch=2, key_heads=1, key_length=333, head_size=size, value_head_size=size)
+    varies = tuple(x and n > 1 for x, n in zip(_varies("BKGTS"), (2, 1, groups, length, 333), strict=True))
+
+    def shaped(side: SideSpec) -> SideSpec:
+        return replace(side, varies=tuple(a and b for a, b in zip(side.varies, varies, strict=True)))
+
+    given = KINDS[kind]
+    return Case(kind, groups=groups, query_length=length, **sizes,
+                **given | {"sides": tuple(map(shaped, given.get("sides", ())))})  # fmt: skip
+
+
+@needs_interpreter
+@pytest.mark.parametrize("kind, size, groups, length", SHAPES)
+def test_shares_of_the_keys_are_joined_exactly(kind, size, groups, length, processors):
+    if not FULL_GRID and (kind, size, groups, length) not in QUICK:
+        pytest.skip("one of the cases that make check-gpu runs")
+    case = case_of(kind, size, groups, length)
+    sizes = BlockSizes(64, 64 if size == 64 else 128, blocks_per_processor=2)
+    spec = case.spec(BF16)
+    tiles, blocks = gpu_block_sizes.divided(spec, sizes)
+    assert (tiles.warpgroups, blocks) == (2 if size == 64 or groups * length > 64 else 1, 3)
+    *arrays, _ = case.operands(BF16)
+    with racing():
+        out, (logsumexp,), _ = pallas_gpu.forward(spec, sizes, Operands(*arrays))
+    wanted = oracle(case, BF16)
+    assert out.dtype == BF16
+    assert errors(np.asarray(out, np.float64), wanted["out"])[0] <= 1e-2
+    assert errors(np.asarray(logsumexp, np.float64), wanted["logsumexp"])[0] <= 1e-5
+
+
+LAYOUTS = [Layouts.with_heads_after_lengths(), Layouts((0, 2, 1, 3, 4), (1, 0, 2, 3))]
+
+
+@needs_interpreter
+@pytest.mark.parametrize("layouts", LAYOUTS, ids=str)
+def test_arrays_are_read_in_any_order(layouts, processors):
+    if not FULL_GRID:
+        pytest.skip("one of the cases that make check-gpu runs")
+    case = case_of("positions after those of the cache", 64, 3, 4)
+    with racing():
+        found = computed(pallas_gpu, case, BF16, SIZES, layouts=layouts)
+    for part, value in oracle(case, BF16).items():
+        assert errors(found[part], value)[0] <= TOLERANCES["bfloat16"][part.startswith("d")], part
+
+
+@needs_interpreter
+@pytest.mark.parametrize("kind", ["full", "lengths"])
+def test_shares_without_keys_and_rows_that_are_not_finite(kind, processors):
+    """More shares than keys are visited; NaNs and infinities reach the rows that they reach in the original."""
+    case = case_of(kind, 64, 2, 2)
+    query, key, value, sides, sink, _ = case.operands(BF16)
+    if kind == "lengths":  # one example has one key, the other those of one tile
+        sides = (jnp.asarray([1, 64], I32).reshape(sides[0].shape),)
+    query = query.at[0, 0, 1, 0, 3].set(jnp.nan).at[1, 0, 0, 1, 5].set(jnp.inf)
+    value = value.at[1, 0, 5, 7].set(jnp.inf).at[1, 0, 300, 9].set(jnp.nan)
+    operands = Operands(query, key, value, sides, sink)
+    spec = case.spec(BF16, assume_finite=kind == "lengths")
+    with racing():
+        found = pallas_gpu.forward(spec, replace(SIZES, blocks_per_processor=4), operands)
+    wanted = reference.forward(spec, None, operands)
+    if kind == "lengths":  # values at keys without any weight are assumed to be finite
+        wanted = reference.forward(spec, None, operands._replace(value=value.at[1, 0, 300, 9].set(0)))
+    assert errors(np.asarray(found.out, np.float64), np.asarray(wanted.out, np.float64))[0] <= 1e-2
+    np.testing.assert_array_equal(np.isnan(found.rows[0]), np.isnan(wanted.rows[0]))
+
+
+def decoding(batch: int, heads: int, groups: int, keys: int, size: int = 128) -> Any:
+    """The spec of a step of decoding under lengths."""
+    case = replace(case_of("lengths", size, groups, 1), batch=batch, key_heads=heads, key_length=keys)
+    return case.spec(BF16)
+
+
+def test_keys_are_divided_among_the_processors():
+    with compile_gpu.H100.targeted():
+        for batch, heads, groups, keys, wanted in (
+            (1, 8, 4, 4096, 16), (16, 8, 4, 8192, 1), (4, 8, 1, 4096, 4), (1, 1, 8, 640, 10), (64, 32, 1, 4096, 1)
+        ):  # fmt: skip
+            spec = decoding(batch, heads, groups, keys)
+            first = gpu_block_sizes.candidates(spec)[0]
+            found = gpu_block_sizes.divided(spec, SIZES)
+            assert found is not None
+            assert found[1] == wanted
+            # Where the heads fill the processors, and none share keys, there is nothing to divide.
+            assert (first.blocks_per_processor > 0) == (wanted > 1 or groups > 1)
+        alone = replace(decoding(20, 8, 4, 8192), live=None, score=traced(lambda s: s * np.float32(0.3), SCORE))
+        # 160 heads take two rounds; four blocks for each take five of a quarter.
+        assert gpu_block_sizes.divided(alone, SIZES)[1] == 1
+        assert gpu_block_sizes.divided(alone, replace(SIZES, blocks_per_processor=7))[1] == 4
+
+
+@pytest.mark.parametrize("size", [40, 64, 96, 128, 192, 256])
+def test_tiles_of_few_queries_fit_into_shared_memory(size):
+    with compile_gpu.H100.targeted():
+        for groups, keys in itertools.product((1, 8, 64, 128, 129), (64, 128)):
+            sizes = replace(SIZES, key_block=keys)
+            found = gpu_block_sizes.divided(spec := decoding(1, 2, groups, 4096, size), sizes)
+            assert (found is None) == (groups > (128 if size <= 128 else 64))
+            if found is not None:
+                assert gpu_block_sizes.shared_memory(spec, "few_queries", found[0]) <= SHARED_MEMORY
+                assert gpu_block_sizes.fitting(spec, sizes).blocks_per_processor == 1
+            else:
+                assert gpu_block_sizes.fitting(spec, sizes).blocks_per_processor == 0
+
+
+def test_sizes_of_many_queries_do_not_say_that_keys_are_not_divided():
+    spec = decoding(1, 8, 4, 4096)
+    with compile_gpu.H100.targeted():
+        assert pallas_gpu.default_block_sizes(spec, H100, BlockSizes(128, 128)).blocks_per_processor == 1
+        assert pallas_gpu.default_block_sizes(spec, H100, BlockSizes(64, 128)).blocks_per_processor == 0
+        full = decoding(64, 32, 1, 4096)
+        assert pallas_gpu.default_block_sizes(full, H100, BlockSizes(128, 128)).blocks_per_processor == 0
