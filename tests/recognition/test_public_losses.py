@@ -287,3 +287,58 @@ def test_an_optimized_function_with_a_checkpoint_is_differentiated_later():
     assert optimized.report().counts()["cross_entropy"] == 1
     for a, b in zip(given, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize("examples", [B, 1])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_bias_that_each_example_repeats_for_its_rows(examples, narrow):
+    def loss(w, bias, x, y):
+        def model(x):
+            return x @ w + jnp.broadcast_to(bias, (T, V))
+
+        return -picked(log_softmax(jax.vmap(model)(x)), y).mean()
+
+    w, x, y = arguments()
+    bias = array(V, dtype=jnp.bfloat16 if narrow else jnp.float32, seed=3)
+    compared = compare(jax.value_and_grad(loss, (0, 1, 2)), (w, bias, x[:examples], y[:examples]), gradients=False)
+    assert compared.counts("cross_entropy") == 1, compared.reasons()
+    assert compared.complaints == []
+
+
+def gradient_of_the_repeated_bias(weigh):
+    """Gradients of the logits' sum over examples, of which ``weigh`` makes what is returned beside them."""
+
+    def program(w, x, y):
+        def loss(w, bias):
+            return -picked(log_softmax(x @ w + bias), y).mean()
+
+        value, (of_w, of_bias) = jax.value_and_grad(loss, (0, 1))(w, jnp.zeros((T, V)))
+        return value, of_w, weigh(of_bias)
+
+    return program
+
+
+@pytest.mark.parametrize(
+    "weigh",
+    [
+        lambda g: g,
+        lambda g: (g.sum(0), g),
+        lambda g: (g.sum(0), (g**2).sum()),
+        lambda g: (g * jnp.arange(T)[:, None]).sum(0),
+        lambda g: g.reshape(2, -1).sum(0),
+        lambda g: g.reshape(1, T, V).sum((0, 2)),
+        lambda g: jnp.pad(g, ((1, 0), (0, 0))).sum(0),
+        lambda g: g.astype(jnp.int32).sum(0),
+    ],
+)
+def test_sums_over_examples_that_something_else_reads_too(weigh):
+    compared = compare(gradient_of_the_repeated_bias(weigh), arguments(), gradients=False)
+    assert compared.counts("cross_entropy") == 0, compared.reasons()
+    assert compared.complaints == []
+
+
+@pytest.mark.parametrize("weigh", [lambda g: g.sum(0), lambda g: g[None].sum((0, 1)), lambda g: g.sum(0)[None] * 2])
+def test_sums_over_examples_that_are_summed_over_their_rows(weigh):
+    compared = compare(gradient_of_the_repeated_bias(weigh), arguments(), gradients=False)
+    assert compared.counts("cross_entropy") == 1, compared.reasons()
+    assert compared.complaints == []

@@ -32,6 +32,7 @@ from autopallas.patterns.advice import (
     WHOLE_ROWS,
 )
 from autopallas.patterns.cross_entropy.flows import Flow, Flows
+from autopallas.patterns.cross_entropy.further_sums import summed_further
 from autopallas.patterns.cross_entropy.intent import Intent, changes
 from autopallas.patterns.cross_entropy.row_statistics import MASK_LOGITS, WEIGHTED, RowStatistics
 from autopallas.patterns.expressions import (
@@ -390,6 +391,7 @@ class Region:
                 region, terminal = self._end(node)
                 region.terminals.append(terminal)
                 self._levels[terminal.result] = terminal.level
+                self._levels.update(dict.fromkeys(node.outputs, terminal.level))
             for region in self.regions:
                 region._out_of_rules()
             self._written_out()
@@ -523,8 +525,11 @@ class Region:
             axes = set(node.params["axes"])
             reduced = {a for d in axes for a in self.resolved(at.view[d][1])}
             kept = tuple(dimension for d, dimension in enumerate(at.view) if d not in axes)
-            if node.name == "reduce_sum" and reduced and reduced <= rows - self.apart:
-                return Terminal(node, node.outputs[0], kept, "column_sum", at, frozenset(rows - reduced))
+            if node.name == "reduce_sum" and reduced <= (free := rows - self.apart):
+                whole, dimensions, left = summed_further(self.graph, self.space, node, kept, free - reduced)
+                if left != free:
+                    batch = frozenset(left | (rows & self.apart))
+                    return Terminal(whole, whole.outputs[0], dimensions, "column_sum", at, batch)
             if reduced and reduced <= rows:
                 where = jaxprs.location(node.equation)
                 raise Mismatch(
