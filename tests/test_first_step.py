@@ -16,8 +16,11 @@ import autopallas
 from autopallas.graph import Graph, flatten
 from autopallas.kernels.attention import xla
 from autopallas.kernels.attention.schedule import divided, element
+from autopallas.kernels.respelling.block_sizes import BlockSizes
+from autopallas.kernels.respelling.tuned_block_sizes import BUCKETS, TABLE
 from autopallas.patterns import find
 from autopallas.tuning import key
+from autopallas.tuning.table_files import Files
 
 
 def attend(q, k, v):
@@ -117,3 +120,15 @@ def test_a_kernels_version_is_that_of_its_code(tmp_path):
     assert version("# Why.\n\n\ndef f(x):\n    return x in {1, 2}  # or not\n") == plain
     assert version("def f(x):\n    return x in {1, 3}\n") != plain
     assert version("def f(x):\n    return x not in {1, 2}\n") != plain
+
+
+def test_rows_of_tables_are_parsed_where_their_key_is_asked_for(monkeypatch):
+    asked, expected = TABLE.files.read("cpu")[0]
+    parsed, own = [], Files._row
+    monkeypatch.setattr(Files, "_row", lambda *given: parsed.append(own(*given)) or parsed[-1])
+    rows = Files("respelling", BlockSizes, BUCKETS)["cpu"]
+    assert rows.get((*asked[:4], "of no kind")) is None
+    assert not parsed
+    assert rows[asked].kernel_bytes > 0
+    assert (asked, expected) in parsed
+    assert {key for key, _ in parsed} == {asked}

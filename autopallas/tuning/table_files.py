@@ -15,8 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import TypedDict, cast
+from typing import TypeAlias, TypedDict, cast
 
 from autopallas.sites.spec import BlockSizes
 from autopallas.tuning import processor
@@ -43,6 +42,11 @@ _FIGURES: Mapping[str, Callable[[str], object]] = {
     "lower_gain": lambda text: float(text) if text else None,
 }
 """Columns of a row after its key, and how each is parsed; block sizes, by name, stand before the times."""
+
+
+_Lines: TypeAlias = tuple[Sequence[str], list[list[str]]]
+"""The names of a file's columns, and its lines."""
+_Parse: TypeAlias = Callable[[Sequence[str], Sequence[str]], tuple[Key, Row[BlockSizes]]]
 
 
 class _Figures(TypedDict):
@@ -109,8 +113,7 @@ class Files(Mapping[str, Rows]):
         line = jax_line(running_jax())
         view = self._views.get((device, here, line))
         if view is None:
-            view = MappingProxyType(_for_processor(self.read(device), here, line))
-            self._views[device, here, line] = view
+            view = self._views[device, here, line] = _RowsHere(self._lines(device), self._row, here, line)
         if not view:
             raise KeyError(device)
         return view
@@ -128,13 +131,19 @@ class Files(Mapping[str, Rows]):
 
     def read(self, device: str) -> list[tuple[Key, Row[BlockSizes]]]:
         """Returns all rows of a device, for every processor, in the order of its file; none if there is no file."""
+        columns, lines = self._lines(device)
+        return [self._row(columns, line) for line in lines]
+
+    def _lines(self, device: str) -> _Lines:
         try:
             text = self.path(device).read_text(encoding="utf-8")
         except FileNotFoundError:
-            return []
-        return [self._row(line) for line in csv.DictReader(io.StringIO(text))]
+            return _KEY, []
+        lines = csv.reader(io.StringIO(text))
+        return next(lines, _KEY), list(lines)
 
-    def _row(self, line: Mapping[str, str]) -> tuple[Key, Row[BlockSizes]]:
+    def _row(self, columns: Sequence[str], fields: Sequence[str]) -> tuple[Key, Row[BlockSizes]]:
+        line = dict(zip(columns, fields, strict=True))
         implementation, direction, dtype, bucket, invariants = (line[name] for name in _KEY)
         # A size that is left out is its class's default.
         given = ((name, text) for name, text in line.items() if name not in _KEY and name not in _FIGURES)
@@ -192,6 +201,50 @@ class Files(Mapping[str, Rows]):
         os.replace(unfinished, path)
         self._views.clear()
         return path
+
+
+class _RowsHere(Mapping[Key, Row[BlockSizes]]):
+    """The rows of a device that hold for one processor and version of JAX.
+
+    A program needs few of them, so that lines are parsed when their key is asked for.
+
+    Args:
+      lines: the names of the columns, and all lines.
+      parse: makes a row of the columns and a line.
+      here: the processor's vector extensions, if it is a CPU.
+      version: the minor version of JAX.
+    """
+
+    def __init__(self, lines: _Lines, parse: _Parse, here: str | None, version: str):
+        columns, rest = lines
+        places = [columns.index(name) for name in _KEY]
+        self._columns, self._parse, self._own = columns, parse, (here, version)
+        self._waiting: dict[Key, list[Sequence[str]]] = defaultdict(list)
+        for fields in rest:
+            key = cast(Key, tuple([fields[place] for place in places]))
+            self._waiting[key_of_least_time(key)].append(fields)
+        self._known: dict[Key, Mapping[Key, Row[BlockSizes]]] = {}
+
+    def _at(self, place: Key) -> Mapping[Key, Row[BlockSizes]]:
+        """Returns the rows of both objectives at one place."""
+        found = self._known.get(place)
+        if found is None:
+            rows = [self._parse(self._columns, fields) for fields in self._waiting.get(place, ())]
+            found = self._known[place] = _for_processor(rows, *self._own)
+        return found
+
+    def __getitem__(self, key: Key) -> Row[BlockSizes]:
+        return self._at(key_of_least_time(key))[key]
+
+    def __iter__(self) -> Iterator[Key]:
+        for place in list(self._waiting):
+            yield from self._at(place)
+
+    def __len__(self) -> int:
+        return sum(len(self._at(place)) for place in list(self._waiting))
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
 
 
 def _for_processor(
