@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from autopallas.compat import Dtype, JaxprEqn
+from autopallas.kernels.loop_carries import filled
 from autopallas.kernels.respelling.inserted_zeros import assumed_finite
 from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
@@ -221,7 +222,7 @@ def _weighted(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
         return lax.add(total, some(part, _from(weights, row, 1, 0))), None
 
     sizes = dict(zip(own.lhs, (own.examples, own.groups, *own.result), strict=True))
-    start = jnp.zeros([sizes[a] for a in range(x.ndim)], own.accumulation)
+    start = filled([sizes[a] for a in range(x.ndim)], own.accumulation)
     total, _ = lax.scan(add, start, jnp.arange(own.window[0], dtype=jnp.int32))
     return lax.transpose(total, _order(own.lhs, own.out))
 
@@ -266,7 +267,7 @@ def _correlated(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
 
         shape = list(w.shape)
         shape[axis] = block
-        start = [jnp.zeros(shape, own.accumulation)] * len(places)
+        start = [filled(shape, own.accumulation)] * len(places)
         totals = lax.fori_loop(jnp.int32(0), jnp.int32(count // block), add, start)
         found = jnp.stack(totals).sum(others)
         left = count % block
@@ -277,8 +278,17 @@ def _correlated(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
     else:
         sizes = (1,) * len(own.result) if math.prod(w.shape) <= _CACHED else (1, *own.result[1:])
         counts = [size // part for size, part in zip(own.result, sizes, strict=True)]
-        begins = np.indices(counts, np.int32).reshape(len(counts), -1)
-        found = lax.map(lambda begin: sums(begin, sizes), list(map(jnp.asarray, begins)))
+        begins = jnp.asarray(np.indices(counts, np.int32).reshape(len(counts), -1).T)
+        each = math.prod(sizes) * own.groups
+
+        def write(n: jax.Array, found: jax.Array) -> jax.Array:
+            begin = _from(begins, n, 1, 0)[0]
+            own_sums = sums([begin[axis] for axis in range(len(counts))], sizes)
+            return lax.dynamic_update_slice(found, own_sums.reshape(each), [n * each], allow_negative_indices=False)
+
+        # The sums stand along one axis, which takes XLA less time to compile than what lax.map stacks.
+        start = jnp.zeros(math.prod(own.result) * own.groups, own.accumulation)
+        found = lax.fori_loop(jnp.int32(0), jnp.int32(len(begins)), write, start)
     found = found.reshape(1, *own.result, own.groups)
     return lax.transpose(found, _order((0, found.ndim - 1, *range(1, found.ndim - 1)), own.out))
 
