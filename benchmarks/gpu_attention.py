@@ -28,6 +28,7 @@ from autopallas.kernels.gpu import array_bytes
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import Index, Score, Side
 from autopallas.sites.operation import Kernel
+from benchmarks import gpu_attention_decode
 from benchmarks.gpu_benchmark import MATMUL, ORIGINAL, Check, Peer, Timed
 from benchmarks.gpu_session import peers
 
@@ -198,7 +199,9 @@ def _check_of_blocks(shape: tuple[int, ...], mask: str, dtype: str, blocks: Bloc
 
 
 def smoke(small: bool) -> Iterator[Check]:
-    """Forward, dq, dk and dv; the gradient of a bias; and scores so large that maximum and sum are computed anew."""
+    """A step of decoding; forward, dq, dk and dv; the gradient of a bias; scores so large that maximum and sum are
+    computed anew."""
+    yield from gpu_attention_decode.smoke(small)
     if small:
         yield _check(_SMALL[0], "causal", "bfloat16", True)
         return
@@ -216,6 +219,7 @@ def checks(small: bool) -> Iterator[Check]:
             yield _check(_SHAPES[0], mask, "float16", small)
         for shape in _LARGE:
             yield _check(shape, "causal", "bfloat16", small)
+    yield from gpu_attention_decode.checks(small)
 
 
 def stressed(small: bool) -> Iterator[Check]:
@@ -245,13 +249,15 @@ def stressed(small: bool) -> Iterator[Check]:
     ):
         yield _check(shape, mask, dtype, False)
     yield _check_of_blocks((2, 2048, 8, 8, 64), "causal", "bfloat16", BlockSizes(192, 128))
+    yield from gpu_attention_decode.stressed(small)
 
 
 def timed(small: bool) -> Iterator[Timed]:
-    """The grid of the table, forward and with gradients."""
+    """The grid of the table, forward and with gradients; then steps of decoding."""
     for case in _SMALL_TIMED if small else _TIMED:
         for backward in (False,) if small else (False, True):
             yield _timed(*case, backward)
+    yield from gpu_attention_decode.timed(small)
 
 
 def _spec(b: int, t: int, n: int, d: int, mask: str) -> AttentionSpec:

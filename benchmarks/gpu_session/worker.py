@@ -25,6 +25,7 @@ from autopallas import compat
 from autopallas.sites.device import Device
 from autopallas.sites.interpret import mode, settled
 from benchmarks import environment
+from benchmarks.gpu import BYTES_PER_SECOND, OPERATIONS_PER_SECOND
 from benchmarks.gpu_benchmark import ORIGINAL, Check, Timed
 from benchmarks.gpu_session.clock import Times, timed
 from benchmarks.gpu_session.errors import ROW_TOLERANCE, compared, poison, same_bits
@@ -211,6 +212,8 @@ def _time(case: Timed, request: Mapping[str, Any], send: Send) -> bool:
         spread = times.spread
         assert spread is not None
         row["teraflops"] = _digits(case.operations / spread.median / 1e12)
+        if case.bytes_moved / BYTES_PER_SECOND > case.operations / OPERATIONS_PER_SECOND:
+            row["gigabytes_per_second"] = _digits(case.bytes_moved / spread.median / 1e9)
         if name == ORIGINAL and best is not None:
             ours = found[best].spread
             assert ours is not None

@@ -121,8 +121,9 @@ def conditions(match: Workload) -> Conditions:
     return Conditions(spec.batch, spelling, holds_from, elsewhere_from, "batched" if batched else "")
 
 
-_ROWS, _PROCESSORS = 128, 132
-"""Rows of a GPU kernel's block, and the processors of an H100, each of which computes a block at a time."""
+_ROWS, _KEYS, _PROCESSORS = 128, 128, 132
+"""Rows of a GPU kernel's block, or keys where blocks divide these, and the processors of an H100, each of which computes
+a block at a time."""
 
 
 def share_of_gain(match: Workload, row: Row[object], device: Device) -> float:
@@ -133,6 +134,8 @@ def share_of_gain(match: Workload, row: Row[object], device: Device) -> float:
     spec = match.spec
     assert isinstance(spec, AttentionSpec)
     blocks = spec.batch * spec.key_heads * spec.groups * -(-spec.query_length // _ROWS)
+    if isinstance(row.block_sizes, BlockSizes) and row.block_sizes.blocks_per_processor:
+        blocks = spec.batch * spec.key_heads * -(-spec.key_length // _KEYS)
     return min(1.0, blocks / _PROCESSORS)
 
 

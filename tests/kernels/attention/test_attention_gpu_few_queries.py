@@ -7,22 +7,29 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import KEY, QUERY, SCORE, Case, errors, oracle, side, traced
 from test_attention_implementations import TOLERANCES, AttentionImplementation, computed
-from test_attention_pallas_gpu import BF16, F32, FULL_GRID, H100, TestPallasGpu, needs_interpreter, racing
+from test_attention_pallas_gpu import BF16, F32, FULL_GRID, H100, TestPallasGpu, needs_interpreter, needs_mosaic, racing
 
+import autopallas
 from autopallas.compile import gpu as compile_gpu
 from autopallas.kernels import gpu
-from autopallas.kernels.attention import gpu_block_sizes, pallas_gpu, reference
+from autopallas.kernels.attention import gpu_block_sizes, pallas_gpu, reference, tuned_block_sizes
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.operands import Operands
 from autopallas.kernels.attention.spec import Layouts, SideSpec
 from autopallas.kernels.gpu import SHARED_MEMORY
+from autopallas.tuning.table import Row
+from autopallas.workbench.cases import only_match
+from benchmarks import gpu_attention_decode
 
 SIZES = BlockSizes(64, 64, blocks_per_processor=1)
 I32, BOOL = np.dtype(np.int32), np.dtype(np.bool_)
@@ -225,3 +232,130 @@ def test_sizes_of_many_queries_do_not_say_that_keys_are_not_divided():
         assert pallas_gpu.default_block_sizes(spec, H100, BlockSizes(64, 128)).blocks_per_processor == 0
         full = decoding(64, 32, 1, 4096)
         assert pallas_gpu.default_block_sizes(full, H100, BlockSizes(128, 128)).blocks_per_processor == 0
+
+
+# ---------------------------------------------------------------------- what a program has
+
+
+def repeated(query: Any, key: Any, value: Any, lengths: Any) -> Any:
+    return gpu_attention_decode.naive("lengths", query, key, value, lengths)
+
+
+def grouped(query: Any, key: Any, value: Any, lengths: Any) -> Any:
+    b, t, n, d = query.shape
+    grouped = query.reshape(b, t, key.shape[2], n // key.shape[2], d)
+    scores = jnp.einsum("btkgd,bskd->bkgts", grouped, key, preferred_element_type=jnp.float32) * d**-0.5
+    shown = jnp.arange(key.shape[1])[None] < lengths[:, None]
+    weights = jax.nn.softmax(jnp.where(shown[:, None, None, None], scores, -jnp.inf), axis=-1).astype(query.dtype)
+    return jnp.einsum("bkgts,bskd->btkgd", weights, value).reshape(b, t, n, d)
+
+
+def library(query: Any, key: Any, value: Any, lengths: Any) -> Any:
+    shown = jnp.arange(key.shape[1])[None, None, None] < lengths[:, None, None, None]
+    return jax.nn.dot_product_attention(query, key, value, mask=shown)
+
+
+def positions(query: Any, key: Any, value: Any, lengths: Any) -> Any:
+    """After the cache has got the keys of this step."""
+    t, groups = query.shape[1], query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(jax.lax.dynamic_update_slice(x, x[:, :t] * 2, (0, 3, 0, 0)), groups, 2)
+                  for x in (key, value))  # fmt: skip
+    scores = jnp.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(query.shape[-1]).astype(query.dtype)
+    shown = jnp.arange(key.shape[1]) <= lengths[:, None, None, None] + jnp.arange(t)[:, None]
+    weights = jax.nn.softmax(jnp.where(shown, scores.astype(jnp.float32), -jnp.inf), axis=-1).astype(query.dtype)
+    return jnp.einsum("bnts,bsnd->btnd", weights, value)
+
+
+STEPS = [repeated, grouped, library, positions]
+
+
+def decoded(length: int, heads: int) -> tuple[Any, ...]:
+    b, s, k, d = 2, 2048, 4, 64
+    shapes = (b, length, heads, d), (b, s, k, d), (b, s, k, d)
+    return *(jax.ShapeDtypeStruct(shape, BF16) for shape in shapes), jax.ShapeDtypeStruct((b,), I32)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("length, heads", [(1, 16), (1, 4), (4, 16)])
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_a_step_of_decoding_takes_the_kernel_by_a_measured_row(step, length, heads, monkeypatch):
+    """As people write it, by default options; without a row its code stays."""
+    types = decoded(length, heads)
+    spec = only_match(step, types, "attention").spec
+    row = Row(SIZES, 100.0, 400.0, 1, 2, "measured", "2026-11-27", "jax 0.11.2")
+    key = tuned_block_sizes.table_key(spec, "pallas_gpu", "forward")
+    assert key[3] == "decode"
+    for rows in ({key: row}, {}):
+        monkeypatch.setattr(tuned_block_sizes.TABLE, "rows", {"NVIDIA H100": rows})
+        optimized = autopallas.optimize(step)
+        with compile_gpu.H100.targeted():
+            text = optimized.trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+        assert ("few_queries" in text) == bool(rows)
+
+
+def test_keys_that_are_divided_fill_a_gpu():
+    row = Row(SIZES, 100.0, 400.0, 1, 2, "measured", "2026-11-27", "jax 0.11.2")
+
+    def share(row: Any, **sizes: int) -> float:
+        match: Any = SimpleNamespace(spec=decoding(**sizes))
+        return tuned_block_sizes.share_of_gain(match, row, H100)
+
+    assert share(row, batch=1, heads=8, groups=4, keys=4096) == 1.0
+    assert share(row, batch=1, heads=1, groups=4, keys=1024) == pytest.approx(8 / 132)
+    assert share(replace(row, block_sizes=BlockSizes(64, 64)), batch=1, heads=8, groups=1, keys=4096) == 8 / 132
+
+
+@pytest.mark.parametrize("shape", gpu_attention_decode._TIMED, ids=lambda shape: shape.name)
+def test_what_is_timed_is_what_is_recognised(shape):
+    found = only_match(
+        partial(gpu_attention_decode.naive, shape.mask),
+        jax.eval_shape(partial(gpu_attention_decode.operands, shape)),
+        "attention",
+    ).spec
+    given = gpu_attention_decode.spec_of(shape)
+    assert (str(found), found.sides, found.groups) == (str(given), given.sides, given.groups)
+
+
+# ---------------------------------------------------------------------- what the compiler says
+
+compiles = pytest.mark.skipif(
+    not FULL_GRID or compile_gpu.missing() is not None,
+    reason=f"make check-gpu runs it, with the compiler ({compile_gpu.missing() or 'which is here'})",
+)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Any:
+    with compile_gpu.Compiler() as compiler:
+        yield compiler
+
+
+@compiles
+@pytest.mark.parametrize("keys", [64, 128])
+@pytest.mark.parametrize("groups, length", [(1, 1), (8, 1), (4, 4), (8, 16)])
+@pytest.mark.parametrize("size", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("kind", ["full", "lengths", "positions after those of the cache"])
+def test_the_compiler_takes_few_queries(compiler, kind, size, groups, length, keys):
+    """Without spills; keys and values, which are as long as they are, are not copied."""
+    case = replace(case_of(kind, size, groups, length), batch=2, key_heads=4, key_length=4096)
+    spec = case.spec(BF16, layouts=Layouts.with_heads_after_lengths())
+    with compile_gpu.H100.targeted():
+        found = gpu_block_sizes.divided(spec, sizes := replace(SIZES, key_block=keys))
+    if found is None:
+        assert groups * length > 64
+        assert size > 128
+        return
+    *types, _ = jax.eval_shape(lambda: case.operands(BF16))
+
+    def run(query: Any, key: Any, value: Any, *rest: Any) -> Any:
+        key, value = (jnp.moveaxis(x, 1, 2) for x in (key, value))
+        return pallas_gpu.forward(spec, sizes, Operands(query, key, value, *rest)).out
+
+    cache = jax.ShapeDtypeStruct((2, 4096, 4, size), BF16)
+    compiled = compiler.compile(run, (types[0], cache, cache, *types[3:]))
+    print(f"\n{spec} {sizes} {found}", *compiled.kernels, f"temporary memory {compiled.temporary_bytes}", sep="\n  ")
+    assert compiled.faults() == ()
+    (kernel,) = compiled.kernels
+    estimate = gpu_block_sizes.shared_memory(spec, "few_queries", found[0])
+    assert abs(estimate / kernel.shared_bytes - 1) <= 0.25
+    assert compiled.copied_bytes <= cache.size // 8
