@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopallas
-from autopallas.kernels.attention import pallas_gpu
+from autopallas.kernels.attention import gpu_few_queries, pallas_gpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.operands import Operands
 from autopallas.kernels.attention.programs import traced
@@ -25,7 +25,7 @@ from autopallas.sites.device import Device
 from autopallas.sites.elementwise import Index, Score, Side
 from benchmarks.gpu_benchmark import ORIGINAL, Check, Timed
 
-__all__ = ["Shape", "checks", "naive", "operands", "smoke", "spec_of", "stressed", "timed"]
+__all__ = ["Shape", "checks", "listed", "naive", "operands", "smoke", "spec_of", "stressed", "timed"]
 
 
 class Shape(NamedTuple):
@@ -109,6 +109,11 @@ def spec_of(shape: Shape) -> AttentionSpec:
     return AttentionSpec(
         *sizes, bf16, bf16, bf16, f32, bf16, program, sides=sides, live=live, weights_dtype=bf16, layouts=layouts
     )
+
+
+def listed(shape: Shape) -> bool:
+    """Returns whether it is found before which blocks of keys a mask hides."""
+    return 4 * shape.b * shape.s * shape.k * shape.d >= gpu_few_queries._LISTED_FROM
 
 
 def _kernel(shape: Shape, sizes: BlockSizes) -> Callable[..., Any]:

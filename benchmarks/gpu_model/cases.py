@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.gpu_model.model import Blocks, Case, Code, Tiles
+from benchmarks.gpu_model.model import LAUNCH, Blocks, Case, Code, Streams, Tiles
 
 __all__ = [
     "attention",
     "cross_entropy",
+    "few_queries",
     "gated_mlp",
     "grouped_matmul",
     "train_step",
@@ -62,6 +63,33 @@ def attention(
     )
     operations = (10 if backward else 4) * b * t * t * n * d * (0.5 if causal else 1.0)
     return Case(name, operations, works, copied=(copies + backward) * 2 * b * t * n * d * _SIZE)
+
+
+def few_queries(
+    name: str,
+    code: Code,
+    shape: tuple[int, int, int, int, int],
+    *,
+    blocks: int,
+    keys: int,
+    warpgroups: int,
+    kernels: int,
+) -> Case:
+    """One query for each head, over a cache that is read whole: (B, S, N, K, D).
+
+    Args:
+      name, code: of the case and its kernel.
+      shape: what is computed.
+      blocks: that divide the keys of a head.
+      keys: of a pass of the loop.
+      warpgroups: that compute.
+      kernels: of XLA's, which find what is visited, and join the parts; each is taken to last as long as its launch.
+    """
+    b, s, n, k, d = shape
+    partial = 4.0 * b * n * d * blocks * warpgroups
+    moved = 2.0 * (2 * b * s * k * d + 2 * b * n * d) + partial
+    work = Streams(code, b * k * blocks, s / keys / blocks, moved, warpgroups)
+    return Case(name, 4.0 * b * s * n * d, (work,), copied=partial, beside=kernels * LAUNCH)
 
 
 def grouped_matmul(

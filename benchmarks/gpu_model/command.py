@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from autopallas.compile.gpu import Compiler, Kernel, missing
 from benchmarks.gpu_model import orders
 from benchmarks.gpu_model.anchors import anchors
-from benchmarks.gpu_model.model import CONSTANTS, Part, Tiles, Work, occupancy
+from benchmarks.gpu_model.model import BANDWIDTH, CONSTANTS, Case, Part, Streams, Tiles, Work, occupancy
 from benchmarks.gpu_model.present import estimated
 
 __all__ = ["main"]
@@ -32,10 +32,20 @@ def main(arguments: Sequence[str]) -> int:
             print(*orders.estimates(compiler), sep="\n")
             return 0
         for name, case, kernels in estimated(compiler, options.filter):
-            print(f"{name}: estimated {case.teraflops():.0f} TFLOP/s, {case.seconds() * 1e3:.3f} ms", flush=True)
+            print(f"{name}: estimated {_rate(case)}, {case.seconds() * 1e3:.3f} ms", flush=True)
             for work in {work.code: work for work in case.works}.values():
                 print(*(f"  {line}" for line in _described(work, kernels[work.code])), sep="\n", flush=True)
     return 0
+
+
+def _rate(case: Case) -> str:
+    """Returns what is multiplied, or, of kernels that are bound by it, what is moved, in a second."""
+    streams = [work for work in case.works if isinstance(work, Streams)]
+    if not streams:
+        return f"{case.teraflops():.0f} TFLOP/s"
+    moved = sum(work.moved for work in streams)
+    shares = [moved / seconds / BANDWIDTH for seconds in (case.seconds(), sum(w.seconds(CONSTANTS) for w in streams))]
+    return f"{shares[0]:.0%} of {BANDWIDTH / 1e12} TB/s, {shares[1]:.0%} in its kernel"
 
 
 def _described(work: Work, kernel: Kernel) -> Iterator[str]:

@@ -22,7 +22,19 @@ from typing import NamedTuple, Protocol
 
 from benchmarks.gpu_model.listing import Listing, Loop
 
-__all__ = ["CONSTANTS", "Blocks", "Case", "Code", "Constants", "Part", "Tiles", "Work", "occupancy"]
+__all__ = [
+    "BANDWIDTH",
+    "CONSTANTS",
+    "Blocks",
+    "Case",
+    "Code",
+    "Constants",
+    "Part",
+    "Streams",
+    "Tiles",
+    "Work",
+    "occupancy",
+]
 
 PROCESSORS = 132
 PRODUCTS_PER_CYCLE = 2048
@@ -34,6 +46,8 @@ _TURNS = 4
 """Waits of a loop whose warpgroups take turns; the others wait for what is loaded, once or twice."""
 LAUNCH = 3e-6
 """Seconds between two kernels."""
+BANDWIDTH = 3.35e12
+"""Bytes per second of an H100's memory by its data sheet."""
 LIBRARY = 700e12
 """Operations per second of the vendor's products as they follow each other in a train step."""
 
@@ -214,6 +228,39 @@ class Blocks:
         if part.way == "overlapped":
             return constants.overlapped * max(all_products, part.products + both)
         return all_products + constants.together * both + constants.two_stages * self.two_stages
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Blocks that read much of the main memory and compute little of it, as those of few queries.
+
+    Attributes:
+      code: of the kernel.
+      count: blocks in all.
+      steps: passes of the loop for each, which its warpgroups divide.
+      moved: bytes that all of them read and write.
+      warpgroups: that compute; none waits for another.
+    """
+
+    code: Code
+    count: int
+    steps: float
+    moved: float
+    warpgroups: int = 2
+
+    def seconds(self, constants: Constants) -> float:
+        return self.begin(constants) + max(self.computed(constants), self.moved / constants.copied) + LAUNCH
+
+    def begin(self, constants: Constants) -> float:
+        """Seconds of a block before and behind its loop."""
+        return constants.block / CLOCK
+
+    def computed(self, constants: Constants) -> float:
+        """Seconds of all loops if memory took no time."""
+        part = self.code.loops[0]
+        own = constants.alone * (part.products + max(part.issued, part.stalls))
+        both = max(own, self.warpgroups * part.products, self.warpgroups * part.issued)
+        return math.ceil(self.count / PROCESSORS) * math.ceil(self.steps / self.warpgroups) * both / CLOCK
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import jax
 
-from autopallas.compile.gpu import Compilation, Compiler, Kernel
+from autopallas.compile.gpu import H100, Compilation, Compiler, Kernel
+from autopallas.kernels.attention import gpu_block_sizes
 from autopallas.sites.block_sizes import dividing
 from autopallas.workbench.cases import PLAIN, Direction
 from autopallas.workbench.cases import Case as Sized
-from benchmarks import gpu_attention, gpu_cross_entropy, gpu_grouped_matmul
+from benchmarks import gpu_attention, gpu_attention_decode, gpu_cross_entropy, gpu_grouped_matmul
 from benchmarks.gpu_benchmark import Timed
 from benchmarks.gpu_declared import DeclaredGpuBenchmark
 from benchmarks.gpu_model import cases
@@ -113,6 +115,27 @@ def _attention(shape: tuple[int, int, int, int], mask: str, backward: bool, roun
     return timed, case
 
 
+def _decode(batch: int, keys: int, mask: str = "lengths") -> Row:
+    shape = gpu_attention_decode.Shape(batch, 1, keys, 32, 8, 128, mask)
+    with H100.targeted():
+        timed = gpu_attention_decode._timed(shape, 0)
+        sizes = next(iter(timed.block_sizes.values()))
+        divided = gpu_block_sizes.divided(gpu_attention_decode.spec_of(shape), sizes)
+    assert divided is not None
+    tiles, blocks = divided
+
+    def case(name: str, found: Compiled, copied: int) -> Case:
+        (code,) = found.values()
+        # Two join the parts; six more find which blocks of keys are visited, where that is done.
+        kernels = 2 + 6 * (mask == "lengths" and gpu_attention_decode.listed(shape))
+        return cases.few_queries(
+            name, code, (batch, keys, 32, 8, 128), blocks=blocks, keys=tiles.away, warpgroups=tiles.warpgroups,
+            kernels=kernels,
+        )  # fmt: skip
+
+    return timed, case
+
+
 CASES: dict[str, Callable[[], Row]] = {
     "grouped matmul forward G8": lambda: _grouped(_LARGE, "forward"),
     "grouped matmul dlhs G8": lambda: _grouped(_LARGE, "dlhs"),
@@ -142,6 +165,11 @@ CASES: dict[str, Callable[[], Row]] = {
     ),
     "attention backward T4096 D128 causal, filled": lambda: _attention((4, 4096, 16, 128), gpu_attention.FILLED, True),
     "attention backward T16384 D128 full": lambda: _attention((1, 16384, 16, 128), "full", True),
+    **{
+        f"attention decode B{b} S{s} N32 K8 D128 lengths": partial(_decode, b, s)
+        for b in (1, 4, 16)
+        for s in (4096, 8192, 32768)
+    },
 }
 """What is estimated, by name: a timed case, and the model's case of its kernels. Attention is as a caller with
 [B, T, N, D] has it, with the copies that the compiler makes."""

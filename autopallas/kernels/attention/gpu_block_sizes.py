@@ -259,9 +259,16 @@ _DIVIDED = tuple(BlockSizes(64, keys, blocks_per_processor=blocks) for blocks in
 
 
 def _gains_by_division(spec: AttentionSpec, device: Device | None) -> bool:
-    """Returns whether rows of several heads would share a tile, or several blocks of threads a head's keys."""
-    found = divided(spec, _DIVIDED[0], device)
-    return found is not None and (spec.groups > 1 or found[1] > 1)
+    """Returns whether queries are few: a head's do not fill a tile, which several heads share, or keys are many more,
+    which blocks of threads divide, or two warpgroups."""
+    if divided(spec, _DIVIDED[0], device) is None:
+        return False
+    shared = spec.groups > 1 and spec.query_length < WARPGROUP_ROWS
+    return shared or spec.key_length >= _MANY_KEYS * spec.query_length
+
+
+_MANY_KEYS = 8
+"""Keys for each query from which these are few."""
 
 
 _SCHEDULED = 2

@@ -49,6 +49,10 @@ __all__ = ["forward"]
 
 Array: TypeAlias = jax.Array
 F32 = np.dtype(np.float32)
+_LISTED_FROM = 32 * 2**20
+"""Bytes of keys and values from which it is found before which blocks of them a mask hides.
+
+An H100 reads so much in 11 microseconds, which six small kernels of XLA's are supposed to take at least."""
 
 
 def forward(spec: AttentionSpec, blocks: BlockSizes, operands: Operands) -> Results:
@@ -89,7 +93,8 @@ class _Plan(NamedTuple):
         assert found is not None
         tiles, count = found
         # Whether hidden tiles add nothing would be known only after all keys have been read.
-        visits = Visits.of(spec, "row", spec.query_length, tiles.away, operands.sides)
+        listed = gpu.array_bytes(operands.key, operands.value) >= _LISTED_FROM
+        visits = Visits.of(spec, "row", spec.query_length, tiles.away, operands.sides, listed=listed)
         sizes = head_size_of(spec.head_size) or 0, head_size_of(spec.value_head_size) or 0
         tiles = replace(tiles, stages=min(tiles.stages, max(-(-visits.most // count), 1)))
         packed, given = _packed(spec, operands)

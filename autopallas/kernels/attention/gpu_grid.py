@@ -121,8 +121,10 @@ class Visits:
         column_block: int,
         sides: Sequence[Array],
         proof: Proof | None = None,
+        listed: bool = True,
     ) -> Visits:
-        """Returns what each home block visits; without a proof, hidden tiles too."""
+        """Returns what each home block visits; without a proof, hidden tiles too, and if none are ``listed`` at run
+        time, those that side inputs alone show to be dead."""
         rows, columns = edges(spec.query_length, row_block), edges(spec.key_length, column_block)
         found = tile_states(spec, rows, columns, hides=proof is not None)
         general, full = tile_programs(spec, rows, columns, found.states)
@@ -132,7 +134,8 @@ class Visits:
         if home == "column" and spec.query_length % row_block:
             states[-1][states[-1] == FULL] = PARTIAL
         certain = None if proof is None or not found.hides else proof.blocks(found.least, row_block)
-        at_run_time = run_time_states(spec, row_block, column_block, sides) if states.size > 1 else None
+        decides = listed and states.size > 1
+        at_run_time = run_time_states(spec, row_block, column_block, sides) if decides else None
         if at_run_time is not None:
             if certain is not None:
                 at_run_time = _shown(at_run_time, states == HIDDEN, certain)

@@ -122,8 +122,8 @@ def conditions(match: Workload) -> Conditions:
 
 
 _ROWS, _KEYS, _PROCESSORS = 128, 128, 132
-"""Rows of a GPU kernel's block, or keys where blocks divide these, and the processors of an H100, each of which computes
-a block at a time."""
+"""Rows of a GPU kernel's block, or keys where blocks divide these, and the processors of an H100, each of which
+computes a block at a time."""
 
 
 def share_of_gain(match: Workload, row: Row[object], device: Device) -> float:
