@@ -125,6 +125,8 @@ class Softmax(KeyAxis):
             found = self.exponential(a, depth + 1)
             if not self.carries_axis(b):
                 found.rows += [t.scaled(1 if name == "mul" else -1) for t in self.log(b)]
+                if len(found.rows) > _MOST_TERMS:
+                    found.rows = self._fewer(found)
             elif self.scope.depends(b.value):
                 raise Mismatch(
                     "the softmax runs over another axis, or its weights depend on the scores", advice=OVER_THE_KEYS
@@ -151,6 +153,18 @@ class Softmax(KeyAxis):
         if name in ("add", "add_any", "sub", "neg"):
             raise SeveralMaps(name)
         raise Mismatch(f"the probabilities pass through {name}", advice=BETWEEN_PRODUCTS)
+
+    def _fewer(self, found: Exponential) -> list[Term]:
+        """Returns the rows of an exponential with equal ones added up: each sum of probabilities that are divided by
+        their sum has all rows of these, so that there are twice as many after each division.
+
+        Raises:
+          Mismatch: there are too many, or a normaliser cancels, before which a mask means something else.
+        """
+        rows = self.combine(found.rows)
+        if len(rows) > _MOST_TERMS or not any(t.kind in ("logsumexp", "log") for t in rows):
+            raise Mismatch(f"the probabilities have more than {_MOST_TERMS} factors of a row", advice=BETWEEN_PRODUCTS)
+        return rows
 
     def _guarded(self, ref: Ref, depth: int) -> Exponential:
         """Pulls back probabilities whose NaNs are replaced. That concerns whole rows, if nothing weighs the

@@ -16,6 +16,7 @@ from autopallas.graph.steps import OutOfSteps, Steps
 from autopallas.options import resolve
 from autopallas.patterns import find
 from autopallas.patterns.recurrence import transpose
+from autopallas.patterns.softmax import Softmax
 from autopallas.pipeline import rewrite
 from recognition.stacks import (
     LAYERS,
@@ -217,6 +218,29 @@ def test_deep_chains_around_a_softmax_end(deep, place, gradient):
         function = jax.value_and_grad(lambda p, x, inner=function: jnp.sum(jnp.sin(inner(p, x))))
     graph, _, _ = recognised(function, (mixtures.P, mixtures.X))
     assert graph.steps.spent < 100 * len(graph.nodes)
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
+def test_probabilities_that_are_normalised_again_and_again_are_found_with_few_terms(monkeypatch, gradient):
+    """Each sum has the rows of what it adds up, so that uncombined rows would be twice as many after each division."""
+    terms, combine = 0, Softmax.combine
+
+    def counted(self, given):
+        nonlocal terms
+        given = list(given)
+        terms += len(given)
+        assert terms < 20_000
+        return combine(self, given)
+
+    def attend(x):
+        p = jax.nn.softmax(x @ x.T)
+        for _ in range(16):
+            p = p / jnp.sum(p, axis=-1, keepdims=True)
+        return p @ x
+
+    monkeypatch.setattr(Softmax, "combine", counted)
+    function = jax.grad(lambda x: jnp.sum(jnp.sin(attend(x)))) if gradient else attend
+    assert recognised(function, (mixtures.X,))[1]["attention"] == 1
 
 
 def test_each_function_of_the_pipeline_is_called_in_proportion_to_the_layers_of_a_train_step():
