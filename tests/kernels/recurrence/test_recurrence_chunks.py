@@ -11,7 +11,7 @@ import pytest
 
 from autopallas.kernels.recurrence.block_sizes import BlockSizes
 from autopallas.kernels.recurrence.chunks import Recurrence, by_scans, chunked
-from autopallas.kernels.recurrence.products import halved_products, pairs, segment_products
+from autopallas.kernels.recurrence.products import constant_pairs_of, halved_products, pairs, pairs_of, segment_products
 from autopallas.kernels.recurrence.spec import RecurrenceSpec
 from autopallas.kernels.recurrence.tuned_block_sizes import conditions
 from autopallas.kernels.recurrence.xla import supports
@@ -215,6 +215,15 @@ def test_halves_make_up_the_segments():
             segment = found.levels[level, s] * found.levels[level, t]
             np.testing.assert_allclose(segment, np.prod(decay[s + 1 : t], 0), rtol=1e-5)
     assert not np.any(np.triu(np.any(pairs(8), 0)))
+
+
+def test_pairs_are_constants_outside_of_kernels():
+    """XLA compiles what computes them on CPUs for longer than all else of a chunk."""
+    assert not jax.make_jaxpr(lambda: pairs(16))().eqns
+    for level in range(4):
+        assert not jax.make_jaxpr(lambda level=level: constant_pairs_of(16, level))().eqns
+        np.testing.assert_array_equal(constant_pairs_of(16, level), pairs_of(16, level))
+        np.testing.assert_array_equal(constant_pairs_of(16, level), pairs(16)[level])
 
 
 def test_gradients_of_halves_are_those_of_the_products():
