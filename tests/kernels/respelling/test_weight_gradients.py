@@ -196,3 +196,15 @@ def test_sums_that_are_exact_are_equal(numbers, before):
         own = autopallas.optimize(gradient, objective="always", ops="weight_gradient", strict=True)
         np.testing.assert_array_equal(own(*given), gradient(*given))
         assert own.report().counts() == {"respelling": 1}
+
+
+@pytest.mark.parametrize(("numbers", "rank"), EVERY)
+def test_what_positions_of_a_kernel_read_is_put_together_axis_by_axis(numbers, rank):
+    """XLA's CPU compiler takes the longer, the more parts one concatenation has."""
+    x, w = operands(numbers, 3, 5, 9, 4)
+    run = lambda w: lax.conv_general_dilated(x, w, (2,) * rank, "SAME", dimension_numbers=numbers).sum()  # noqa: E731
+    function = autopallas.optimize(jax.grad(run), objective="always", ops="weight_gradient")
+    text = function.lower(w).as_text()
+    parts = [line.count("tensor<") - 1 for line in text.splitlines() if "stablehlo.concatenate" in line]
+    assert function.report().counts()["respelling"] == 1
+    assert parts == [4] * rank

@@ -149,10 +149,10 @@ def _respelt(spec: RespellingSpec, x: jax.Array, cotangent: jax.Array) -> list[j
     if own.apart:
         tiles = _tiles(own, read)  # [examples, *space, *taps, channels]
     else:
-        slices = list(_slices(own, read, whole.shape[1:-1]))
+        reads = _Reads.of(own, read, whole.shape[1:-1])
         if read.shape[-1] > _FEW:
-            return [_arranged(own, jnp.stack([_product(own, part, whole) for part in slices]))]
-        tiles = jnp.concatenate(slices, -1)
+            return [_arranged(own, jnp.stack([_product(own, part, whole) for part in reads.slices()]))]
+        tiles = reads.side_by_side()
     found = _product(own, tiles.reshape(*whole.shape[:-1], -1), whole)
     taps = math.prod(own.taps)
     if own.transposed:
@@ -160,21 +160,52 @@ def _respelt(spec: RespellingSpec, x: jax.Array, cotangent: jax.Array) -> list[j
     return [_arranged(own, found.reshape(taps, x.shape[-1], cotangent.shape[-1]))]
 
 
-def _slices(own: _Gradient, read: jax.Array, count: Sequence[int]) -> Iterator[jax.Array]:
-    """Yields for each position of the kernel what it reads of x; or of the cotangent, if x has zeros between."""
-    if own.transposed:
-        low = [max(0, taps - 1 - low) for taps, (low, _) in zip(own.taps, own.padding, strict=True)]
-        last = [(n - 1) * step + low for n, step, (low, _) in zip(count, own.spread, own.padding, strict=True)]
-        around = [(a, max(0, b + 1 - size)) for a, b, size in zip(low, last, own.window, strict=True)]
-        starts, steps = [a + b for a, (b, _) in zip(low, own.padding, strict=True)], own.spread
-        sign = -1
-    else:
-        around, starts, steps, sign = list(own.padding), [0] * len(own.taps), own.reach, 1
-    read = _padded(read, around)
-    for place in itertools.product(*map(range, own.taps)):
-        begin = [start + sign * i for start, i in zip(starts, place, strict=True)]
-        end = [a + (n - 1) * step + 1 for a, n, step in zip(begin, count, steps, strict=True)]
-        yield lax.slice(read, (0, *begin, 0), (read.shape[0], *end, read.shape[-1]), (1, *steps, 1))
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """What each position of the kernel reads of x; or of the cotangent, if x has zeros between.
+
+    Attributes:
+      read: [examples, *space, channels], padded.
+      starts: for each axis of space, where each position begins.
+      steps, count: for each axis, the distance of the elements that are read, and their number.
+    """
+
+    read: jax.Array
+    starts: tuple[tuple[int, ...], ...]
+    steps: tuple[int, ...]
+    count: tuple[int, ...]
+
+    @staticmethod
+    def of(own: _Gradient, read: jax.Array, count: Sequence[int]) -> _Reads:
+        if own.transposed:
+            low = [max(0, taps - 1 - low) for taps, (low, _) in zip(own.taps, own.padding, strict=True)]
+            last = [(n - 1) * step + low for n, step, (low, _) in zip(count, own.spread, own.padding, strict=True)]
+            around = [(a, max(0, b + 1 - size)) for a, b, size in zip(low, last, own.window, strict=True)]
+            first, steps = [a + b for a, (b, _) in zip(low, own.padding, strict=True)], own.spread
+            sign = -1
+        else:
+            around, first, steps, sign = list(own.padding), [0] * len(own.taps), own.reach, 1
+        starts = (tuple(start + sign * i for i in range(taps)) for start, taps in zip(first, own.taps, strict=True))
+        return _Reads(_padded(read, around), tuple(starts), tuple(steps), tuple(count))
+
+    def slices(self) -> Iterator[jax.Array]:
+        """Yields what each position reads."""
+        for begin in itertools.product(*self.starts):
+            part = self.read
+            end = [a + (n - 1) * step + 1 for a, n, step in zip(begin, self.count, self.steps, strict=True)]
+            yield lax.slice(part, (0, *begin, 0), (part.shape[0], *end, part.shape[-1]), (1, *self.steps, 1))
+
+    def side_by_side(self) -> jax.Array:
+        """Returns what all positions read, one beside the other along the channels.
+
+        They are put together axis by axis: XLA takes the longer to compile this, the more parts are put together.
+        """
+        found = self.read
+        for axis, (starts, step, n) in reversed(list(enumerate(zip(self.starts, self.steps, self.count, strict=True)))):
+            ends = [start + (n - 1) * step + 1 for start in starts]
+            parts = [lax.slice_in_dim(found, a, b, step, axis + 1) for a, b in zip(starts, ends, strict=True)]
+            found = lax.concatenate(parts, found.ndim - 1)
+        return found
 
 
 def _padded(array: jax.Array, around: Sequence[tuple[int, int]]) -> jax.Array:
