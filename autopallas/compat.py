@@ -645,7 +645,7 @@ def typed_like(aval: Shaped) -> jax.ShapeDtypeStruct:
     """Like :func:`shape_of`, but keeps an automatic mesh too, since derivatives are written differently on one."""
     sharding = getattr(aval, "sharding", None)
     mesh = getattr(sharding, "mesh", None)
-    if mesh is None or mesh.empty or jax.sharding.AxisType.Manual in mesh.axis_types:
+    if mesh is None or mesh.empty:
         return shape_of(aval)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 

@@ -136,3 +136,39 @@ def test_the_train_step_of_examples_of_the_corpus():
     assert counts["attention"] == case.count("attention")
     assert counts["rms_norm"] == case.count("rms")
     assert counts["gated_mlp"] == case.count("glu")
+
+
+def loss_of_a_row(p, x, y):
+    """The loss of rows [1, D] of one example, whose gradients sum nothing."""
+    return -jnp.take_along_axis(jax.nn.log_softmax(jnp.tanh(x @ p[0]) @ p[1] + p[2]), y[:, None], -1).mean()
+
+
+ROW = (array(D, F, seed=1), array(F, 4 * D, seed=2), array(4 * D, seed=3))
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_losses_of_examples_of_one_row(biased):
+    x, y = array(8, D, seed=4), jnp.arange(8) * 5 % (4 * D)
+
+    def example(p, x, y):
+        return loss_of_a_row(p if biased else (*p[:2], 0.0), x[None], y[None])
+
+    def step(p, x, y):
+        values, gradients = jax.vmap(jax.value_and_grad(example), (None, 0, 0))(p, x, y)
+        norms = jax.vmap(lambda g: jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in g)))(gradients)
+        return values, gradients, norms
+
+    compared = compare(step, (ROW, x, y), gradients=False)
+    assert compared.counts("cross_entropy") == 1, compared.reasons()
+    assert compared.complaints == []
+
+
+@pytest.mark.parametrize("read", [lambda z: z.sum(1), lambda z: (2 * z).sum(1) ** 2, lambda z: z.max(1)])
+def test_logits_of_one_row_that_are_read_too_are_no_gradient(read):
+    def program(p, x, y):
+        z = x[:, None] @ p[1]
+        return -jnp.take_along_axis(jax.nn.log_softmax(z), y[:, None, None], -1).mean(), read(z)
+
+    compared = compare(program, (ROW, array(8, F, seed=4), jnp.arange(8) * 5 % (4 * D)), gradients=False)
+    assert compared.counts("cross_entropy") == 0, compared.reasons()
+    assert compared.complaints == []

@@ -527,9 +527,10 @@ class Region:
             kept = tuple(dimension for d, dimension in enumerate(at.view) if d not in axes)
             if node.name == "reduce_sum" and reduced <= (free := rows - self.apart):
                 whole, dimensions, left = summed_further(self.graph, self.space, node, kept, free - reduced)
-                if left != free:
-                    batch = frozenset(left | (rows & self.apart))
-                    return Terminal(whole, whole.outputs[0], dimensions, "column_sum", at, batch)
+                batch = frozenset(left | (rows & self.apart))
+                summed = Terminal(whole, whole.outputs[0], dimensions, "column_sum", at, batch)
+                if left != free or self._level(summed) > 1:  # of one row there is nothing to sum
+                    return summed
             if reduced and reduced <= rows:
                 where = jaxprs.location(node.equation)
                 raise Mismatch(
@@ -582,7 +583,7 @@ class Region:
             return self._sum_of_products(node, at, side)
         if vocabulary <= reduced <= vocabulary | self.apart:  # over the heads of one product too, such as codebooks
             kind = "rows"
-        elif reduced <= rows - self.apart and (reduced or not rows - self.apart):  # of one row there is nothing to sum
+        elif reduced <= rows - self.apart:  # of one row there is nothing to sum
             kind = "columns"
         else:
             raise Mismatch(
