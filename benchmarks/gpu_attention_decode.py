@@ -25,7 +25,7 @@ from autopallas.sites.device import Device
 from autopallas.sites.elementwise import Index, Score, Side
 from benchmarks.gpu_benchmark import ORIGINAL, Check, Timed
 
-__all__ = ["Shape", "checks", "listed", "naive", "operands", "smoke", "spec_of", "stressed", "timed"]
+__all__ = ["Shape", "checks", "naive", "operands", "searched", "smoke", "spec_of", "stressed", "timed"]
 
 
 class Shape(NamedTuple):
@@ -111,9 +111,9 @@ def spec_of(shape: Shape) -> AttentionSpec:
     )
 
 
-def listed(shape: Shape) -> bool:
-    """Returns whether it is found before which blocks of keys a mask hides."""
-    return 4 * shape.b * shape.s * shape.k * shape.d >= gpu_few_queries._LISTED_FROM
+def searched(shape: Shape) -> bool:
+    """Returns whether it is found before which blocks of keys a mask shows."""
+    return 4 * shape.b * shape.s * shape.k * shape.d >= gpu_few_queries._SEARCHED_FROM
 
 
 def _kernel(shape: Shape, sizes: BlockSizes) -> Callable[..., Any]:

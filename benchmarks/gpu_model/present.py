@@ -126,8 +126,8 @@ def _decode(batch: int, keys: int, mask: str = "lengths") -> Row:
 
     def case(name: str, found: Compiled, copied: int) -> Case:
         (code,) = found.values()
-        # Two join the parts; six more find which blocks of keys are visited, where that is done.
-        kernels = 2 + 6 * (mask == "lengths" and gpu_attention_decode.listed(shape))
+        # Two join the parts; five more find which blocks of keys are visited, where that is done.
+        kernels = 2 + 5 * (mask == "lengths" and gpu_attention_decode.searched(shape))
         return cases.few_queries(
             name, code, (batch, keys, 32, 8, 128), blocks=blocks, keys=tiles.away, warpgroups=tiles.warpgroups,
             kernels=kernels,

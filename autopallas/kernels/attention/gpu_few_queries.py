@@ -3,9 +3,12 @@
 The query heads that share keys are rows of one tile, so that keys and values are read once.  Where these heads are
 fewer than processors, several blocks of threads divide the keys of each, as in Flash-Decoding (Dao et al. 2023,
 https://crfm.stanford.edu/2023/10/12/flashdecoding.html): each gives the maximum and the sum of exponentials of its
-keys, and their weighted sum of values, which plain JAX joins.  What is divided are the steps that are visited, so that
-an example with fewer keys is divided as evenly.  Two warpgroups that compute divide the steps of a block further, if
-one holds all rows: what one has to wait for, the other need not.
+keys, and their weighted sum of values, which plain JAX joins.  Two warpgroups that compute divide the steps of a block
+further, if one holds all rows: what one has to wait for, the other need not.
+
+What is divided are the steps that are visited, so that an example with fewer keys is divided as evenly.  Where side
+inputs hide keys, these are the blocks from the first that has any to the last: a cache has its keys in one piece, and
+XLA finds these two with less than it takes to list blocks.
 
 Keys and values are read as they lie if their number is a multiple of 8: TMA fills what is behind their end with zeros,
 and drops rows of a result that there are not.
@@ -26,6 +29,7 @@ from jax.experimental import pallas as pl
 
 from autopallas.kernels import gpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.dynamic_tiles import run_time_states
 from autopallas.kernels.attention.gpu_block_sizes import Tiles, divided
 from autopallas.kernels.attention.gpu_forward import fill, multiplied, parts, products, ring, share_registers, vectors
 from autopallas.kernels.attention.gpu_grid import (
@@ -41,6 +45,7 @@ from autopallas.kernels.attention.gpu_layout import Layout, Turned
 from autopallas.kernels.attention.gpu_softmax import Running, advanced
 from autopallas.kernels.attention.operands import Operands, Results
 from autopallas.kernels.attention.spec import AttentionSpec, Layouts, SideSpec
+from autopallas.kernels.attention.tiles import DEAD
 from autopallas.kernels.gpu import mosaic, rounded, store, tile
 from autopallas.kernels.refs import Number, Ref
 from autopallas.sites.interpret import interpretation
@@ -49,10 +54,10 @@ __all__ = ["forward"]
 
 Array: TypeAlias = jax.Array
 F32 = np.dtype(np.float32)
-_LISTED_FROM = 32 * 2**20
-"""Bytes of keys and values from which it is found before which blocks of them a mask hides.
+_SEARCHED_FROM = 48 * 2**20
+"""Bytes of keys and values from which it is found before which blocks of them a mask by side inputs shows.
 
-An H100 reads so much in 11 microseconds, which six small kernels of XLA's are supposed to take at least."""
+An H100 reads so many in about the time that five small kernels of XLA's are estimated to take that find it."""
 
 
 def forward(spec: AttentionSpec, blocks: BlockSizes, operands: Operands) -> Results:
@@ -71,6 +76,7 @@ class _Plan(NamedTuple):
       spec: the attention, of which the query heads of a group are rows one after the other, without the sink.
       length: queries of a head, if there are several heads in a tile, or one query.
       visits: the blocks of keys that are visited.
+      pieces: the first of them, and their number, of each example, if side inputs decide, [B|1, 2].
       tiles: their sizes.
       blocks: the number of blocks of threads that divide the keys of a head.
       head_size, value_head_size: those with which the kernel computes.
@@ -80,6 +86,7 @@ class _Plan(NamedTuple):
     spec: AttentionSpec
     length: int | None
     visits: Visits
+    pieces: Array | None
     tiles: Tiles
     blocks: int
     head_size: int
@@ -93,13 +100,17 @@ class _Plan(NamedTuple):
         assert found is not None
         tiles, count = found
         # Whether hidden tiles add nothing would be known only after all keys have been read.
-        listed = gpu.array_bytes(operands.key, operands.value) >= _LISTED_FROM
-        visits = Visits.of(spec, "row", spec.query_length, tiles.away, operands.sides, listed=listed)
+        visits = Visits.of(spec, "row", spec.query_length, tiles.away, operands.sides, listed=False)
+        pieces = None
+        if gpu.array_bytes(operands.key, operands.value) >= _SEARCHED_FROM and visits.away_blocks > 1:
+            pieces = _pieces(spec, tiles.away, operands.sides)
+        if pieces is not None:  # their blocks have nothing in common
+            visits = replace(visits, counts=None, ordered=True, table=None, has_full=False, has_partial=True)
         sizes = head_size_of(spec.head_size) or 0, head_size_of(spec.value_head_size) or 0
         tiles = replace(tiles, stages=min(tiles.stages, max(-(-visits.most // count), 1)))
         packed, given = _packed(spec, operands)
         length = spec.query_length if spec.groups > 1 or spec.query_length == 1 else None
-        return _Plan(packed, length, visits, tiles, count, *sizes, bool(interpretation())), given
+        return _Plan(packed, length, visits, pieces, tiles, count, *sizes, bool(interpretation())), given
 
     @property
     def heads(self) -> int:
@@ -131,7 +142,7 @@ class _Plan(NamedTuple):
             of_key.padded(key, keys, self.head_size),
             of_value.padded(value, keys, self.value_head_size),
         ]
-        found += self.visits.operands
+        found += self.visits.operands if self.pieces is None else (self.pieces,)
         return found + [side_operand(s, x, self.lines, columns, False) for s, x in zip(spec.sides, sides, strict=True)]
 
     @property
@@ -156,6 +167,19 @@ class _Plan(NamedTuple):
         staged = [tile((w, WARPGROUP_ROWS, away), dtype)] * self.through_memory
         rings = [*ring(stages, with_rows), *ring(stages, with_rows)]
         return [*found, *staged, mosaic().Barrier(num_barriers=with_rows), *rings]
+
+
+def _pieces(spec: AttentionSpec, away: int, sides: Sequence[Array]) -> Array | None:
+    """Returns the first block of keys that an example shows, and the number up to the last one, [B|1, 2]; None if side
+    inputs do not decide."""
+    states = run_time_states(spec, spec.query_length, away, sides)
+    if states is None:
+        return None
+    shown, count = states[:, 0] != DEAD, states.shape[2]
+    block = jnp.arange(count, dtype=jnp.int32)
+    first = jnp.min(jnp.where(shown, block, count), axis=1)
+    last = jnp.max(jnp.where(shown, block, -1), axis=1)
+    return jnp.stack([first, jnp.maximum(last - first + 1, 0)], axis=1)
 
 
 def _moved(length: int) -> int:
@@ -250,7 +274,7 @@ class _Memory(NamedTuple):
             query=query,
             key=key,
             value=value,
-            table=next(left) if plan.visits.operands else None,
+            table=next(left) if plan.visits.operands or plan.pieces is not None else None,
             sides=tuple(next(left) for _ in plan.spec.sides),
             sums=next(left),
             numbers=tuple(next(left) for _ in plan.results[1:]),
@@ -290,7 +314,13 @@ class _Block(NamedTuple):
     def of(plan: _Plan, memory: _Memory) -> _Block:
         place, number = gpu.unravelled(lax.axis_index("block"), plan.blocks)
         batch, head = gpu.unravelled(place, plan.spec.key_heads)
-        steps = _part(plan.visits.steps(memory.table, batch, 0), number, plan.blocks)
+        if plan.pieces is None:
+            steps = plan.visits.steps(memory.table, batch, 0)
+        else:
+            entry = batch if len(plan.pieces) > 1 else 0
+            first = memory.table[entry, 0]
+            steps = Steps(0, memory.table[entry, 1], lambda n: first + n)
+        steps = _part(steps, number, plan.blocks)
         return _Block(plan, memory, lax.axis_index("warpgroup"), number, batch, head, steps)
 
 

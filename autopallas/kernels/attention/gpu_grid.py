@@ -123,8 +123,8 @@ class Visits:
         proof: Proof | None = None,
         listed: bool = True,
     ) -> Visits:
-        """Returns what each home block visits; without a proof, hidden tiles too, and if none are ``listed`` at run
-        time, those that side inputs alone show to be dead."""
+        """Returns what each home block visits; without a proof, hidden tiles too, and if nothing is ``listed`` at run
+        time, tiles that side inputs show to be dead."""
         rows, columns = edges(spec.query_length, row_block), edges(spec.key_length, column_block)
         found = tile_states(spec, rows, columns, hides=proof is not None)
         general, full = tile_programs(spec, rows, columns, found.states)

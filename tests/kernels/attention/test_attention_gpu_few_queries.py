@@ -41,7 +41,7 @@ def processors(monkeypatch):
     blocks that a mask hides left out of arrays as small as these."""
     for module in (gpu, gpu_block_sizes):
         monkeypatch.setattr(module, "processors", lambda device: 3)
-    monkeypatch.setattr(gpu_few_queries, "_LISTED_FROM", 0)
+    monkeypatch.setattr(gpu_few_queries, "_SEARCHED_FROM", 0)
 
 
 QUICK_DIVIDED = {
@@ -178,9 +178,9 @@ def test_small_caches_are_read_whole(kind, processors, monkeypatch):
     *arrays, _ = case.operands(BF16)
     found = []
     for least in (0, 2**20):
-        monkeypatch.setattr(gpu_few_queries, "_LISTED_FROM", least)
+        monkeypatch.setattr(gpu_few_queries, "_SEARCHED_FROM", least)
         plan, _ = gpu_few_queries._Plan.of(case.spec(BF16), SIZES, Operands(*arrays))
-        assert bool(plan.visits.operands) == (least == 0)
+        assert (plan.pieces is not None) == (least == 0)
         with racing():
             found.append(pallas_gpu.forward(case.spec(BF16), SIZES, Operands(*arrays)))
     assert errors(*(np.asarray(x.out, np.float64) for x in found))[0] <= 1e-2
@@ -212,6 +212,21 @@ def decoding(batch: int, heads: int, groups: int, keys: int, size: int = 128) ->
     """The spec of a step of decoding under lengths."""
     case = replace(case_of("lengths", size, groups, 1), batch=batch, key_heads=heads, key_length=keys)
     return case.spec(BF16)
+
+
+def test_examples_visit_the_blocks_from_the_first_to_the_last_with_keys():
+    case = replace(case_of("lengths", 64, 1, 2), batch=5, key_length=333)
+    spec = case.spec(BF16)
+    lengths = jnp.asarray([1, 64, 65, 333, 0], I32).reshape(5, 1, 1, 1, 1)
+    found = gpu_few_queries._pieces(spec, 64, [lengths])
+    # Rows without any key see all of them: their weights are alike.
+    np.testing.assert_array_equal(found, [[0, 1], [0, 1], [0, 2], [0, 6], [0, 6]])
+    mask = jnp.zeros((5, 1, 1, 2, 333), bool).at[:, :, :, :, 200].set(True).at[0, 0, 0, 0, 70].set(True)
+    given = case_of("slopes and a mask", 64, 1, 2)
+    given = replace(given, batch=5, sides=(replace(given.sides[0], varies=(True, False, False, True, True)),),
+                    score=_masked(lambda m: m, side(0, BOOL))["score"], draw="m")  # fmt: skip
+    np.testing.assert_array_equal(gpu_few_queries._pieces(given.spec(BF16), 64, [mask]), [[1, 3]] + [[3, 1]] * 4)
+    assert gpu_few_queries._pieces(case_of("window", 64, 1, 2).spec(BF16), 64, []) is None
 
 
 def test_keys_are_divided_among_the_processors():
