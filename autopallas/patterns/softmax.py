@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -52,6 +53,8 @@ __all__ = ["Softmax"]
 
 _MOST_TERMS = 32
 """Most terms of one sum of logarithms; a longer sum is a term of its own."""
+_MOST_FACTORS = 16
+"""Most factors of probabilities, such as masks; a program that masks and divides again and again may have any number."""
 _DROWNS_IN = 1e10
 """Magnitude to which float64 adds the logarithm of a count with an error beyond any tolerance of float32. In a row of
 nothing but numbers of this size, ``exp(s - logsumexp(s))`` is 1 everywhere."""
@@ -92,6 +95,12 @@ class Softmax(KeyAxis):
         if depth > DEEPEST:
             raise Mismatch(f"the probabilities pass through more than {DEEPEST} operations", advice=BETWEEN_PRODUCTS)
         ref = self.space.canonical(ref)
+        found = self.remembered("exponential", ref, lambda: self._exponential(ref, depth))
+        if len(found.weights) > _MOST_FACTORS:
+            raise Mismatch(f"the probabilities have more than {_MOST_FACTORS} factors", advice=BETWEEN_PRODUCTS)
+        return replace(found, weights=[*found.weights], rows=[*found.rows])  # callers add to both
+
+    def _exponential(self, ref: Ref, depth: int) -> Exponential:
         name, operands = self.scope.name(ref), self.space.operands(ref)
         if operands is None:
             raise Mismatch(
@@ -210,7 +219,10 @@ class Softmax(KeyAxis):
         def operands(at: Ref) -> Sequence[Ref]:
             return self.space.operands(at) or [] if self.carries_scores(at) else []
 
-        return any(self.carries_scores(at) and self.scope.exponential(at) for at in self.behind(ref, operands))
+        def found() -> bool:
+            return any(self.carries_scores(at) and self.scope.exponential(at) for at in self.behind(ref, operands))
+
+        return self.remembered("has exponential", ref, found)
 
     # ------------------------------------------------------------------ the exponential's argument
 

@@ -243,6 +243,42 @@ def test_probabilities_that_are_normalised_again_and_again_are_found_with_few_te
     assert recognised(function, (mixtures.X,))[1]["attention"] == 1
 
 
+def test_sums_that_are_multiplied_by_themselves_again_and_again_are_not_written_as_products():
+    """The power of the sum is doubled by each step: 2**32 products would never end."""
+
+    def attend(x):
+        e = jnp.exp(x @ x.T)
+        total = jnp.sum(e, axis=-1, keepdims=True)
+        for _ in range(32):
+            total = total * total
+        return e / total @ x
+
+    _, found, misses = recognised(attend, (mixtures.X,))
+    assert not found["attention"]
+    assert any("power" in miss.reason for miss in misses)
+
+
+def test_probabilities_with_any_number_of_masks_are_left_alone_with_few_terms(monkeypatch):
+    """Masked probabilities that are divided by their sum have one more mask, and one more sum, each time."""
+    calls, key = 0, Softmax.term_key
+
+    def counted(self, term):
+        nonlocal calls
+        calls += 1
+        return key(self, term)
+
+    def attend(x, mask):
+        p = jax.nn.softmax(x @ x.T)
+        for _ in range(24):
+            p = p * mask
+            p = p / jnp.sum(p, axis=-1, keepdims=True)
+        return p @ x
+
+    monkeypatch.setattr(Softmax, "term_key", counted)
+    assert not recognised(attend, (mixtures.X, jnp.ones((12, 12))))[1]["attention"]
+    assert calls < 4_000, calls
+
+
 def test_each_function_of_the_pipeline_is_called_in_proportion_to_the_layers_of_a_train_step():
     """What is called for each pair of layers is seen long before it takes most of the time."""
     counts = {}

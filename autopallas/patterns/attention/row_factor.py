@@ -34,6 +34,8 @@ from autopallas.sites.index_notation import Operand, Positions
 __all__ = ["RowFactor", "row_factor"]
 
 _LONGEST = 200
+_GREATEST_POWER = 64
+"""Greatest power of a sum that is written as products: sums that are multiplied by themselves again and again have any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +113,10 @@ class _Reader:
         exponent = self._exponent(exponents, over_mask, shifts)
         result: Expression = Apply(lax.exp_p, {"accuracy": None}, (exponent,), self.wide)
         for factor, power in factors:
-            if power != int(power):
+            if not float(power).is_integer():
                 raise Mismatch("a factor of the row enters with a fractional power", advice=NORMALISE)
+            if abs(power) > _GREATEST_POWER:
+                raise Mismatch(f"a factor of the row enters with a power beyond {_GREATEST_POWER}", advice=NORMALISE)
             for _ in range(abs(int(power))):
                 divided = Apply(lax.div_p, {}, (result, factor), self.wide)
                 result = self._multiply(result, factor) if power > 0 else divided
