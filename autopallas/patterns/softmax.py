@@ -54,7 +54,7 @@ __all__ = ["Softmax"]
 _MOST_TERMS = 32
 """Most terms of one sum of logarithms; a longer sum is a term of its own."""
 _MOST_FACTORS = 16
-"""Most factors of probabilities, such as masks; a program that masks and divides again and again may have any number."""
+"""Most factors of probabilities, such as masks; a program that masks and divides again and again has any number."""
 _DROWNS_IN = 1e10
 """Magnitude to which float64 adds the logarithm of a count with an error beyond any tolerance of float32. In a row of
 nothing but numbers of this size, ``exp(s - logsumexp(s))`` is 1 everywhere."""

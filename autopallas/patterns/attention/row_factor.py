@@ -35,7 +35,7 @@ __all__ = ["RowFactor", "row_factor"]
 
 _LONGEST = 200
 _GREATEST_POWER = 64
-"""Greatest power of a sum that is written as products: sums that are multiplied by themselves again and again have any."""
+"""Greatest power of a sum that is written as products: one that is multiplied by itself again and again has any."""
 
 
 @dataclass(frozen=True, slots=True)
