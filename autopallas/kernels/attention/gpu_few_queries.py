@@ -320,18 +320,25 @@ class _Block(NamedTuple):
             entry = batch if len(plan.pieces) > 1 else 0
             first = memory.table[entry, 0]
             steps = Steps(0, memory.table[entry, 1], lambda n: first + n)
-        steps = _part(steps, number, plan.blocks)
+        steps = _part(steps, number, plan.blocks, plan.pieces is not None or plan.visits.ordered)
         return _Block(plan, memory, lax.axis_index("warpgroup"), number, batch, head, steps)
 
 
-def _part(steps: Steps, number: Array, parts: int) -> Steps:
-    """Returns the steps of one of several parts: each has as many of the full and of the partial ones."""
+def _part(steps: Steps, number: Array, parts: int, consecutive: bool = False) -> Steps:
+    """Returns the steps of one of several parts: each has as many of the full and of the partial ones.
+
+    Where blocks are ``consecutive``, the first one's number is computed before: ptxas of CUDA 13.0 ends with a
+    segmentation fault for some kernels that add it in each step.
+    """
     if parts == 1:
         return steps
 
     def count(of_all: Number) -> Array:
         return lax.div(of_all - number + (parts - 1), jnp.int32(parts))
 
+    if consecutive:
+        first = steps.block(number)
+        return Steps(count(steps.full), count(steps.total), lambda n: first + n * parts)
     return Steps(count(steps.full), count(steps.total), lambda n: steps.block(number + n * parts))
 
 
