@@ -279,6 +279,31 @@ def test_probabilities_with_any_number_of_masks_are_left_alone_with_few_terms(mo
     assert calls < 4_000, calls
 
 
+def test_softmaxes_of_softmaxes_take_looks_in_proportion_to_their_number(monkeypatch):
+    """Each product in a long chain would look for scores among all that is before it."""
+    looks, carries = 0, Softmax.carries_axis
+
+    def counted(self, ref):
+        nonlocal looks
+        looks += 1
+        return carries(self, ref)
+
+    def loss(x, count):
+        v = x @ x.T
+        for _ in range(count):
+            v = jax.nn.softmax(jax.nn.softmax(v, axis=-1), axis=0)
+        return jnp.sum(jnp.sin(v @ x))
+
+    monkeypatch.setattr(Softmax, "carries_axis", counted)
+    counts = []
+    for count in (20, 40, 60):
+        looks = 0
+        recognised(jax.grad(functools.partial(loss, count=count)), (mixtures.X,))
+        counts.append(looks)
+    few, some, many = counts
+    assert many - some < 1.3 * (some - few), counts
+
+
 def test_each_function_of_the_pipeline_is_called_in_proportion_to_the_layers_of_a_train_step():
     """What is called for each pair of layers is seen long before it takes most of the time."""
     counts = {}

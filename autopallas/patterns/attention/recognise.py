@@ -9,6 +9,7 @@ contraction, is pulled apart. :mod:`autopallas.patterns.softmax` proves the soft
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -53,6 +54,9 @@ from autopallas.patterns.softmax_terms import Exponential, LogSumExp, NoNormalis
 _RANDOM = frozenset({"random_bits", "threefry2x32", "random_unwrap", "rng_bit_generator", "rng_uniform"})
 _CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
+_MOST_BEHIND = 512
+"""Most uses behind probabilities among which the product of queries and keys is looked for, the nearest first: there are
+chains of any length of what is multiplied, whose links would each look at all before."""
 _LAYOUT = frozenset({"transpose", "reshape", "broadcast_in_dim", "squeeze", "copy", "name", "optimization_barrier"})
 
 
@@ -581,9 +585,9 @@ class _Attempt:
         obstacle: tuple[int, Mismatch] | None = None  # what hides the scores, if nothing is found
         first: dict[int, bool] = {}  # whether the queries are the first operand
         seen: set[Hashable] = set()
-        todo = [(weights, False)]
-        while todo:
-            ref, under = todo.pop(0)
+        todo = deque([(weights, False)])
+        while todo and len(seen) <= _MOST_BEHIND:
+            ref, under = todo.popleft()
             ref = space.canonical(ref)
             key = (ref.value, space.view(ref.view), under)
             if key in seen or not softmax.carries_axis(ref) or not self.reach[ref.value][0]:
