@@ -55,8 +55,10 @@ _RANDOM = frozenset({"random_bits", "threefry2x32", "random_unwrap", "rng_bit_ge
 _CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
 _MOST_BEHIND = 512
-"""Most uses behind probabilities among which the product of queries and keys is looked for, the nearest first: there are
-chains of any length of what is multiplied, whose links would each look at all before."""
+"""Most uses behind probabilities among which the product of queries and keys is looked for, the nearest first.
+
+There are chains of any length of what is multiplied, whose links would each look at all before; no score program is as
+long."""
 _LAYOUT = frozenset({"transpose", "reshape", "broadcast_in_dim", "squeeze", "copy", "name", "optimization_barrier"})
 
 
