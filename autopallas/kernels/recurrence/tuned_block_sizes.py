@@ -39,7 +39,8 @@ _STATES_ON_TPU = 8
 """States of the cases whose rows are TPUs'."""
 _SHARE_OF_MORE = 0.7
 """Share of such a row's gain that more states are taken to have: simulated on v5e with 16 and 32 states, delta rules
-had 0.76 and 0.77 of the gain with eight, and one decay for each head 0.91 and 0.92."""
+had 0.76 and 0.77 of the gain with eight, and one decay for each head 0.91 and 0.92.  Decays of rows, and v6e, were not
+simulated with more than eight."""
 
 
 def conditions(match: Workload) -> Conditions:
@@ -60,7 +61,7 @@ def share_of_gain(match: Workload, row: Row[object], device: Device) -> float:
     """Returns the least share of a row's gain that a site has with another number of states.
 
     On a GPU a loop's time hardly depends on that number, and the kernels' is at most proportional to it.  On a TPU both
-    are proportional to it from 16 states on; rows are of eight, with which the loop takes a little longer for each.
+    are about proportional to it from 16 states on; rows are of eight, with which the loop takes a little longer each.
     """
     spec = match.spec
     assert isinstance(spec, RecurrenceSpec)
