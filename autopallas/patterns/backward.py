@@ -70,12 +70,14 @@ class Backward:
       mapped: how many cotangents there are, along a leading axis of each cotangent; None for one without that axis.
       spread: per use that all examples of a ``vmap`` share, each with a cotangent of its own: the axis along which
         these lie.
+      lacking: the uses whose cotangent follows from the result's and is none of the program's.
     """
 
     cotangent: int
     levels: dict[int, list[Level]] = field(default_factory=dict)
     mapped: int | None = None
     spread: dict[int, int] = field(default_factory=dict)
+    lacking: frozenset[int] = frozenset()
 
 
 class Lookup:
@@ -173,7 +175,9 @@ class Lookup:
                 backward.levels[path.use] = [Level(forward.uses[path.use].number, numbers[path.result])]
                 if path.of_site:
                     tied.add(candidate)
+        flowing = {path.use for path in derivative.paths if path.flows}
         for backward in found.values():
+            backward.lacking = frozenset(flowing - backward.levels.keys())
             backward.spread = {i: axis for i, axis in derivative.spread.items() if i in backward.levels}
             for i, levels in backward.levels.items():
                 if i not in backward.spread:
@@ -631,6 +635,8 @@ class _Path(NamedTuple):
     equations: Sequence[JaxprEqn]
     of_site: bool
     """Whether a value of the site is read on the way.  One that only adds cotangents up identifies no site."""
+    flows: bool
+    """Whether the cotangent follows from the result's, and is not zero whatever that is."""
 
 
 class _Derivative:
@@ -642,15 +648,17 @@ class _Derivative:
     def __init__(self, body: Body, wanted: Sequence[int], shared: Sequence[int] = ()):
         self.body = body
         self.spread: dict[int, int] = {}
-        given = set(body.invars[1:])
+        cotangent, *others = body.invars
+        given = set(others)
         paths = []
         for i, result in zip(wanted, body.outvars, strict=True):
             if i in shared:
                 result, self.spread[i] = _before_moved(body, result)
             if isinstance(result, Var):
                 path = _leading_to(body.equations, result)
-                of_site = any(isinstance(atom, Var) and atom in given for e in path for atom in e.invars)
-                paths.append(_Path(i, result, path, of_site))
+                read = {atom for e in path for atom in e.invars if isinstance(atom, Var)}
+                flows = result is cotangent or cotangent in read
+                paths.append(_Path(i, result, path, not read.isdisjoint(given), flows))
         self.paths = sorted(paths, key=lambda path: not path.of_site)
 
 

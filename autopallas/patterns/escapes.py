@@ -202,11 +202,14 @@ def _gradients(backward: Backward, numbers: Sequence[int], beside: _Beside) -> l
     """Returns pairs (use, number of its cotangent), each number once; an empty list where that cannot be.
 
     Among the uses of one value, the first pair has the use that is to receive the cotangent of them all. The cotangents
-    of these uses must do nothing but add up: then only their sum counts, wherever else it goes.
+    of these uses must do nothing but add up: then only their sum counts, wherever else it goes. So all of them have to
+    be the program's: a derivative that somebody wrote may have one of them, and something else for the others.
     """
     of_value: dict[int, list[tuple[int, int]]] = {}
     for use, levels in backward.levels.items():
         of_value.setdefault(numbers[use], []).append((use, levels[0].cotangent))
+    if any(numbers[use] in of_value for use in backward.lacking):
+        return []
     gradients: list[tuple[int, int]] = []
     for uses in of_value.values():
         found = [cotangent for _, cotangent in uses]

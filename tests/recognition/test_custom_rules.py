@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.nn import softmax
-from support.catalogue import ODD, bhtd
+from support.catalogue import ODD, array, bhtd
 from support.compare import compare, compiled, optimized_like_a_user, with_gradients
 
 from autopallas import jaxprs
@@ -136,3 +136,33 @@ def test_a_rule_that_vmap_maps_over_another_axis_is_elementwise_unless_it_mixes_
     assert found["behind"] is not None
     assert found["behind"].value == found["plain"].value
     assert found["turned"] is None
+
+
+@pytest.mark.parametrize("approximate", [True, False])
+def test_a_derivative_that_has_some_of_the_cotangents_of_a_norms_rows_is_left_alone(approximate):
+    """The rows are read twice, to be scaled and to be squared: the derivative has the cotangent of the first use, and
+    something else for that of the second."""
+
+    @jax.custom_vjp
+    def norm(x, scale):
+        return forward(x, scale)[0]
+
+    def forward(x, scale):
+        moment = jnp.sum(x * x, -1, keepdims=True) / x.shape[-1] + 1e-6
+        root = jax.lax.rsqrt(moment)
+        return x * root * scale, (x, scale, root, moment)
+
+    def backward(kept, cotangent):
+        x, scale, root, moment = kept
+        rows = cotangent * scale
+        of_root = jnp.sum(x * rows, -1, keepdims=True)
+        of_moment = 0.1 * of_root if approximate else -0.5 * of_root * root / moment
+        return rows * root + 2 * x * of_moment / x.shape[-1], jnp.sum(cotangent * x * root, 0)
+
+    norm.defvjp(forward, backward)
+    rows, scale = array(6, 8, seed=1), array(8, seed=2)
+
+    def gradients(x, scale):
+        return jax.grad(lambda x, scale: jnp.sum(jnp.sin(norm(x, scale))), (0, 1))(x, scale)
+
+    assert compare(gradients, (rows, scale), gradients=False).complaints == []
