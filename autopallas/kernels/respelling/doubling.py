@@ -12,6 +12,8 @@ result.  So is one that the first slice of every second step reads, if none has 
 that are shifted by one before they are scanned: whatever computes them, the tree begins there.  Doubling by hand shifts
 all steps by 1, 2, 4, ... and fills with ones and zeros, which are no inputs.
 
+Autodiff adds up what comes to a value from all that reads it.  So a gradient may begin with what came from elsewhere.
+
 A scan of a and b gives the products of a too.  Where the program reads both results, these are two scans, whose
 gradient of a is one sum.  The derivative of ``cumprod`` is that of such products.
 """
@@ -19,7 +21,7 @@ gradient of a is one sum.  The derivative of ``cumprod`` is that of such product
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -29,12 +31,13 @@ import numpy as np
 from autopallas.graph import Graph, Node
 from autopallas.graph.edit import surviving
 from autopallas.graph.loop_slices import is_zero, uniform
+from autopallas.kernels.respelling.lanes import LAYOUTS, STEPS, Lanes, Layout, axes_moved, laid_alike, lanes_of
+from autopallas.kernels.respelling.prime_field import PRIME, computed, gradient, scanned, whole
 
 __all__ = ["Backward", "Forward", "scans_of"]
 
 Array = np.ndarray
 
-_PRIME = 2**31 - 1
 _POINTS = 2
 """How many points of the field are tried."""
 _LONGEST = 2**16
@@ -46,6 +49,8 @@ _MOST_INPUTS = 6
 _SUMS = frozenset({"add", "add_any"})
 _ELEMENTWISE = _SUMS | {"mul", "sub", "neg", "copy", "copy_p"}
 _MOVES = frozenset({"slice", "pad", "split"})
+_ONE_STEP = -1
+"""In place of an axis, of values that have one step, and perhaps no axis of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,7 @@ class Forward:
       decay, given, result: the numbers of a, b and h; of products no b.
       axis: the axis of time.
       shifted: whether it is written with shifts of all steps, and not as ``lax.associative_scan`` has it.
+      layouts: of each input, which of the result's axes it has.
     """
 
     decay: int
@@ -63,6 +69,7 @@ class Forward:
     result: int
     axis: int
     shifted: bool
+    layouts: tuple[Layout, ...]
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -83,6 +90,9 @@ class Backward:
       of_decay: the number of a's gradient; None if the program does not compute it.
       products: the products of a, and their cotangent, of whose gradient a's is the sum with the scan's; None where a
         has the scan's alone.
+      layouts: of the cotangents, which of the axes of h they have; and of each of the results, which is a sum over the
+        axes that it lacks.
+      added: what is added to each of the results, None where nothing is, and which of the axes of h that has.
     """
 
     scan: Forward
@@ -91,6 +101,8 @@ class Backward:
     of_given: int | None
     of_decay: int | None
     products: tuple[Forward, int] | None = None
+    layouts: tuple[tuple[Layout, ...], tuple[Layout, ...]] = ((), ())
+    added: tuple[tuple[int | None, Layout], ...] = ()
 
     @property
     def results(self) -> tuple[int, ...]:
@@ -182,6 +194,8 @@ def _shifts(graph: Graph, node: Node) -> tuple[int, ...]:
 
 # ---------------------------------------------------------------------- regions and their values
 
+_Leaf = tuple[int, int]
+"""A value, and the axis of its steps."""
 _Pulled = tuple[tuple[Forward, int], ...]
 """One scan or two, each with the cotangent of its result."""
 
@@ -190,10 +204,10 @@ class _Regions:
     """Follows values along the axis on which slices and pads move them, and proves what sums of pads are.
 
     Attributes:
-      moved: by number, the axis, for values that a slice or a pad stands above; what is proved counts as an input of
-        what follows.
+      moved: by number, the axis, for values that a slice or a pad stands above, or ``_ONE_STEP``; what is proved counts
+        as an input of what follows.
       same: by number, the value that a pad of nothing gives back.
-      inputs: by number, the inputs of a moved value; None where these are many.
+      inputs: by number, the inputs of a moved value, and the axis of each; None where these are many.
       scans: by the result.
       of_given, of_decay: the gradients, by the scan's result and cotangent, and those of the products where a's
         gradient is the sum of both.
@@ -201,16 +215,23 @@ class _Regions:
 
     def __init__(self, graph: Graph, shifted: bool):
         self.graph = graph
+        self._shifted = shifted
         self.moved: dict[int, int] = {}
         self.same: dict[int, int] = {}
-        self.inputs: dict[int, frozenset[int] | None] = {}
+        self.inputs: dict[int, frozenset[_Leaf] | None] = {}
         self.scans: dict[int, Forward] = {}
         self._of_decays: dict[int, list[Forward]] = {}
         self.of_given: dict[_Pulled, int] = {}
         self.of_decay: dict[_Pulled, int] = {}
-        self.values: list[dict[int, Array | None]] = [{} for _ in range(_POINTS)]
+        self.values: list[dict[_Leaf, Array | None]] = [{} for _ in range(_POINTS)]
+        self._of_results: dict[int, tuple[Layout, int | None, Layout]] = {}
+        """By the results that are gradients, which of their scan's axes they have, what is added, and its axes."""
+        self._of_cotangents: dict[tuple[Forward, int], Layout] = {}
+        self._reading: dict[int, tuple[int, ...]] = {}
+        """By the first result of one of ``LAYOUTS``, the axes along which it reads."""
+        self._shifts_of: dict[int, int | None] = {}
         self._regions: dict[int, list[Node] | None] = {}
-        self._functions: dict[tuple[str, int, tuple[int, ...]], Array] = {}
+        self._functions: dict[tuple[str, int, tuple[_Leaf, ...]], Array] = {}
         self._alive = surviving(graph)
         self._halved: set[int] = set()
         """The values above which every second step was taken."""
@@ -223,13 +244,19 @@ class _Regions:
             self.moved.update(dict.fromkeys(node.outputs, axis))
             if _halves(node) or not self._halved.isdisjoint(node.inputs):
                 self._halved.update(node.outputs)
-            self.inputs.update(dict.fromkeys(node.outputs, self._inputs(node, axis)))
-            sums = node.name in _SUMS and (shifted or any(graph.name(n) == "pad" for n in node.inputs))
+            self.inputs.update(dict.fromkeys(node.outputs, self._inputs(node)))
+            sums = node.name in _SUMS and (shifted or any(self._is_padded(n) for n in node.inputs))
             if sums or shifted and node.name == "mul":
                 (number,) = node.outputs
                 leaves = self._leaves(number, axis)
                 if leaves is not None and (self._is_scan(number, leaves, axis) or self._is_gradient(number, leaves)):
                     self._make_input(number)
+
+    def _is_padded(self, number: int) -> bool:
+        """Returns whether a value is a pad, perhaps with its axes in another order."""
+        if self.graph.name(number) in LAYOUTS:
+            number = self.graph.definitions[number].inputs[0]
+        return self.graph.name(number) == "pad"
 
     def _make_input(self, number: int) -> None:
         del self.moved[number]
@@ -248,11 +275,10 @@ class _Regions:
             number = above.inputs[0]
         if number not in self.moved:
             return
-        axis = self.moved[number]
         self._make_input(number)
         for user in self.graph.users[number]:
             if _takes_off(user) and user.outputs[0] in self.inputs:
-                self.inputs[user.outputs[0]] = self._inputs(user, axis)
+                self.inputs[user.outputs[0]] = self._inputs(user)
 
     def _note_identity(self, node: Node) -> None:
         """Notes a pad that adds nothing, as gradients of slices have it."""
@@ -261,151 +287,312 @@ class _Regions:
 
     def _axis(self, node: Node) -> int | None:
         """Returns the axis along which a node's results are moved, or None for a node of another kind."""
-        graph, name = self.graph, node.name
+        name = node.name
         if name in _ELEMENTWISE:
-            axes = {self.moved[n] for n in node.inputs if n in self.moved}
-            if len(axes) != 1 or any(
-                n not in graph.literals and graph.shape(n) != graph.shape(node.outputs[0]) for n in node.inputs
-            ):
-                return None
-            return axes.pop()
+            return self._elementwise_axis(node)
+        if name in LAYOUTS:
+            return self._axis_of_layout(node)
         if name == "concatenate":
             axis = int(node.params["dimension"])
-            return axis if {self.moved[n] for n in node.inputs if n in self.moved} == {axis} else None
+            moved = {self._at(n, axis) for n in node.inputs if n in self.moved}
+            return axis if moved == {axis} else None
+        axes = self._own_axes(node)
+        return self.moved.get(node.inputs[0]) if axes == set() else _one(axes)
+
+    def _own_axes(self, node: Node) -> set[int] | None:
+        """Returns the axes along which a slice or a pad moves what it is given; None for another node."""
+        graph, name = self.graph, node.name
         if name not in _MOVES:
             return None
-        (first, *_), shape = node.inputs, graph.shape(node.inputs[0])
+        shape = graph.shape(node.inputs[0])
         if name == "pad":
-            if _whole(graph, node.inputs[1]) is None:
+            if whole(graph, node.inputs[1]) is None:
                 return None
-            axes = {d for d, three in enumerate(node.params["padding_config"]) if any(int(x) for x in three)}
-        elif name == "split":
-            axes = {int(node.params["axis"])}
-        else:
-            strides = node.params["strides"] or (1,) * len(shape)
-            limits = zip(node.params["start_indices"], node.params["limit_indices"], strides, shape, strict=True)
-            axes = {d for d, (start, stop, by, size) in enumerate(limits) if (start, stop, by) != (0, size, 1)}
-        axes |= {self.moved[first]} if first in self.moved else set()
-        return axes.pop() if len(axes) == 1 else None
+            return {d for d, three in enumerate(node.params["padding_config"]) if any(int(x) for x in three)}
+        if name == "split":
+            return {int(node.params["axis"])}
+        strides = node.params["strides"] or (1,) * len(shape)
+        limits = zip(node.params["start_indices"], node.params["limit_indices"], strides, shape, strict=True)
+        return {d for d, (start, stop, by, size) in enumerate(limits) if (start, stop, by) != (0, size, 1)}
 
-    def _read(self, node: Node) -> Iterator[int]:
-        """Yields what a node reads, apart from literals and what a pad or a concatenation fills with."""
-        graph, fills = self.graph, node.name in ("concatenate", "pad")
-        for number in node.inputs:
-            if not fills or _whole(graph, number) is None:
-                number = self.same.get(number, number)
-                if number not in graph.literals:
-                    yield number
+    def _at(self, number: int, axis: int) -> int:
+        """Returns the axis of a moved value's steps, which is any of size 1 where it has one step."""
+        own, shape = self.moved[number], self.graph.shape(number)
+        return axis if own == _ONE_STEP and 0 <= axis < len(shape) and shape[axis] == 1 else own
 
-    def _is_inside(self, number: int, axis: int) -> bool:
+    def _elementwise_axis(self, node: Node) -> int | None:
+        """Returns the axis of sums and products, whose other axes may have size 1 in some operands."""
+        graph = self.graph
+        shape = graph.shape(node.outputs[0])
+        arrays = [n for n in node.inputs if n not in graph.literals]
+        axes = {self.moved[n] for n in arrays if n in self.moved}
+        if not axes or any(len(graph.shape(n)) != len(shape) for n in arrays):
+            return None
+        known = axes - {_ONE_STEP}
+        if not known:
+            return _ONE_STEP if all(n in self.moved for n in arrays) else None
+        axis = min(known)
+        alike = all(graph.shape(n)[axis] == shape[axis] for n in arrays)
+        return axis if len(known) == 1 and alike else None
+
+    def _axis_of_layout(self, node: Node) -> int | None:
+        """Returns the axis of what moves, adds or sums other axes."""
+        moved = {n: self.moved[n] for n in node.inputs if n in self.moved}
+        if self._shifted and not moved and len(node.inputs) == 1:
+            axis = self._shifted_along(node.inputs[0])
+            moved = {} if axis is None else dict.fromkeys(node.inputs, axis)
+        if not moved or any(n in self.graph.literals for n in node.inputs):
+            return None
+        (number, axis), *_ = moved.items()
+        if axis == _ONE_STEP or self.graph.shape(number)[axis] == 1:
+            if any(n not in moved or moved[n] >= 0 and self.graph.shape(n)[moved[n]] != 1 for n in node.inputs):
+                return None
+            self._reading[node.outputs[0]] = tuple(moved[n] for n in node.inputs)
+            return _ONE_STEP
+        found = axes_moved(self.graph, node, moved)
+        if found is None or any(found[1][i] != moved.get(n, found[1][i]) for i, n in enumerate(node.inputs)):
+            return None
+        self._reading[node.outputs[0]] = found[1]
+        return found[0]
+
+    def _shifted_along(self, number: int) -> int | None:
+        """Returns the axis along which some nodes shift an input, which others repeat as it is."""
+        if number not in self._shifts_of:
+            axes = {_one(self._own_axes(user)) for user in self.graph.users[number]} - {None}
+            self._shifts_of[number] = axes.pop() if len(axes) == 1 else None
+        return self._shifts_of[number]
+
+    def _read(self, node: Node) -> list[_Leaf | None]:
+        """Returns what a node reads, each with the axis of its steps; None for literals, zeros, and what a pad or a
+        concatenation fills with."""
+        graph, fills = self.graph, {"concatenate": node.inputs, "pad": node.inputs[1:]}.get(node.name, ())
+        axis = self.moved[node.outputs[0]]
+        axes = self._reading.get(node.outputs[0], (axis,) * len(node.inputs))
+        found: list[_Leaf | None] = []
+        for number, at in zip(node.inputs, axes, strict=True):
+            own = self.same.get(number, number)
+            if number in fills and whole(graph, number) is not None or own in graph.literals:
+                found.append(None)
+            elif own in self.moved and self._at(own, at) == at:
+                found.append((own, self.moved[own]))
+            else:
+                found.append(None if is_zero(graph, own) else (own, at))
+        return found
+
+    def _is_inside(self, leaf: _Leaf) -> bool:
         """Returns whether a value is moved along an axis, and no input."""
-        return self.moved.get(number) == axis and number in self.graph.definitions
+        return self.moved.get(leaf[0]) == leaf[1] and leaf[0] in self.graph.definitions
 
-    def _inputs(self, node: Node, axis: int) -> frozenset[int] | None:
+    def _inputs(self, node: Node) -> frozenset[_Leaf] | None:
         """Returns the inputs of a node's results; None where they are many."""
-        found: set[int] = set()
-        for number in self._read(node):
-            if not self._is_inside(number, axis):
-                found |= set() if is_zero(self.graph, number) else {number}
+        found: set[_Leaf] = set()
+        for leaf in filter(None, self._read(node)):
+            if not self._is_inside(leaf):
+                found.add(leaf)
                 continue
-            own = self.inputs[number]
+            own = self.inputs[leaf[0]]
             if own is None:
                 return None
             found |= own
         return frozenset(found) if len(found) <= _MOST_INPUTS else None
 
-    def region(self, number: int, axis: int) -> list[Node] | None:
+    def region(self, number: int) -> list[Node] | None:
         """Returns the nodes that compute a sum of pads, in order; None if there are too many."""
         if number not in self._regions:
-            self._regions[number] = self._walked(number, axis)
+            self._regions[number] = self._walked(number)
         return self._regions[number]
 
-    def _walked(self, number: int, axis: int) -> list[Node] | None:
+    def _walked(self, number: int) -> list[Node] | None:
         nodes: dict[int, Node] = {}
-        todo, seen = [number], set[int]()
+        todo, seen = [(number, self.moved[number])], set[_Leaf]()
         while todo:
-            n = todo.pop()
-            if n in seen or not self._is_inside(n, axis):
+            leaf = todo.pop()
+            if leaf in seen or not self._is_inside(leaf):
                 continue
-            seen.add(n)
-            node = self.graph.definitions[n]
+            seen.add(leaf)
+            node = self.graph.definitions[leaf[0]]
             nodes[min(node.outputs)] = node
             if len(nodes) > _MOST_NODES:
                 return None
-            todo += self._read(node)
+            todo += filter(None, self._read(node))
         self.graph.steps.spend(len(nodes))
         return [node for _, node in sorted(nodes.items())]
 
-    def _leaves(self, number: int, axis: int) -> tuple[int, ...] | None:
-        """Returns the inputs of a sum of floats, if they all have its shape and dtype."""
+    def _leaves(self, number: int, axis: int) -> tuple[_Leaf, ...] | None:
+        """Returns the inputs of a sum of floats, if they all have its steps and dtype."""
         graph = self.graph
-        if not jnp.issubdtype(graph.dtype(number), jnp.inexact):  # integers wrap
+        if axis == _ONE_STEP or not jnp.issubdtype(graph.dtype(number), jnp.inexact):  # integers wrap
             return None
-        if not _SHORTEST <= graph.shape(number)[axis] <= _LONGEST:
+        steps = graph.shape(number)[axis]
+        if not _SHORTEST <= steps <= _LONGEST:
             return None
         found = self.inputs[number]
-        if not found:
+        if not found or len({n for n, _ in found}) < len(found):
             return None
-        alike = (graph.shape(n) == graph.shape(number) and graph.dtype(n) == graph.dtype(number) for n in found)
+        alike = (at >= 0 and graph.shape(n)[at] == steps and graph.dtype(n) == graph.dtype(number) for n, at in found)
         return tuple(sorted(found)) if all(alike) else None
 
-    def _is_scan(self, number: int, leaves: tuple[int, ...], axis: int) -> bool:
+    def _is_scan(self, number: int, leaves: tuple[_Leaf, ...], axis: int) -> bool:
         for decay, *given in itertools.permutations(leaves) if len(leaves) < 3 else ():
 
-            def states(point: int, inputs: Sequence[int] = (decay, *given)) -> Array:
+            def states(point: int, inputs: Sequence[_Leaf] = (decay, *given)) -> Array:
                 return self.function("scan", point, *inputs)
 
             if self._agrees(number, axis, states):
-                scan = Forward(decay, given[0] if given else None, number, axis, self._is_shifted(number, axis))
+                layouts = self._laid(number, axis, [n for n, _ in (decay, *given)])
+                if layouts is None:
+                    return False
+                numbers = decay[0], given[0][0] if given else None
+                scan = Forward(*numbers, number, axis, self._is_shifted(number), layouts)
                 self.scans[number] = scan
-                self._of_decays.setdefault(decay, []).append(scan)
+                self._of_decays.setdefault(decay[0], []).append(scan)
                 return True
         return False
 
-    def _is_shifted(self, number: int, axis: int) -> bool:
+    def _lanes(self, number: int, axis: int, added: int | None = None) -> Lanes | None:
+        nodes = self.region(number)
+        return None if nodes is None else lanes_of(self.graph, number, axis, nodes, self._read, added)
+
+    def _laid(self, number: int, axis: int, inputs: Sequence[int]) -> tuple[Layout, ...] | None:
+        """Returns which axes of a result each of its inputs has; None where that is not known."""
+        lanes, shape = self._lanes(number, axis), self.graph.shape(number)
+        if lanes is None or lanes.summed:
+            return None
+        axes = {lanes.same((number, d)): d for d, size in enumerate(shape) if size != 1}
+        layouts = [_layout(self.graph, lanes, n, axes, shape) for n in inputs]
+        found = tuple(own for own in layouts if own is not None)
+        covered = set(axes.values()) <= {d for own in found for d in own}
+        return found if covered and len(found) == len(layouts) else None
+
+    def _is_shifted(self, number: int) -> bool:
         """Returns whether nothing on the way to a result takes every second step, as a tree does."""
-        found = self.region(number, axis)
+        found = self.region(number)
         assert found is not None
         pads = any(_interior(node) for node in found if node.name == "pad")
         strided = (node.params["strides"] for node in found if node.name == "slice")
         return not pads and all(by is None or set(map(int, by)) == {1} for by in strided)
 
-    def _is_gradient(self, number: int, leaves: tuple[int, ...]) -> bool:
-        """Returns whether a sum is a gradient of one of the scans so far, or of one and of the products."""
-        scans = sorted({scan for n in leaves for scan in self._of_decays.get(n, ())}, key=lambda scan: scan.result)
+    def _is_gradient(self, number: int, leaves: tuple[_Leaf, ...]) -> bool:
+        """Returns whether a sum is a gradient of one of the scans so far, or of one and of the products, perhaps with
+        one more value: what JAX's autodiff had added up before, of a value that is read elsewhere too."""
+        scans = sorted({scan for n, _ in leaves for scan in self._of_decays.get(n, ())}, key=lambda scan: scan.result)
         products = {scan.decay: scan for scan in scans if scan.given is None}
         pairs = [(scan, products[scan.decay]) for scan in scans if scan.given is not None and scan.decay in products]
+        axes = dict(leaves)
         for pulled in itertools.chain.from_iterable(self._pulled(leaves, *own) for own in [*zip(scans), *pairs]):
             scan, cotangent = pulled[0]
 
             def of_given(point: int, scan: Forward = scan, d: int = cotangent) -> Array:
-                return self.function("gradient", point, scan.decay, d)
+                return self.function("gradient", point, self._decay(scan), (d, axes[d]))
 
             def of_decay(point: int, pulled: _Pulled = pulled) -> Array:
-                return np.asarray(sum(self._of_decay(point, *own) for own in pulled) % _PRIME)
+                terms = [self._of_decay(point, own, (d, axes[d])) for own, d in pulled]
+                return np.asarray(sum(terms) % PRIME)
 
-            if len(pulled) == 1 and scan.given is not None and self._agrees(number, scan.axis, of_given):
-                self.of_given[pulled] = number
-                return True
-            if self._agrees(number, scan.axis, of_decay):
-                self.of_decay[pulled] = number
-                return True
+            both = ((of_given, self.of_given), (of_decay, self.of_decay))
+            for expected, gradients in both if len(pulled) == 1 and scan.given is not None else both[1:]:
+                found = self._added(number, leaves, expected)
+                if found is not None:
+                    return self._note_gradient(number, axes, pulled, gradients, *found)
         return False
 
-    def _pulled(self, leaves: tuple[int, ...], *scans: Forward) -> Iterator[_Pulled]:
+    def _added(
+        self, number: int, leaves: tuple[_Leaf, ...], expected: Callable[[int], Array]
+    ) -> tuple[int | None] | None:
+        """Returns what is added to an expected value, or None in a tuple where that is all; None for another value."""
+        axis = self.moved[number]
+        value = self.value(number, axis, 0)
+        if value is None:
+            return None
+        rest = (value - expected(0)) % PRIME
+        if not rest.any():
+            return (None,) if self._agrees(number, axis, expected) else None
+        for leaf in leaves:
+
+            def both(point: int, leaf: _Leaf = leaf) -> Array:
+                added = self.values[point][leaf]
+                assert added is not None
+                return np.asarray((expected(point) + added) % PRIME)
+
+            own = self.values[0][leaf]
+            if own is not None and np.array_equal(own, rest):
+                return (leaf[0],) if self._agrees(number, axis, both) else None
+        return None
+
+    def _note_gradient(
+        self,
+        number: int,
+        leaves: Collection[int],
+        pulled: _Pulled,
+        gradients: dict[_Pulled, int],
+        added: int | None,
+    ) -> bool:
+        """Notes a gradient, and returns whether its axes are those of the scan, or sums over them."""
+        graph, (scan, cotangent) = self.graph, pulled[0]
+        shape = graph.shape(scan.result)
+        known = dict(zip(scan.inputs, scan.layouts, strict=True)) | {scan.result: tuple(range(len(shape)))}
+        lanes = self._lanes(number, self.moved[number], None if added in (*known, cotangent) else added)
+        if lanes is None:
+            return False
+        known |= {d: self._of_cotangents[own, d] for own, d in pulled if (own, d) in self._of_cotangents}
+        axes = {lanes.same(STEPS): scan.axis}
+        for n, layout in ((n, layout) for n, layout in known.items() if n in leaves):
+            for d, own in enumerate(layout):
+                if graph.shape(n)[d] != 1 and axes.setdefault(lanes.same((n, d)), own) != own:
+                    return False
+        unknown = [lanes.same((cotangent, d)) for d, size in enumerate(graph.shape(cotangent)) if size != 1]
+        left = [d for d, size in enumerate(shape) if size != 1 and d not in axes.values()]
+        axes |= dict(zip([own for own in unknown if own not in axes], left, strict=False))
+        values = (*(d for _, d in pulled), number, *(() if added is None else (added,)))
+        layouts = [_layout(graph, lanes, n, axes, shape) for n in values]
+        cotangents, result = [own for own in layouts[: len(pulled)] if own is not None], layouts[len(pulled)]
+        if result is None or any(own is None for own in layouts):
+            return False
+        beside = () if added is None else layouts[-1] or ()
+        if added is not None and set(beside) - {-1} != set(result) - {-1}:
+            return False
+        missing = {d for d, size in enumerate(shape) if size != 1} - set(result)
+        if missing != {axes.get(own) for own in lanes.summed}:
+            return False
+        if len(pulled) > 1 and not all(self._is_laid_alike(own, cotangents, result) for own, _ in pulled):
+            return False
+        self._of_cotangents.update(zip(pulled, cotangents, strict=True))
+        self._of_results[number] = result, added, beside
+        gradients[pulled] = number
+        return True
+
+    def _is_laid_alike(self, scan: Forward, cotangents: Sequence[Layout], result: Layout) -> bool:
+        """Returns whether a scan, cotangents and a result have the same axes."""
+        shape = self.graph.shape(scan.result)
+        inputs = zip(scan.inputs, scan.layouts, strict=True)
+        return all(laid_alike(self.graph.shape(n), own, shape) for n, own in inputs) and all(
+            len(own) == len(shape) and laid_alike(shape, own, shape) for own in (*cotangents, result)
+        )
+
+    def _decay(self, scan: Forward) -> _Leaf:
+        return scan.decay, self._axis_of(scan, 0)
+
+    def _axis_of(self, scan: Forward, place: int) -> int:
+        """Returns the axis of the steps in one of a scan's inputs."""
+        return scan.layouts[place].index(scan.axis)
+
+    def _pulled(self, leaves: tuple[_Leaf, ...], *scans: Forward) -> Iterator[_Pulled]:
         """Yields scans with what may be their cotangents, of the inputs of a sum."""
         known = {n for scan in scans for n in (*scan.inputs, scan.result)}
-        rest = [n for n in leaves if n not in known]
-        if 0 < len(rest) <= len(scans):
+        rest = [n for n, _ in leaves if n not in known] or [n for n, _ in leaves]
+        if len(scans) == 1 and len(rest) <= _MOST_INPUTS:
+            yield from (tuple(zip(scans, (d,), strict=True)) for d in rest)
+        elif len(rest) <= len(scans):
             given = itertools.permutations(rest) if len(rest) == len(scans) else [rest * len(scans)]
             for cotangents in given:
                 yield tuple(zip(scans, cotangents, strict=True))
 
-    def _of_decay(self, point: int, scan: Forward, cotangent: int) -> Array:
+    def _of_decay(self, point: int, scan: Forward, cotangent: _Leaf) -> Array:
         """Returns the decay's gradient at a point of the field, as a scan's cotangent gives it."""
-        states = self.function("scan", point, *scan.inputs)
+        inputs = [(n, self._axis_of(scan, place)) for place, n in enumerate(scan.inputs)]
+        states = self.function("scan", point, *inputs)
         before = np.append(1 if scan.given is None else 0, states[:-1])
-        found: Array = self.function("gradient", point, scan.decay, cotangent) * before % _PRIME
+        found: Array = self.function("gradient", point, inputs[0], cotangent) * before % PRIME
         return found
 
     def _agrees(self, number: int, axis: int, expected: Callable[[int], Array]) -> bool:
@@ -414,7 +601,7 @@ class _Regions:
             found = self.value(number, axis, point)
             if found is None or not np.array_equal(found, expected(point)):
                 return False
-        return self.region(number, axis) is not None
+        return self.region(number) is not None
 
     def backwards(self, scan: Forward) -> list[Backward]:
         """Returns the gradients of a scan, one pair for each cotangent."""
@@ -427,6 +614,9 @@ class _Regions:
             own = summed.get(pulled[0], pulled) if pulled not in self.of_decay else pulled
             products = own[1] if len(own) > 1 else None
             one = Backward(scan, pulled[0][1], False, self.of_given.get(pulled), self.of_decay.get(own), products)
+            laid = [self._of_results[n] for n in one.results]
+            layouts = tuple(self._of_cotangents[each] for each in own), tuple(layout for layout, _, _ in laid)
+            one = replace(one, layouts=layouts, added=tuple((more, layout) for _, more, layout in laid))
             beside = self._known_beside(one.results[0])
             found.append(replace(one, reads_result=all(n in alive and n in beside for n in one.scanned)))
         return found
@@ -434,37 +624,40 @@ class _Regions:
     def value(self, number: int, axis: int, point: int) -> Array | None:
         """Returns a value along its axis at a random point of the field; None where it is not computed by integers."""
         values, graph = self.values[point], self.graph
-        todo = [number]
+        todo = [(number, axis)]
         while todo:
-            n = todo[-1]
-            if n not in values and self._is_inside(n, axis):
-                node = graph.definitions[n]
-                waiting = [i for i in self._read(node) if i not in values and not is_zero(graph, i)]
+            leaf = todo[-1]
+            if leaf not in values and self._is_inside(leaf):
+                node = graph.definitions[leaf[0]]
+                read = self._read(node)
+                waiting = [own for own in read if own is not None and own not in values]
                 if waiting:
                     todo += waiting
                     continue
                 graph.steps.spend()
-                given = [self._input(i, axis, values) for i in node.inputs]
+                at = None if leaf[1] == _ONE_STEP else leaf[1]
+                given = [
+                    values[own] if own is not None else self._filled(n, at)
+                    for n, own in zip(node.inputs, read, strict=True)
+                ]
                 known = [x for x in given if x is not None]
-                values.update(dict.fromkeys(node.outputs))
-                results = _computed(node, axis, known) if len(known) == len(given) else None
-                if results is not None:
-                    values.update(zip(node.outputs, results, strict=True))
-            elif n not in values:
-                random = np.random.default_rng((n, point))
-                values[n] = random.integers(0, _PRIME, graph.shape(n)[axis], np.int64)
+                found = {(n, leaf[1]): None for n in node.outputs}
+                results = computed(node, at, known) if len(known) == len(given) else None
+                values.update(found if results is None else dict(zip(found, results, strict=True)))
+            elif leaf not in values:
+                n, at = leaf
+                random = np.random.default_rng((n, at + 1, point))
+                values[leaf] = None if at < 0 else random.integers(0, PRIME, graph.shape(n)[at], np.int64)
             todo.pop()
-        return values[number]
+        return values[number, axis]
 
-    def _input(self, number: int, axis: int, values: Mapping[int, Array | None]) -> Array | None:
-        number = self.same.get(number, number)
-        if number in values:
-            return values[number]
-        shape, whole = self.graph.shape(number), _whole(self.graph, number)
-        if whole is None:
+    def _filled(self, number: int, axis: int | None) -> Array | None:
+        """Returns a value that is one number, along an axis."""
+        shape, found = self.graph.shape(number), whole(self.graph, number)
+        if found is None:
             return None
-        found = np.asarray(whole % _PRIME, np.int64)
-        return np.broadcast_to(found, shape[axis : axis + 1]) if shape else found
+        one = np.asarray(found % PRIME, np.int64)
+        return np.broadcast_to(one, () if not shape else (1,) if axis is None else shape[axis : axis + 1])
 
     def own(self, results: Sequence[int]) -> tuple[set[int], set[int]]:
         """Returns (the values on the way to results, the identities of the nodes that compute all of them)."""
@@ -473,9 +666,13 @@ class _Regions:
         for number in results:
             found = self._regions[number]
             assert found is not None
-            inside.update(n for node in found for n in node.outputs)
+            inside.update(n for node in found if not self._lays_out(node) for n in node.outputs)
             nodes.update(id(node) for node in found)
         return inside - set(results), nodes
+
+    def _lays_out(self, node: Node) -> bool:
+        """Returns whether a node moves the axes of an input, which costs nothing to do once more."""
+        return node.name in LAYOUTS and len(node.inputs) == 1 and node.inputs[0] not in self.moved
 
     def escapes(self, inside: set[int], nodes: set[int]) -> bool:
         """Returns whether the program needs a value elsewhere than in some nodes."""
@@ -488,76 +685,33 @@ class _Regions:
     def reaches(self, backward: Backward) -> bool:
         """Returns whether the body with the gradients has all that they are computed from."""
         known = self._known_beside(backward.results[0])
-        return all(n in known for n in (*backward.scan.inputs, *backward.cotangents))
+        added = [n for n, _ in backward.added if n is not None]
+        return all(n in known for n in (*backward.scan.inputs, *backward.cotangents, *added))
 
     def _known_beside(self, number: int) -> Mapping[int, object]:
         """Returns the values of the body that computes a value."""
         return self.graph.positions[self.graph.definitions[number].body]
 
-    def function(self, name: str, point: int, *inputs: int) -> Array:
+    def function(self, name: str, point: int, *inputs: _Leaf) -> Array:
         """Returns a recurrence of inputs, or its gradient, at a point of the field."""
         key = name, point, inputs
         if key not in self._functions:
-            arrays = [own for n in inputs if (own := self.values[point][n]) is not None]
+            arrays = [own for leaf in inputs if (own := self.values[point][leaf]) is not None]
             if name == "scan" and len(inputs) == 1:
                 arrays.append(np.append(arrays[0][:1], np.zeros_like(arrays[0][1:])))
-            self._functions[key] = _scanned(*arrays) if name == "scan" else _gradient(*arrays)
+            self._functions[key] = scanned(*arrays) if name == "scan" else gradient(*arrays)
         return self._functions[key]
 
 
-def _whole(graph: Graph, number: int) -> int | None:
-    """Returns the whole number that a value is in each of its elements, or None."""
-    found = uniform(graph, number)
-    if found is None or np.imag(found):
-        return None
-    real = float(np.real(found))
-    return int(real) if real.is_integer() and abs(real) < 2**20 else None
+def _one(axes: set[int] | None) -> int | None:
+    return min(axes) if axes is not None and len(axes) == 1 else None
 
 
-def _computed(node: Node, axis: int, given: Sequence[Array]) -> list[Array] | None:
-    """Returns the results of a node along the axis, in the field."""
-    name, params = node.name, node.params
-    if name == "mul":
-        return [given[0] * given[1] % _PRIME]
-    if name in _SUMS:
-        return [(given[0] + given[1]) % _PRIME]
-    if name == "sub":
-        return [(given[0] - given[1]) % _PRIME]
-    if name == "neg":
-        return [-given[0] % _PRIME]
-    if name in ("copy", "copy_p"):
-        return [given[0]]
-    if name == "concatenate":
-        return [np.concatenate(given)]
-    if name == "split":
-        return list(np.split(given[0], np.cumsum([int(n) for n in params["sizes"]])[:-1]))
-    if name == "slice":
-        by = 1 if params["strides"] is None else int(params["strides"][axis])
-        return [given[0][int(params["start_indices"][axis]) : int(params["limit_indices"][axis]) : by]]
-    if name == "pad":
-        low, high, inside = (int(x) for x in params["padding_config"][axis])
-        x = given[0]
-        fill = given[1].reshape(-1)[:1]
-        spread = np.repeat(fill, max(0, len(x) + (len(x) - 1) * inside))
-        spread[:: inside + 1] = x
-        spread = spread[max(0, -low) : len(spread) - max(0, -high)]
-        return [np.concatenate([np.repeat(fill, max(0, low)), spread, np.repeat(fill, max(0, high))])]
-    return None
-
-
-# ---------------------------------------------------------------------- recurrences
-
-
-def _scanned(decay: Array, given: Array) -> Array:
-    """Returns h with ``h[t] = decay[t] h[t-1] + given[t]`` in the field."""
-    state, found = 0, []
-    for a, b in zip(decay.tolist(), given.tolist(), strict=True):
-        state = (a * state + b) % _PRIME
-        found.append(state)
-    return np.asarray(found, np.int64)
-
-
-def _gradient(decay: Array, cotangent: Array) -> Array:
-    """Returns g with ``g[t] = cotangent[t] + decay[t+1] g[t+1]`` in the field."""
-    following = np.append(decay[1:], 0)
-    return _scanned(following[::-1], cotangent[::-1])[::-1]
+def _layout(
+    graph: Graph, lanes: Lanes, number: int, axes: Mapping[tuple[int, int], int], whole_shape: Sequence[int]
+) -> Layout | None:
+    """Returns which axes a value has; None where one of them is none of the known ones, or part of one."""
+    shape = graph.shape(number)
+    found = tuple(-1 if size == 1 else axes.get(lanes.same((number, d)), -2) for d, size in enumerate(shape))
+    alike = all(d < 0 or whole_shape[d] == size for d, size in zip(found, shape, strict=True))
+    return found if -2 not in found and alike else None

@@ -4,12 +4,15 @@
 On a device with many processors the scan's tree of log T levels is worth its work; a CPU computes each level slice by
 slice, and writes T steps some times over.  A loop over the steps reads and writes each step once.  Where the program
 expands what it scans, and reduces what comes of it, as state-space models do, the loop does that too, in each step.
+
+What is scanned may lack axes of the result, such as decays that a batch shares: these are repeated in each step, and
+the gradient of them is a sum over the batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias, cast
 
 import jax
@@ -25,6 +28,7 @@ from autopallas.kernels.respelling.around import Around, around
 from autopallas.kernels.respelling.doubling import Backward, Forward, scans_of
 from autopallas.kernels.respelling.exact_sums import Sums, added_exactly, stepped_exactly
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
+from autopallas.kernels.respelling.lanes import Layout, laid_alike
 from autopallas.kernels.respelling.spec import ArrayType, Parameters, RespellingSpec
 from autopallas.kernels.respelling.stepwise import SUMMED, run_step
 
@@ -40,12 +44,40 @@ def _match(graph: Graph, node: Node) -> Found | None:
         return None
     if isinstance(scan, Forward):
         own = _parameters(scan, (), scan.given is None, False)
+        if laid := _laid_out(graph, scan, scan.inputs, scan.layouts, (), ()):
+            return Found(tuple(sorted((*own, laid))), scan.inputs, (scan.result,))
         return _with_around(graph, scan, own, scan.inputs, (), (scan.result,))
     forward = scan.scan
     wanted = tuple(name for name, n in (("given", scan.of_given), ("decay", scan.of_decay)) if n is not None)
     own = _parameters(forward, wanted, forward.given is None, scan.products is not None)
     read = scan.scanned if scan.reads_result else ()
-    return _with_around(graph, forward, own, (*forward.inputs, *scan.cotangents), read, scan.results)
+    needed = (*forward.inputs, *scan.cotangents)
+    added = [(n, layout) for n, layout in scan.added if n is not None]
+    if added:
+        own = tuple(sorted((*own, ("added", tuple(None if n is None else layout for n, layout in scan.added)))))
+        read += tuple(n for n, _ in added)
+    layouts = (*forward.layouts, *scan.layouts[0])
+    if laid := _laid_out(graph, forward, needed, layouts, scan.results, scan.layouts[1], added):
+        return Found(tuple(sorted((*own, laid))), (*needed, *read), scan.results)
+    return _with_around(graph, forward, own, needed, read, scan.results)
+
+
+def _laid_out(
+    graph: Graph,
+    scan: Forward,
+    needed: Sequence[int],
+    layouts: Sequence[Layout],
+    results: Sequence[int],
+    of_results: Sequence[Layout],
+    added: Sequence[tuple[int, Layout]] = (),
+) -> tuple[str, tuple[tuple[int, ...], tuple[Layout, ...], tuple[Layout, ...]]] | None:
+    """Returns the parameter that says which axes of a scan's result each operand has, and each of the results of its
+    gradient; None where these are all of its axes, in the same order."""
+    shape = graph.shape(scan.result)
+    given = [*zip((*needed, *results), (*layouts, *of_results), strict=True), *added]
+    if all(laid_alike(graph.shape(n), own, shape) for n, own in given):
+        return None
+    return "layouts", (shape, tuple(layouts), tuple(of_results))
 
 
 def _parameters(scan: Forward, wanted: tuple[str, ...], products: bool, both: bool) -> Parameters:
@@ -63,7 +95,7 @@ def _with_around(
 ) -> Found:
     """Returns a scan, or its gradients, with what the loop can compute beside it."""
     operands = (*needed, *read)
-    if dict(own).keys() & {"products", "both"}:
+    if dict(own).keys() & {"added", "both", "products"}:
         return Found(own, operands, results)
     known = {n for scan in scans_of(graph).values() for n in _results(scan)}
     found = around(graph, operands, results, scan.axis, read, known)
@@ -87,7 +119,7 @@ def _states(decay: jax.Array, given: jax.Array) -> jax.Array:
         return state, state[0].astype(given.dtype)
 
     later = jnp.arange(given.shape[0]) > 0  # the first decay is not read, and may be anything
-    zeros = jnp.zeros(given.shape[1:], wide)
+    zeros = jnp.zeros(np.broadcast_shapes(decay.shape[1:], given.shape[1:]), wide)
     return lax.scan(step, (zeros, zeros), (later, decay, given))[1]
 
 
@@ -112,7 +144,7 @@ def _gradients(decay: jax.Array, cotangent: jax.Array) -> jax.Array:
         gradient = stepped_exactly(gradient, following.astype(wide), d.astype(wide))
         return gradient, gradient[0].astype(cotangent.dtype)
 
-    zeros = jnp.zeros(cotangent.shape[1:], wide)
+    zeros = jnp.zeros(np.broadcast_shapes(decay.shape[1:], cotangent.shape[1:]), wide)
     following = jnp.concatenate([decay[1:], jnp.zeros_like(decay[:1])])  # carried along, it takes twice as long
     return lax.scan(step, (zeros, zeros), (following, cotangent), reverse=True)[1]
 
@@ -122,7 +154,9 @@ def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
     beside = _around(spec)
     if beside is not None:
         return _looped(beside, axis, wanted, spec.results, operands)
-    moved = [jnp.moveaxis(x, axis, 0) for x in operands]
+    operands, added = _apart(spec, operands)
+    shape, _, of_results = _layouts(spec, operands)
+    moved = [jnp.moveaxis(x, axis, 0) for x in _laid(spec, operands)]
     scans = _scans_in(spec)
     inputs, rest = moved[: len(scans[0])], moved[len(scans[0]) :]
     if not wanted:
@@ -137,7 +171,68 @@ def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
             for gradient, states, own in zip(gradients, results, scans, strict=True)
         ]
         found["decay"] = sum(terms[1:], terms[0])
-    return [jnp.moveaxis(found[name], 0, axis) for name in wanted]
+    whole = [jnp.broadcast_to(jnp.moveaxis(found[name], 0, axis), shape) for name in wanted]
+    return added([_summed(x, own, kind) for x, own, (kind, _) in zip(whole, of_results, spec.results, strict=True)])
+
+
+def _apart(
+    spec: RespellingSpec, operands: tuple[jax.Array, ...]
+) -> tuple[tuple[jax.Array, ...], Callable[[list[jax.Array]], list[jax.Array]]]:
+    """Returns the operands of gradients alone, and what adds the others to these."""
+    given = cast("tuple[Layout | None, ...]", dict(spec.parameters).get("added", (None,) * len(spec.results)))
+    count = len(operands) - sum(layout is not None for layout in given)
+    shape, _, of_results = _layouts(spec, operands[:count])
+
+    def add(results: list[jax.Array]) -> list[jax.Array]:
+        left = iter(operands[count:])
+        return [
+            x if layout is None else x + _summed(_with_axes(next(left), layout, len(shape)), own, x.shape)
+            for x, layout, own in zip(results, given, of_results, strict=True)
+        ]
+
+    return operands[:count], add
+
+
+_Layouts: TypeAlias = tuple[tuple[int, ...], Sequence[Layout], Sequence[Layout]]
+
+
+def _layouts(spec: RespellingSpec, operands: Sequence[jax.Array]) -> _Layouts:
+    """Returns the shape of the scan's result, and which of its axes the inputs and cotangents have, and the results of
+    its gradient."""
+    found = dict(spec.parameters).get("layouts")
+    if found is not None:
+        return cast(_Layouts, found)
+    shape = operands[0].shape
+    same = tuple(range(len(shape)))
+    return shape, (same,) * len(operands), (same,) * len(spec.results)
+
+
+def _laid(spec: RespellingSpec, operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns operands with the axes of the scan's result in order, of size 1 where they lack one."""
+    if "layouts" not in dict(spec.parameters):
+        return list(operands)
+    shape, layouts, _ = _layouts(spec, operands)
+    layouts = [*layouts, *[tuple(range(len(shape)))] * (len(operands) - len(layouts))]  # what was scanned, as it is
+    return [_with_axes(x, layout, len(shape)) for x, layout in zip(operands, layouts, strict=True)]
+
+
+def _with_axes(x: jax.Array, layout: Layout, rank: int) -> jax.Array:
+    """Returns an array with its axes where a layout has them, and others of size 1."""
+    order = sorted((d for d, axis in enumerate(layout) if axis >= 0), key=lambda d: layout[d])
+    sizes = [1] * rank
+    for d in order:
+        sizes[layout[d]] = x.shape[d]
+    return lax.transpose(x, (*order, *(d for d, axis in enumerate(layout) if axis < 0))).reshape(sizes)
+
+
+def _summed(x: jax.Array, layout: Layout, shape: Sequence[int]) -> jax.Array:
+    """Returns the sum of an array over the axes that a layout lacks, in this layout."""
+    kept = [axis for axis in layout if axis >= 0]
+    lacking = tuple(d for d, size in enumerate(x.shape) if size != 1 and d not in kept)
+    total = jnp.sum(x, lacking, dtype=_accumulated(x.dtype)).astype(x.dtype) if lacking else x
+    left = [d for d in range(x.ndim) if d not in lacking]
+    ones = [i for i, d in enumerate(left) if d not in kept]
+    return lax.transpose(total, (*(left.index(axis) for axis in kept), *ones)).reshape(shape)
 
 
 def _scans_in(spec: RespellingSpec) -> list[tuple[str, ...]]:
@@ -270,7 +365,10 @@ def _original(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
 def _plain(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
     axis, wanted, scans = cast(int, spec["axis"]), cast(tuple[str, ...], spec["gradients"]), _scans_in(spec)
     own = _shifted if dict(spec.parameters).get("shifted") else _scan
-    inputs, rest = operands[: len(scans[0])], operands[len(scans[0]) :]
+    operands, added = _apart(spec, operands)
+    shape, _, of_results = _layouts(spec, operands)
+    laid = _laid(spec, operands)
+    inputs, rest = laid[: len(scans[0])], laid[len(scans[0]) :]
 
     def scan(decay: jax.Array, *given: jax.Array) -> list[jax.Array]:
         products, states = own(axis, decay, *(given or (jnp.zeros_like(decay),)))
@@ -278,9 +376,22 @@ def _plain(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
 
     if not wanted:
         return scan(*inputs)
-    gradients = jax.vjp(scan, *inputs)[1](list(rest[: len(scans)]))
-    found = dict(zip(scans[0], gradients, strict=True))
-    return [found[name] for name in wanted]
+    kept = dict(zip(wanted, of_results, strict=True))
+    apart = [  # what examples share, and have gradients of their own of
+        jnp.broadcast_to(
+            x, [n if x.shape[d] == 1 and d in kept.get(name, ()) else x.shape[d] for d, n in enumerate(shape)]
+        )
+        for name, x in zip(scans[0], inputs, strict=True)
+    ]
+    cotangents = [jnp.broadcast_to(x, shape) for x in rest[: len(scans)]]
+    found = dict(zip(scans[0], jax.vjp(scan, *apart)[1](cotangents), strict=True))
+    wide = [jnp.broadcast_to(found[name], _all_axes(found[name], kept[name], shape)) for name in wanted]
+    return added([_summed(x, kept[name], kind) for x, name, (kind, _) in zip(wide, wanted, spec.results, strict=True)])
+
+
+def _all_axes(x: jax.Array, layout: Layout, shape: Sequence[int]) -> list[int]:
+    """Returns an array's shape with the sizes of the axes that a layout has."""
+    return [size if d in layout else x.shape[d] for d, size in enumerate(shape)]
 
 
 def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:
@@ -302,9 +413,14 @@ def _feature(spec: RespellingSpec) -> str:
     """Returns what is computed, and whether there are few steps or many."""
     axis, beside = cast(int, spec["axis"]), _around(spec)
     shape, dtype = spec.operands[0] if beside is None else (beside.before.out_avals[0].shape, spec.widest_dtype)
+    laid = cast("_Layouts | None", dict(spec.parameters).get("layouts"))
+    if laid is not None:
+        shape = laid[0]
     steps = "few" if shape[axis] < 64 else "many" if math.prod(shape) >= 16 * shape[axis] else "many narrow"
     where = "first" if axis == 0 else "last" if axis == len(shape) - 1 else "middle"
     where += " axis" if beside is None else " axis, expanded"
+    if laid is not None:
+        where += ", shared" if any(len(set(own) - {-1}) < sum(n != 1 for n in shape) for own in laid[1]) else ", turned"
     own = dict(spec.parameters)
     of = "gradients" if spec["gradients"] else "products" if own.get("products") else "states"
     of += " of products" if spec["gradients"] and own.get("products") else " of both" if own.get("both") else ""
