@@ -92,6 +92,17 @@ def behind_the_first(m):
     return placed(jnp.cumsum(m, 0) * m, C + 1)[..., 1:]
 
 
+def dispatched_where_above_zero(p, x, gates=gates):
+    """The weights alone tell which tokens are in which slots."""
+    g = gates(p, x)
+    mine = one_hot(jnp.argmax(g, -1), E)
+    place = jnp.cumsum(mine, 0) * mine
+    mine = mine * (place <= C)
+    slot = placed(jnp.sum((place - 1) * mine, -1))
+    combine = jnp.sum(g * mine, -1)[:, None, None] * mine[..., None] * slot[:, None]
+    return mixed(p, x, combine > 0, combine)
+
+
 def sequences(p, x):
     x = x.reshape(2, T // 2, D)
     g = gates(p, x)
@@ -230,7 +241,8 @@ ONE = {
     "per expert": first(per_expert), "without mask": first(without_mask), "flat place": first(flat_place),
     "exclusive": first(exclusive), "trimmed": first(trimmed), "integers": first(integers),
     "backwards": first(backwards), "selected": first(selected), "by hand": first(by_hand),
-    "behind the first": first(behind_the_first), "sequences": sequences, "mapped": mapped,
+    "behind the first": first(behind_the_first), "above zero": dispatched_where_above_zero,
+    "sequences": sequences, "mapped": mapped,
     "weight per expert": first(per_expert, weight=lambda d, g, m: d * g[..., None]),
     "weight of its own": first(per_expert, weight=lambda d, g, m: jnp.where(d > 0, (g * m)[..., None], 0.0)),
 }  # fmt: skip
@@ -327,6 +339,9 @@ LOOK_ALIKES = {
         p, x, dispatch_of=lambda kept, slot: jnp.einsum("tke,tkc->tec", kept * jnp.array([1, -1])[:, None], slot)
     ),
     "weights everywhere": first(per_expert, weight=lambda d, g, m: jnp.broadcast_to(m[..., None], d.shape)),
+    "weights of either sign above zero": lambda p, x: dispatched_where_above_zero(
+        p, x, lambda p, x: jnp.tanh(x @ p["router"]) - 0.9
+    ),
     "bias of a slot": through_slots((as_it_is, lambda y: y * jnp.arange(1.0, 1 + C)[:, None])),
     "softmax over slots": through_slots((as_it_is, lambda y: jax.nn.softmax(y, 1))),
     "slots added up": through_slots((lambda s: s + jnp.sum(s, 1, keepdims=True), as_it_is)),

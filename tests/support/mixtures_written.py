@@ -325,6 +325,14 @@ def experts_choose_by_gather(p, x):
     return jnp.zeros_like(x).at[token].add(y)
 
 
+def experts_choose_in_a_row(p, x):
+    """Negative indices are counted from the end after the tokens of all experts were put in a row."""
+    gates = jax.nn.softmax(x @ p["router"])
+    weights, token = lax.top_k(gates.T, C // 2)
+    y = in_slots(p, x[token]) * weights[..., None]
+    return jnp.zeros_like(x).at[token.reshape(-1)].add(y.reshape(-1, x.shape[-1]))
+
+
 def experts_choose_in_vmoe(p, x):
     gates = jax.nn.softmax(x @ p["router"])
     dispatch = jax.nn.one_hot(lax.top_k(gates.T, C // 2)[1], x.shape[0], axis=0, dtype=jnp.bool_)
@@ -359,7 +367,8 @@ KINDS = {
     "switches": [switched_token_by_token, switched_with_weights, selected_one_after_the_other, where_after_where],
     "loops": [fori_loop, fori_loop_that_compares, scan_with_columns, scan_by_number, map_and_sum, map_by_number],
     "slots": [scattered_to_slots, set_in_slots, weights_in_slots, slots_by_sorting, tokens_of_each_expert],
-    "expert choice": [experts_choose_by_einsum, experts_choose_by_gather, experts_choose_in_vmoe],
+    "expert choice": [experts_choose_by_einsum, experts_choose_by_gather, experts_choose_in_a_row,
+                      experts_choose_in_vmoe],
     "ragged": [ragged, ragged_added],
 }  # fmt: skip
 SITES = {ragged: 3, ragged_added: 2, gathered_choice_by_choice: 2}

@@ -15,7 +15,9 @@ from autopallas.graph.labels import Atom, Dimension
 from autopallas.numerics.casts import counts_exactly, kind_of
 from autopallas.patterns.expressions import Scope
 
-__all__ = ["EVERYTHING", "choice_axes", "narrow_positions", "passed_on", "position_of", "positions_along"]
+__all__ = [
+    "EVERYTHING", "choice_axes", "counted_from_zero", "narrow_positions", "passed_on", "position_of", "positions_along",
+]  # fmt: skip
 
 _COPIES = frozenset(
     """copy copy_p name sharding_constraint optimization_barrier pvary pcast layout_constraint reshard""".split()
@@ -119,17 +121,23 @@ def _counted(scope: Scope, ref: Ref) -> tuple[tuple[int, tuple[Atom, ...], int] 
     return (offset, space.resolve(atoms), size), narrow
 
 
+def counted_from_zero(scope: Scope, ref: Ref) -> Ref:
+    """Returns the index behind ``where(index < 0, index + size, index)``, by which negative indices count from the end;
+    any other value as it is."""
+    ref = scope.space.canonical(ref)
+    operands = scope.space.operands(ref) if scope.name(ref) == "select_n" else None
+    if operands is None or len(operands) != 3 or scope.name(operands[0]) != "lt":
+        return ref
+    compared, zero = scope.space.operands(operands[0]) or (None, None)
+    if compared is None or zero is None or scope.number(zero) != 0 or not scope.space.same(compared, operands[1]):
+        return ref
+    return scope.space.canonical(operands[1])
+
+
 def position_of(scope: Scope, ref: Ref) -> Dimension | None:
     """Returns the dimension of a view along which a value is the position, if it is one."""
+    ref = counted_from_zero(scope, ref)  # positions are not negative
     node = scope.node(ref)
-    if node is not None and node.name == "select_n":  # it wraps negative indices, which positions are not
-        operands = scope.space.operands(ref) or []
-        if len(operands) == 3 and scope.name(operands[0]) == "lt":
-            compared, zero = scope.space.operands(operands[0]) or (None, None)
-            if compared is not None and zero is not None and scope.number(zero) == 0:
-                if scope.space.same(compared, operands[1]):
-                    return position_of(scope, operands[1])
-        return None
     if node is None or node.name != "iota" or positions_along(scope, ref) is None:
         return None
     return ref.view[node.params["dimension"]]

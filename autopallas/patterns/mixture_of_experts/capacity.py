@@ -19,6 +19,7 @@ from autopallas.graph import Ref
 from autopallas.graph.labels import Atom
 from autopallas.numerics.casts import kind_of
 from autopallas.patterns.mixture_of_experts.counts import Linear, Reader, Running, first_ones, running_counts
+from autopallas.patterns.mixture_of_experts.signs import Signs
 from autopallas.patterns.mixture_of_experts.values import Key, Values
 
 __all__ = ["unproved"]
@@ -304,12 +305,18 @@ class _Proof:
         return all(values.zero(combine, {values.key(factor): 0.0}) for factor in self.factors())
 
     def _compared_with_zero(self, ref: Ref) -> Ref | None:
-        """Returns the operand whose difference from zero a value tells."""
+        """Returns the operand whose difference from zero a value tells: all of it, or that it is above zero where it
+        is never below."""
         operands = self.space.uses(ref)
         if not operands:
             return None
         if self.scope.name(ref) == "convert_element_type":
             return operands[0] if kind_of(self.values.graph.dtype(ref.value)) == "b" else None
-        if self.scope.name(ref) == "ne":
-            return next((a for a, b in (operands, operands[::-1]) if self.scope.number(b) == 0), None)
+        name, scope = self.scope.name(ref), self.scope
+        if name == "ne":
+            return next((a for a, b in (operands, operands[::-1]) if scope.number(b) == 0), None)
+        if name in ("gt", "lt"):
+            weight, zero = operands if name == "gt" else operands[::-1]
+            if scope.number(zero) == 0 and Signs(self.values.graph).nonnegative(weight.value):
+                return weight
         return None

@@ -13,7 +13,7 @@ from autopallas.graph.labels import Atom
 from autopallas.patterns.advice import PICK_ROWS, SORT_TOKENS
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Mismatch
-from autopallas.patterns.mixture_of_experts.axes import position_of
+from autopallas.patterns.mixture_of_experts.axes import counted_from_zero, position_of
 from autopallas.patterns.mixture_of_experts.picks import Picking
 from autopallas.patterns.mixture_of_experts.slots import SCATTERED
 
@@ -106,6 +106,7 @@ class _Chosen:
         """Returns whether rows are gathered by these indices, and the labels that they share with matrices (None
         without matrices)."""
         space, labels = self.space, self.space.atoms(index)
+        wanted = counted_from_zero(self.scope, index)
         seen: set[Hashable] = set()
         todo, gathered = [updates], False
         expert: frozenset[Atom] | None = None
@@ -118,7 +119,8 @@ class _Chosen:
             seen.add(key)
             if node.name == "gather":
                 found = space.gathered(ref, node)
-                gathered = gathered or found is not None and [i for i, _, _ in found[1]] == [space.canonical(index)]
+                own_indices = [counted_from_zero(self.scope, i) for i, _, _ in found[1]] if found is not None else []
+                gathered = gathered or own_indices == [wanted]
                 continue
             sides = space.contraction(ref)
             if sides is None:
