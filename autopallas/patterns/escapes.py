@@ -214,8 +214,7 @@ def _gradients(backward: Backward, numbers: Sequence[int], beside: Beside) -> li
     for uses in of_value.values():
         found = [cotangent for _, cotangent in uses]
         for use, cotangent in uses:
-            others = {number for number in found if number != cotangent}
-            if found.count(cotangent) == 1 and beside.meet(cotangent, others):
+            if beside.meet(cotangent, found):
                 rest = {number: other for other, number in uses if number != cotangent}
                 gradients += [(use, cotangent), *((other, number) for number, other in rest.items())]
                 break
@@ -248,15 +247,19 @@ class Beside:
         """Returns the nodes that read a value."""
         return [n for n in self.graph.users[number] if n.equation.effects or not self.still.isdisjoint(n.outputs)]
 
-    def meet(self, number: int, others: set[int]) -> bool:
-        """Returns whether values go into one sum and into nothing else before it, and ``number`` goes into it once."""
+    def meet(self, number: int, every: Sequence[int]) -> bool:
+        """Returns whether values go into one sum and into nothing else before it, each as often as it is among them,
+        and ``number`` is so once."""
+        wanted = Counter(every)
+        if wanted[number] != 1:
+            return False
         chain = [number]
         while len(chain) < _LONGEST and len(users := self._readers(chain[-1])) == 1:
             if users[0].name != "add_any" or self._another_reads(chain[-1]):
                 break
             chain.append(users[0].outputs[0])
-        return not others or any(
-            self._times(number, total) == 1 and all(self._times(other, total) for other in others) for total in chain
+        return len(wanted) == 1 or any(
+            all(self._times(other, total) == times for other, times in wanted.items()) for total in chain
         )
 
     def _times(self, number: int, total: int) -> int:

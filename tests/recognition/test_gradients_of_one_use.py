@@ -76,3 +76,15 @@ def test_the_gradient_of_all_uses_is_a_site(name):
     compared = compare(jax.grad(lambda x: jnp.sum(jnp.sin(function(x, x)))), [given], gradients=False)
     assert compared.complaints == []
     assert sum(compared.report.counts().values()) > 0
+
+
+def test_equal_cotangents_are_counted():
+    """Both factors of a square have the same cotangent, which the program adds once: the second one is a constant."""
+
+    def function(rows, factor, other):
+        return rows * lax.rsqrt(jnp.mean(factor * other, -1, keepdims=True) + 1e-6) * SCALE
+
+    def gradient(x):
+        return jax.grad(lambda y: jnp.sum(jnp.sin(function(y, y, x))))(x)
+
+    assert compare(gradient, [X], gradients=False).complaints == []

@@ -447,7 +447,7 @@ class Assembly:
             if len(own) == 1 or not found:
                 continue
             beside = Beside(self.graph, surviving(self.graph))
-            if len(found) < len(own) or not any(beside.meet(n, {*found} - {n}) for n in found if found.count(n) == 1):
+            if len(found) < len(own) or not any(beside.meet(n, found) for n in found):
                 raise Mismatch(
                     "it reads an array in two places, whose cotangents are not added up", number, advice=LOOP_GRADIENT
                 )
