@@ -457,7 +457,7 @@ class _IndexNumbers:
         sources: list[int | tuple[int]] = []
         for axis in axes:
             if axis in self.batching:
-                sources.append(self.counted[self.batching.index(axis)])
+                sources.append(int(self.counted[self.batching.index(axis)]))
             elif counts_exactly(indices.aval.dtype, whole[axis] - 1):
                 sources.append((self.along.index(axis),))
             else:

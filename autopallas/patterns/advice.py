@@ -112,6 +112,10 @@ JOINED = (
     "Take the logsumexp of the logits of each product, and combine these numbers with jnp.logaddexp, instead of the "
     "logits. Join rows of the activations before the product, or losses after it."
 )
+IN_SHARD_MAP = (
+    "Compute the loss in the same shard_map, and return its sum or mean over the devices (lax.psum, lax.pmean); or "
+    "leave out the shard_map, and shard the operands of a jitted function."
+)
 ROWS_BEFORE = (
     "Select, pad, reorder or join rows of the activations, before the product that gives the logits; or the losses of "
     "the tokens, after it."
@@ -197,22 +201,6 @@ PICK_ROWS = (
 SORT_TOKENS = (
     "Sort the tokens by expert, repeated for each of their choices, and call jax.lax.ragged_dot with the number of "
     "tokens of each expert: it computes no rows but those of tokens."
-)
-
-# ---------------------------------------------------------------------- linear attention
-
-LINEAR_MASK = (
-    "Make the mask in the function, from positions: jnp.where(jnp.tril(jnp.ones((steps, steps), bool)), scores, 0), or "
-    "jnp.tril(scores)."
-)
-LINEAR_SCORES = (
-    "Multiply the products of queries and keys by numbers and by one mask alone, jnp.tril of ones (or its transpose), "
-    "and put other factors into queries, keys or values before. Decays belong into a loop over the steps: "
-    "jax.lax.scan is recognised as a recurrence."
-)
-LINEAR_STATES = (
-    "Multiply the third array into keys or values before their outer product: what is summed is then a product of two "
-    "arrays, as jnp.einsum('btn,btp->btnp', keys, values) is."
 )
 
 # ---------------------------------------------------------------------- recurrences

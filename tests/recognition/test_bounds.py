@@ -424,3 +424,17 @@ def test_one_candidate_without_steps_is_a_near_miss_and_the_others_are_found(mon
     _, found, misses = recognised(model, (mixtures.P, mixtures.X))
     assert found["grouped_matmul"] == 1
     assert any("not decided within 500 steps" in miss.reason for miss in misses)
+
+
+@pytest.mark.parametrize(("count", "reason"), [(100, "more than 128 operations"), (300, "not looked at")])
+def test_scores_that_are_far_from_their_product_are_a_near_miss(count, reason):
+    def run(q, k, v):
+        scores = q @ k.T
+        for _ in range(count):
+            scores = jnp.sin(scores) + 0.1
+        return jax.nn.softmax(scores) @ v
+
+    arrays = [jax.ShapeDtypeStruct((8, 4), jnp.float32)] * 3
+    matches, misses = find(Graph(flatten(jax.make_jaxpr(run)(*arrays))), ("attention",), True)
+    assert matches == []
+    assert [reason in miss.reason for miss in misses] == [True]

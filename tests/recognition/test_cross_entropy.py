@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.nn import log_softmax, logsumexp, softmax
+from jax.sharding import PartitionSpec as P
 from support.catalogue import array
 from support.checks import arrays, check
 from support.compare import compare, compiled, floats, optimized_like_a_user
 
+import autopallas
 from recognition.losses import LOSSES, SIZES, D, N, V, arguments, picked
 
 LABELS_OF_THAT_SIZE = {
@@ -122,6 +124,58 @@ def test_gradients_of_each_example():
     optimized = optimized_like_a_user(one)
     for a, b in zip(optimized(*arguments()), one(*arguments()), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["carried", "stacked", "gradients in each step"])
+def test_a_loop_over_the_heads_of_an_ensemble(form):
+    """All read the same labels: these are no pieces of one vocabulary."""
+    w, x, y = arguments()
+    heads = jnp.stack([w, 0.5 * w, -w])
+
+    def loss(w, x):
+        return -picked(log_softmax(x @ w), y).mean()
+
+    run = {
+        "carried": lambda w, x: lax.scan(lambda total, one: (total + loss(one, x), None), 0.0, w)[0],
+        "stacked": lambda w, x: lax.map(lambda one: loss(one, x), w).sum(),
+        "gradients in each step": lambda w, x: lax.map(lambda one: jax.value_and_grad(loss)(one, x), w),
+    }[form]
+    compared = compare(run, (heads, x), gradients=False)
+    assert compared.counts("cross_entropy") == 1, compared.reasons()
+    assert compared.complaints == []
+    if form != "gradients in each step":
+        check(jax.value_and_grad(run, (0, 1)), (heads, x), op="cross_entropy")
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_loss_outside_of_the_devices_logits_is_a_near_miss(gradient):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("rows",))
+    run = jax.shard_map(lambda w, x: x @ w, mesh=mesh, in_specs=(P(), P("rows")), out_specs=P("rows"))
+
+    def loss(w, x, y):
+        return -picked(log_softmax(run(w, x)), y).mean()
+
+    function = jax.grad(loss) if gradient else loss
+    report = autopallas.explain(autopallas.optimize(function, objective="always", strict=True), *arguments())
+    assert ["outside of the shard_map" in miss.reason for miss in report.near_misses] == [True]
+    assert report.sites == ()
+
+
+def test_an_ensemble_of_losses_of_examples_that_all_members_read():
+    w, x, y = arguments()
+
+    def loss(w, x, y):
+        return -jnp.take_along_axis(log_softmax(x[:-1] @ w), y[1:, None], 1).mean()
+
+    def of_batch(w, x, y):
+        return jax.vmap(loss, (None, 0, 0))(w, x, y).mean()
+
+    step = jax.vmap(jax.grad(of_batch), (0, None, None))
+    given = jnp.stack([w, 0.5 * w, -w]), jnp.stack([x, -x]), jnp.stack([y, y[::-1]])
+    compared = compare(step, given, gradients=False)
+    assert compared.counts("cross_entropy") == 1, compared.reasons()
+    assert compared.complaints == []
+    assert compared.report.failures == ()
 
 
 @pytest.mark.parametrize("axes", [(None, 0, 0), (0, None, None), (0, 0, 0), (None, 0, None)])

@@ -96,7 +96,24 @@ def decay(x, w):
     return jnp.exp(jnp.cumsum(log_sigmoid(x @ w), 1)) @ w.T
 
 
-LOOK_ALIKES = [divergence_from_a_normal, activation, activation_that_is_pooled, discriminator, decay]
+def gradient_of_step_sizes(x, w):
+    """Step sizes of a state-space model, whose rates all rows share: in their gradient they are added up."""
+
+    def run(x, w, rates):
+        step = softplus(x @ w)
+        return jnp.sin(jnp.exp(-step[..., None] * jnp.exp(rates)) + step[..., None]).sum()
+
+    return jax.grad(run, (0, 1, 2))(x, w, jnp.ones((V, 3)))
+
+
+LOOK_ALIKES = [
+    divergence_from_a_normal,
+    activation,
+    activation_that_is_pooled,
+    discriminator,
+    decay,
+    gradient_of_step_sizes,
+]
 
 
 @pytest.mark.parametrize("function", LOOK_ALIKES)

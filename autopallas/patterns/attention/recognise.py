@@ -333,7 +333,6 @@ class _Attempt:
         features, as those of linear attention, and no scores."""
         self._chosen: int | None = None  # among several contractions under the exponential, the one taken as scores
         self._others: list[int] = []
-        self._joins = False  # whether what is proved is one of several blocks of keys
         self._further: list[Product] = []  # the other contractions, which may be added to the scores
 
     def draft(self, node: Node, side: int) -> AttentionDraft | None:
@@ -428,7 +427,6 @@ class _Attempt:
         for block in found:
             attempt = _Attempt(self.graph, self.reach, self.assume_finite, frozenset())
             attempt.scope = Scope(self.graph, space=scope.space)
-            attempt._joins = True
             draft = attempt.proof(block.node, block.side, root, top, block.contraction, block.outside)
             if draft is None:
                 raise SeveralBlocks
@@ -522,7 +520,6 @@ class _Attempt:
         key_axis = tuple(sorted(contracted, key=lambda a: layout.index(a) if a in layout else len(layout)))
         offset = next((o for o, atoms in weights.view if set(space.resolve(atoms)) & set(space.resolve(key_axis))), 0)
         softmax = Softmax(scope, key_axis, offset)
-        softmax.joins = self._joins
         scores = self._score_contraction(softmax, weights)
         if scores is None:
             return None
@@ -628,6 +625,13 @@ class _Attempt:
         if not found and obstacle is not None:
             self.scope.score, mismatch = obstacle
             raise mismatch
+        if not found and todo:
+            self.scope.score = weights.value
+            raise Mismatch(
+                f"the {_MOST_BEHIND} values nearest to the weights hold no product of queries and keys, and further "
+                "ones are not looked at",
+                advice=BETWEEN_PRODUCTS,
+            )
         if not found:
             return None
         found.sort(key=lambda f: f[:2], reverse=True)

@@ -116,12 +116,14 @@ class Intent:
             todo += node.inputs
         return True
 
-    def has_labels_of_the_step(self, around: int) -> bool:
-        """Returns whether each step of the loop has labels of its own: then its weight is another head, such as that of
-        a codebook, and no piece of the vocabulary, whose labels are counted from where it begins."""
+    def has_a_head_for_each_step(self, around: int) -> bool:
+        """Returns whether each step of the loop has labels of its own, or all steps have the same: then its weight is
+        another head, such as that of a codebook or of an ensemble's member, and no piece of the vocabulary, whose
+        labels are counted from where it begins."""
         held = [self.graph.definitions[number] for number in self.inside if number in self.graph.definitions]
         todo = [i for node in (*held, *self.ends) for i in node.inputs if i not in self.inside]
         seen: set[int] = set()
+        same = counted = False
         while todo and len(seen) < _MOST_OF_LABELS:
             number = todo.pop()
             if number in seen or self.touches(number):
@@ -130,10 +132,14 @@ class Intent:
             node = self.graph.definitions.get(number)
             if node is not None:
                 todo += node.inputs
-            elif number in self.graph.elements and self.graph.shape(number):
-                if kind_of(self.graph.dtype(number)) in "iu" and changes(self.graph, number, around):
+            elif kind_of(self.graph.dtype(number)) in "iu" and number not in self.graph.literals:
+                if not changes(self.graph, number, around):
+                    same = same or bool(self.graph.shape(number))
+                elif number in self.graph.elements and self.graph.shape(number):
                     return True
-        return False
+                else:
+                    counted = True
+        return same and not counted and not todo
 
 
 def changes(graph: Graph, value: int, around: int) -> bool:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 import jax.numpy as jnp
 
 from autopallas import jaxprs
+from autopallas.compat import Literal
 from autopallas.faults import contained
 from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
@@ -27,7 +28,7 @@ from autopallas.graph.edit import surviving
 from autopallas.graph.keys import enters_mesh
 from autopallas.graph.labels import is_product
 from autopallas.graph.row_selections import PROMISED
-from autopallas.patterns.advice import ASSUME_FINITE, JOINED, LOGITS_APART, LOGITS_RETURNED, ROWS_BEFORE
+from autopallas.patterns.advice import ASSUME_FINITE, IN_SHARD_MAP, JOINED, LOGITS_APART, LOGITS_RETURNED, ROWS_BEFORE
 from autopallas.patterns.cross_entropy.flows import Flows
 from autopallas.patterns.cross_entropy.intent import takes_logarithm
 from autopallas.patterns.cross_entropy.passes import passes
@@ -116,7 +117,11 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     _part(graph, matches, matched, assume_finite)
     with contained():
         apart = [one for one in candidates if not any(one.dot.outputs[0] in region.every for region in regions)]
-        misses += [*_rearranged(graph, exponents, alive), *_in_parts(graph, apart)]
+        misses += [
+            *_rearranged(graph, exponents, alive),
+            *_in_parts(graph, apart),
+            *_of_devices(graph, exponents, alive),
+        ]
     with contained():
         of_sigmoids = [miss for miss in sigmoid_losses(graph, needed) if miss.value not in given]
         misses = [*(m for m in misses if all(m.value != miss.value for miss in of_sigmoids)), *of_sigmoids]
@@ -170,6 +175,35 @@ def _in_parts(graph: Graph, candidates: Sequence[_Candidate]) -> Iterator[NearMi
         where = jaxprs.location(candidate.dot.equation)
         reason = f"the loss reads logits that {joined.name} puts together at {jaxprs.location(joined.equation)}"
         yield NearMiss("cross_entropy", where, reason, candidate.dot.outputs[0], JOINED if sums else ROWS_BEFORE)
+
+
+def _of_devices(graph: Graph, exponents: Set[int], alive: Set[int]) -> Iterator[NearMiss]:
+    """Yields a near miss for logits that each device computes in a ``shard_map``, and that a loss outside reads."""
+    left = _READINGS * len(graph.avals)
+    for node in graph.nodes:
+        if node.name != "shard_map" or exponents.isdisjoint(node.outputs):
+            continue
+        for number, inner in zip(node.outputs, _left_on_devices(graph, node), strict=False):
+            dot = None if number not in exponents or left < 0 else _product_behind(graph, inner)
+            if dot is None or not _may_give_logits(graph, dot):
+                continue
+            inside, ends = _flow(graph, [number], alive)
+            left -= len(inside)
+            found = any(_picks(end) or takes_logarithm(graph, end) for end in ends.values())
+            if found and any(graph.name(n) in ("exp", "exp2") for n in inside):
+                where = jaxprs.location(node.equation)
+                reason = f"the loss is outside of the shard_map that computes its logits, at {where}"
+                yield NearMiss("cross_entropy", jaxprs.location(dot.equation), reason, dot.outputs[0], IN_SHARD_MAP)
+
+
+def _left_on_devices(graph: Graph, node: Node) -> list[int]:
+    """Returns what each device computes of the results of a ``shard_map``."""
+    position = next((i for i, equation in enumerate(node.body.equations) if equation is node.equation), None)
+    held = [] if position is None else node.body.children.get(position, [])
+    if not held:
+        return []
+    body = held[0].body
+    return [-1 if isinstance(a, Literal) else graph.numbers[body][a] for a in body.outvars]
 
 
 def _joined(graph: Graph, number: int) -> Node | None:

@@ -374,7 +374,7 @@ class Region:
             self._is_piece(head.w) and not changes(self.graph, self.space.canonical(head.x).value, around)
             for head in self.heads
         )
-        if pieces and not self.intent.has_labels_of_the_step(around):
+        if pieces and not self.intent.has_a_head_for_each_step(around):
             raise Mismatch("the program computes its logits in pieces of the vocabulary already", advice=NO_LOOP)
         if any(loops(node.body) > around for node in self.ends):
             raise Mismatch("the logits are computed once and read inside a loop", advice=NO_LOOP)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Set
 
 from autopallas import jaxprs
-from autopallas.compat import JaxprLike
+from autopallas.compat import JaxprLike, is_transposed
 from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import is_elementwise_call
 from autopallas.graph.labels import is_product
@@ -119,6 +119,8 @@ def _is_added_up(graph: Graph, logarithm: int, logits: Set[int]) -> bool:
         if axes >= 2 or (axes and math.prod(graph.shape(value)) == 1):
             return True
         for user in graph.users[value]:
+            if user.body.transposed or is_transposed(user.equation):  # gradients of what is no loss are added up too
+                continue
             if user.name == "reduce_sum":
                 shape = graph.shape(value)
                 after = axes + sum(shape[axis] > 1 for axis in user.params["axes"])

@@ -179,7 +179,8 @@ def _apart(
     spec: RespellingSpec, operands: tuple[jax.Array, ...]
 ) -> tuple[tuple[jax.Array, ...], Callable[[list[jax.Array]], list[jax.Array]]]:
     """Returns the operands of gradients alone, and what adds the others to these."""
-    given = cast("tuple[Layout | None, ...]", dict(spec.parameters).get("added", (None,) * len(spec.results)))
+    wanted = cast(tuple[str, ...], spec["gradients"])
+    given = cast("tuple[Layout | None, ...]", dict(spec.parameters).get("added", (None,) * len(wanted)))
     count = len(operands) - sum(layout is not None for layout in given)
     shape, _, of_results = _layouts(spec, operands[:count])
 
@@ -204,7 +205,7 @@ def _layouts(spec: RespellingSpec, operands: Sequence[jax.Array]) -> _Layouts:
         return cast(_Layouts, found)
     shape = operands[0].shape
     same = tuple(range(len(shape)))
-    return shape, (same,) * len(operands), (same,) * len(spec.results)
+    return shape, (same,) * len(operands), (same,) * len(cast(tuple[str, ...], spec["gradients"]))
 
 
 def _laid(spec: RespellingSpec, operands: Sequence[jax.Array]) -> list[jax.Array]:
@@ -363,35 +364,74 @@ def _original(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
 
 
 def _plain(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
-    axis, wanted, scans = cast(int, spec["axis"]), cast(tuple[str, ...], spec["gradients"]), _scans_in(spec)
-    own = _shifted if dict(spec.parameters).get("shifted") else _scan
+    wanted, scans = cast(tuple[str, ...], spec["gradients"]), _scans_in(spec)
     operands, added = _apart(spec, operands)
-    shape, _, of_results = _layouts(spec, operands)
-    laid = _laid(spec, operands)
-    inputs, rest = laid[: len(scans[0])], laid[len(scans[0]) :]
+    shape, layouts, of_results = _layouts(spec, operands)
+    axes = [frozenset(layout) - {-1} for layout in layouts[: len(scans[0])]]
+    kept = dict(zip(wanted, of_results, strict=False))
+    every = (
+        [d for d, size in enumerate(shape) if size != 1] if "layouts" in dict(spec.parameters) else range(len(shape))
+    )
+    # What examples share, and have gradients of their own of, is mapped outside of the gradient.
+    outside = {
+        d for name, own in zip(scans[0], axes, strict=True) for d in kept.get(name, ()) if d >= 0 and d not in own
+    }
+    inner = frozenset(every) - outside
+    common = inner.intersection(*axes)
+    own = _shifted if dict(spec.parameters).get("shifted") else _scan
+    at = sorted(common).index(cast(int, spec["axis"]))
 
     def scan(decay: jax.Array, *given: jax.Array) -> list[jax.Array]:
-        products, states = own(axis, decay, *(given or (jnp.zeros_like(decay),)))
+        products, states = own(at, decay, *(given or (jnp.zeros_like(decay),)))
         return [states if len(names) == 2 else products for names in scans]
 
+    run = _mapped(scan, [one - outside for one in axes], [inner] * len(scans), sorted(inner - common))
+    inputs = [_in_order(x, layout) for x, layout in zip(operands, layouts[: len(axes)], strict=False)]
     if not wanted:
-        return scan(*inputs)
-    kept = dict(zip(wanted, of_results, strict=True))
-    apart = [  # what examples share, and have gradients of their own of
-        jnp.broadcast_to(
-            x, [n if x.shape[d] == 1 and d in kept.get(name, ()) else x.shape[d] for d, n in enumerate(shape)]
-        )
-        for name, x in zip(scans[0], inputs, strict=True)
-    ]
-    cotangents = [jnp.broadcast_to(x, shape) for x in rest[: len(scans)]]
-    found = dict(zip(scans[0], jax.vjp(scan, *apart)[1](cotangents), strict=True))
-    wide = [jnp.broadcast_to(found[name], _all_axes(found[name], kept[name], shape)) for name in wanted]
-    return added([_summed(x, kept[name], kind) for x, name, (kind, _) in zip(wide, wanted, spec.results, strict=True)])
+        return [x.reshape(shape) for x in run(*inputs)]
+    cotangents = [
+        jnp.broadcast_to(_with_axes(x, layout, len(shape)), shape).reshape([shape[d] for d in every])
+        for x, layout in zip(operands[len(axes) :], layouts[len(axes) :], strict=False)
+    ][: len(scans)]
+
+    def pulled(*given: jax.Array) -> list[jax.Array]:
+        return list(jax.vjp(run, *given[: len(axes)])[1](list(given[len(axes) :])))
+
+    have = [one | outside for one in axes]
+    pull = _mapped(pulled, [*axes, *[frozenset(every)] * len(cotangents)], have, sorted(outside))
+    found = dict(zip(scans[0], zip(pull(*inputs, *cotangents), have, strict=True), strict=True))
+    results = [_with_axes(x, tuple(sorted(of)), len(shape)) for x, of in (found[name] for name in wanted)]
+    types = [kind for kind, _ in spec.results] if "layouts" in dict(spec.parameters) else [shape] * len(wanted)
+    return added([_summed(x, kept[name], kind) for x, name, kind in zip(results, wanted, types, strict=True)])
 
 
-def _all_axes(x: jax.Array, layout: Layout, shape: Sequence[int]) -> list[int]:
-    """Returns an array's shape with the sizes of the axes that a layout has."""
-    return [size if d in layout else x.shape[d] for d, size in enumerate(shape)]
+def _in_order(x: jax.Array, layout: Layout) -> jax.Array:
+    """Returns an array with its axes in the order of the scan's result, without those of size 1."""
+    if -1 in layout:
+        x = lax.squeeze(x, [d for d, axis in enumerate(layout) if axis < 0])
+    return lax.transpose(x, sorted(range(x.ndim), key=[axis for axis in layout if axis >= 0].__getitem__))
+
+
+def _mapped(
+    function: Callable[..., list[jax.Array]],
+    given: Sequence[frozenset[int]],
+    results: Sequence[frozenset[int]],
+    over: Sequence[int],
+) -> Callable[..., list[jax.Array]]:
+    """Maps a function over axes that its results have and some of its operands lack.
+
+    Args:
+      function: a function of arrays that have none of these axes.
+      given, results: the axes that each operand and result has then, in order.
+      over: the axes.
+    """
+    inside = [set(own) - set(over) for own in (*given, *results)]
+    for d in over:
+        for own, then in zip(inside, (*given, *results), strict=True):
+            own |= {d} & then
+        places = [sorted(own).index(d) if d in own else None for own in inside]
+        function = jax.vmap(function, tuple(places[: len(given)]), places[len(given) :])
+    return function
 
 
 def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:
@@ -494,6 +534,15 @@ def _samples() -> Iterator[tuple[str, Sample]]:
         name = "x".join(map(str, shape))
         yield f"states-{name}-shifted", Sample(doubled, (one, one))
         yield f"gradients-{name}-shifted", Sample(of_doubled, (one, one, one))
+    for batch, steps, width in ((8, 256, 64), (16, 1024, 64), (16, 2048, 128)):  # of floats, whole train steps lost
+        decays, one = (jax.ShapeDtypeStruct(own, jnp.complex64) for own in ((steps, width), (batch, steps, width)))
+        yield f"states-{batch}x{steps}x{width}-shared", Sample(_shared, (decays, one))
+
+        def of_shared(a: jax.Array, b: jax.Array, d: jax.Array) -> tuple[jax.Array, jax.Array]:
+            found: tuple[jax.Array, jax.Array] = jax.vjp(_shared, a, b)[1](jnp.tanh(d))
+            return found
+
+        yield f"gradients-{batch}x{steps}x{width}-shared", Sample(of_shared, (decays, one, one))
     for batch, steps, width, state in ((1, 256, 64, 16), (2, 1024, 256, 16), (1, 2048, 1536, 16)):
         several = [(batch, steps, width), (batch, steps, width), (width, state), *[(batch, steps, state)] * 2]
         types = tuple(jax.ShapeDtypeStruct(own, jnp.float32) for own in several)
@@ -508,6 +557,12 @@ def _samples() -> Iterator[tuple[str, Sample]]:
             return found[:-1]
 
         yield f"gradients-{name}", Sample(pulled, (*types, types[0]))
+
+
+def _shared(decay: jax.Array, given: jax.Array) -> jax.Array:
+    """Computes the states of a batch with the same decays."""
+    found: jax.Array = jax.vmap(lambda a, b: _scan(0, a, b)[1], (None, 0))(jnp.tanh(decay), jnp.tanh(given))
+    return found
 
 
 def _expanded(
