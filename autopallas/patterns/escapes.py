@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
 
@@ -25,7 +25,7 @@ from autopallas.patterns.forward import COPIES, Forward, PerExample, RectifiedAp
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss
 from autopallas.sites.declared import DeclaredSite
 
-__all__ = ["CALLS", "complete"]
+__all__ = ["CALLS", "Beside", "complete"]
 
 CALLS = frozenset({"custom_jvp_call", "custom_vjp_call"})
 """Equations with bodies that may be part of a site, each as a whole."""
@@ -132,7 +132,7 @@ def _with_backwards(graph: Graph, waiting: Sequence[tuple[Match, Search | None]]
         found: dict[tuple[int, ...], Match] = {}
         for (match, search), own in zip(left, read, strict=True):
             with contained(match.location):
-                beside = _Beside(graph, still, kernels, own)
+                beside = Beside(graph, still, kernels, own)
                 if (whole := _with_backward(match, search, beside)) is not None:
                     found[match.results] = whole
         if len(found) == len(left):
@@ -146,7 +146,7 @@ def _read(search: Search) -> set[int]:
     return {use.number for use in search.forward.uses} | {backward.cotangent for backward in search.found}
 
 
-def _with_backward(match: Match, search: Search, beside: _Beside) -> Match | None:
+def _with_backward(match: Match, search: Search, beside: Beside) -> Match | None:
     """Returns the match with the backwards that were found, and with one operand for each use."""
     graph, forward = beside.graph, search.forward
     numbers = [use.number for use in forward.uses]
@@ -198,7 +198,7 @@ def _home(graph: Graph, cotangent: int, gradients: Sequence[int]) -> Body | None
     return None
 
 
-def _gradients(backward: Backward, numbers: Sequence[int], beside: _Beside) -> list[tuple[int, int]]:
+def _gradients(backward: Backward, numbers: Sequence[int], beside: Beside) -> list[tuple[int, int]]:
     """Returns pairs (use, number of its cotangent), each number once; an empty list where that cannot be.
 
     Among the uses of one value, the first pair has the use that is to receive the cotangent of them all. The cotangents
@@ -214,8 +214,7 @@ def _gradients(backward: Backward, numbers: Sequence[int], beside: _Beside) -> l
     for uses in of_value.values():
         found = [cotangent for _, cotangent in uses]
         for use, cotangent in uses:
-            others = {number for number in found if number != cotangent}
-            if found.count(cotangent) == 1 and beside.meet(cotangent, others):
+            if beside.meet(cotangent, found):
                 rest = {number: other for other, number in uses if number != cotangent}
                 gradients += [(use, cotangent), *((other, number) for number, other in rest.items())]
                 break
@@ -225,7 +224,7 @@ def _gradients(backward: Backward, numbers: Sequence[int], beside: _Beside) -> l
 
 
 @dataclass(frozen=True, slots=True)
-class _Beside:
+class Beside:
     """What is computed beside a site: the values that the program still computes, and those that other kernels read.
 
     Attributes:
@@ -237,8 +236,8 @@ class _Beside:
 
     graph: Graph
     still: frozenset[int]
-    kernels: Mapping[int, int]
-    own: Set[int]
+    kernels: Mapping[int, int] = field(default_factory=dict)
+    own: Set[int] = frozenset()
 
     def _another_reads(self, number: int) -> bool:
         """Returns whether the kernels of another site read a value."""
@@ -248,15 +247,19 @@ class _Beside:
         """Returns the nodes that read a value."""
         return [n for n in self.graph.users[number] if n.equation.effects or not self.still.isdisjoint(n.outputs)]
 
-    def meet(self, number: int, others: set[int]) -> bool:
-        """Returns whether values go into one sum and into nothing else before it, and ``number`` goes into it once."""
+    def meet(self, number: int, every: Sequence[int]) -> bool:
+        """Returns whether values go into one sum and into nothing else before it, each as often as it is among them,
+        and ``number`` is so once."""
+        wanted = Counter(every)
+        if wanted[number] != 1:
+            return False
         chain = [number]
         while len(chain) < _LONGEST and len(users := self._readers(chain[-1])) == 1:
             if users[0].name != "add_any" or self._another_reads(chain[-1]):
                 break
             chain.append(users[0].outputs[0])
-        return not others or any(
-            self._times(number, total) == 1 and all(self._times(other, total) for other in others) for total in chain
+        return len(wanted) == 1 or any(
+            all(self._times(other, total) == times for other, times in wanted.items()) for total in chain
         )
 
     def _times(self, number: int, total: int) -> int:

@@ -37,6 +37,7 @@ from autopallas.patterns.key_axis import DEEPEST, KeyAxis
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.score_magnitudes import BLURS_BY, ScoreMagnitudes
 from autopallas.patterns.softmax_terms import (
+    APART,
     HIDDEN,
     ROUNDED,
     UNSHIFTED,
@@ -86,6 +87,8 @@ class Softmax(KeyAxis):
         self.rounded = False  # whether some exponential is relative to a maximum in a narrower dtype
         self.added_behind = False  # whether something, possibly a fill, is added to scores less their maximum
         self.scaled_behind = False  # whether exact scores are scaled after their maximum was subtracted
+        self.joins = False  # whether sums relative to maxima of their own are read as those of other blocks of keys
+        self.apart = False  # whether one was
         self.overflows = False  # whether a row value was taken out that a cast may make infinite
 
     # ------------------------------------------------------------------ the weights' side
@@ -363,7 +366,7 @@ class Softmax(KeyAxis):
             return (UNSHIFTED,)
         shown = self._shown(argument)
         hides = any((w.kind, self.scope.key(w.source)) not in shown for w in weights)
-        return ((ROUNDED,) if self.rounded else ()) + ((HIDDEN,) if hides else ())
+        return ((ROUNDED,) if self.rounded else ()) + ((HIDDEN,) if hides else ()) + ((APART,) if self.apart else ())
 
     def may_be_nothing_but_fills(self, inner: LogSumExp) -> bool:
         """Returns whether a row of exponentials may hold nothing but a mask's fill, because a greater score was hidden
@@ -579,6 +582,8 @@ class Softmax(KeyAxis):
     def _log_of_sum(self, summands: Sequence[list[Term]]) -> list[Term]:
         """Returns log(a + b) where one summand is a normaliser and the others, relative to it, do not depend on the
         scores."""
+        if self.joins:
+            summands = [self.combine(part for t in terms for part in self._of_another_block(t)) for terms in summands]
         normalisers = [
             i for i, terms in enumerate(summands) if any(t.kind == "logsumexp" and self._depends(t) for t in terms)
         ]
@@ -658,6 +663,30 @@ class Softmax(KeyAxis):
                 self.axis = outer
             summands.append([*found.rows, Term(1.0, "logsumexp", LogSumExp(found.argument, tuple(found.weights)))])
         return summands[0] if len(summands) == 1 else self._log_of_sum(summands)
+
+    def _of_another_block(self, term: Term) -> list[Term]:
+        """Returns a term, or the terms of a sum of exponentials of other scores that are relative to numbers of the row
+        of their own."""
+        known = term.kind == "log" and term.coefficient == 1 and self.scope.name(term.value) == "reduce_sum"
+        if not self.joins or not known:
+            return [term]
+        try:
+            found = self._log_of_reduction(term.value)
+        except Mismatch:
+            return [term]
+        row, terms = self.space.atoms(term.value), []
+        for part in found:
+            while part.kind == "logsumexp" and isinstance(part.inner.argument, Ref):
+                argument = part.inner.argument
+                operands = self.space.operands(argument) if self.scope.name(argument) == "sub" else None
+                if not operands or not self.space.atoms(operands[1]) <= row:
+                    break
+                self.apart = True
+                terms.append(Term(-part.coefficient, "value", self.space.canonical(operands[1])))
+                inner = replace(part.inner, argument=self.space.canonical(operands[0]))
+                part = part._replace(expression=inner)
+            terms.append(part)
+        return terms
 
     def _another_block(self, ref: Ref, axis: Sequence[Atom]) -> list[Term] | None:
         """Returns the logarithm of a sum of exponentials of other scores over an axis; None where the sum is another

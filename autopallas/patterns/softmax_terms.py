@@ -11,6 +11,7 @@ from autopallas.patterns.expressions import Expression
 from autopallas.patterns.match import Mismatch
 
 __all__ = [
+    "APART",
     "HIDDEN",
     "ROUNDED",
     "UNSHIFTED",
@@ -36,6 +37,10 @@ vanish, the program gives NaN."""
 ROUNDED = "the maximum is rounded before it is subtracted, by less than makes an exponential overflow"
 """Assumption about scores less a maximum in a narrower dtype. A maximum of 45,000 loses up to 88 in bfloat16: the
 exponential of so much overflows, and the program gives NaN."""
+
+APART = "each block of keys has a finite maximum of its own in every row"
+"""Assumption about blocks of keys whose exponentials are relative to maxima of their own: where -inf hides all keys of
+one block, the program gives NaN."""
 
 
 class SeveralBlocks(Mismatch):

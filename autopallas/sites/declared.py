@@ -74,6 +74,7 @@ class DeclaredOperation(Operation):
       stands_for: for a letter of the result, the letter whose axis it is at sites of which no operand has it.
       variants: typical specs of other sites that are measured and checked beside the sample, such as with operands that
         it lacks, by a word for each.
+      measured_sizes: sizes of the letters at which rows of the tuned table are measured, beside the sample's.
       untrained: operands of which train steps have no gradients, as they are measured.
       fitted_sizes: where sizes of letters depend on each other, turns any into ones that a site with these letters may
         have, and leaves such as they are.
@@ -91,6 +92,7 @@ class DeclaredOperation(Operation):
     further: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     stands_for: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     variants: Mapping[str, Spec] = field(default_factory=dict, kw_only=True)
+    measured_sizes: tuple[Mapping[str, int], ...] = field(default=(), kw_only=True)
     untrained: tuple[str, ...] = field(default=(), kw_only=True)
     fitted_sizes: Callable[[Mapping[str, int]], Mapping[str, int]] = field(default=dict, kw_only=True)
     block_sizes: BlockSizesClass = field(default=cast(BlockSizesClass, NoBlockSizes), kw_only=True)

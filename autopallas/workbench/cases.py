@@ -155,14 +155,18 @@ class DeclaredCases:
         return replace(self.sample, **sizes, **dict.fromkeys(names, np.dtype(case.dtype)))
 
     def table_grid(self, platform: str = "cpu") -> tuple[Case, ...]:
-        """The size of the sample in both directions, in float32 and bfloat16 where the result is floating; of a custom
-        pattern, whose reference may be another one in another dtype, in its own dtype."""
+        """The sizes of the sample and those to measure, in both directions, in float32 and bfloat16 where the result is
+        floating; of a custom pattern, whose reference may be another one in another dtype, in its own dtype."""
         own = str(self._dtype("result"))
         several = jnp.issubdtype(own, jnp.floating) and not isinstance(self.operation, PatternOperation)
         dtypes = ("float32", "bfloat16") if several else (own,)
-        sizes = tuple(self.operation.letters(self.sample).items())
+        letters = self.operation.letters(self.sample)
+        further = (letters | {letter: own[letter] for letter in letters} for own in self.operation.measured_sizes)
         return tuple(
-            Case(self.operation.name, direction, d, self.variant, sizes) for direction in DIRECTIONS for d in dtypes
+            Case(self.operation.name, direction, d, self.variant, tuple(sizes.items()))
+            for sizes in (letters, *further)
+            for direction in DIRECTIONS
+            for d in dtypes
         )
 
     def types(self, case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:

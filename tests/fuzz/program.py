@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import arrays, attention, dispatched, gated, losses, mixtures, pairs, recurrences, respellings, stacks
+from . import arrays, attention, dispatched, gated, linear, losses, mixtures, pairs, recurrences, respellings, stacks
 from .choices import Choices
 from .writing import Argument, Writer
 
@@ -35,6 +35,8 @@ _FIRST_MEMORY = 100_000
 """From here on half of the loops over time are optimized for memory, or checkpointed whatever that gains."""
 _FIRST_GATED = 120_000
 """From here on a tenth are gated MLPs."""
+_FIRST_LINEAR = 140_000
+"""From here on a tenth are linear attentions."""
 _MEMORY: dict[str, Mapping[str, Any]] = {
     "usual": {},
     "checkpoint": {"ops": ("scan_checkpoint",)},
@@ -129,6 +131,8 @@ def random_program(
         family = "dispatch"
     if seed >= _FIRST_GATED and place == 7:
         family = "gated"
+    if seed >= _FIRST_LINEAR and place == 8:
+        family = "linear"
     options: Mapping[str, Any] = {}
     if seed >= _FIRST_MEMORY and family == "recurrence":
         name = c.pick("options", {name: name for name in _MEMORY}, 0.5)
@@ -155,6 +159,9 @@ def random_program(
     elif family == "gated":
         size, core = gated.operands(w, "g")
         head, write = "mlp", lambda: gated.body(w, "g", size, *core)
+    elif family == "linear":
+        form, core = linear.operands(w, "k")
+        head, write = "attend", lambda: linear.body(w, "k", form, *core)
     elif family == "dispatch":
         size, core = dispatched.operands(w, "d")
         head, write = "mix", lambda: dispatched.body(w, "d", size, *core)

@@ -600,6 +600,46 @@ def blocks_with_masks_in_a_checkpointed_loop(q, k, v, k_further, v_further, mask
     return lax.scan(jax.checkpoint(step), jnp.zeros((B, T, N, 3)), jnp.array([1.0, 0.5]))[0]
 
 
+def part_of_keys(q, k, v, hidden=False):
+    """The product of exponentials and values of a block of keys, its maximum and its sum, each [B, T, N, 1 or D]."""
+    s = jnp.moveaxis(triangle(scores(q, k)) if hidden else scores(q, k), 2, 1)
+    m = s.max(-1, keepdims=True)
+    e = jnp.exp(s - m)
+    return jnp.einsum("btns,bsnd->btnd", e, v), m, e.sum(-1, keepdims=True)
+
+
+def joined(parts, factor=lambda m, common: jnp.exp(m - common), weight=None):
+    common = functools.reduce(jnp.maximum, [m for _, m, _ in parts])
+    total = sum(factor(m, common) * s for _, m, s in parts)
+    return sum((weight or factor)(m, common) * y / total for y, m, _ in parts)
+
+
+@entered(in_blocks)
+def parts_of_the_keys_joined(q, k, v, k_further, v_further):
+    return joined([part_of_keys(q, k, v, hidden=True), part_of_keys(q, k_further, v_further)])
+
+
+@entered(lambda: [*in_blocks(), array(B, 3, N, D, seed=7), array(B, 3, N, 3, seed=8)])
+def parts_of_the_keys_joined_three_of_them(q, k, v, k_further, v_further, k_last, v_last):
+    parts = part_of_keys(q, k, v, hidden=True), part_of_keys(q, k_further, v_further), part_of_keys(q, k_last, v_last)
+    return joined(parts)
+
+
+@entered(lambda: in_blocks(T))
+def parts_of_the_keys_joined_in_a_loop(q, k, v, k_further, v_further):
+    """The division comes after the sum."""
+
+    def step(x, w):
+        turned = q * w
+        y, m, s = part_of_keys(turned, k, v)
+        y_further, m_further, s_further = part_of_keys(turned, k_further, v_further)
+        common = jnp.maximum(m, m_further)
+        a, b = jnp.exp(m - common), jnp.exp(m_further - common)
+        return x + (y * a + y_further * b) / (s * a + s_further * b), None
+
+    return lax.scan(step, jnp.zeros((B, T, N, 3)), jnp.array([1.0, 0.5]))[0]
+
+
 def bands() -> list[Any]:
     """Queries, keys and values in three blocks of four, and a mask for each with itself, the next and the last."""
     mask = np.random.default_rng(0).random((2, 3, 3, 1, 4, 4)) < 0.7
@@ -653,6 +693,18 @@ def blocks_with_a_maximum_each(q, k, v, k_further, v_further):
     exponentials = [jnp.exp(s - lax.stop_gradient(s.max(-1, keepdims=True))) for s in parts]
     total = sum(e.sum(-1, keepdims=True) for e in exponentials)
     return mixed(exponentials[0] / total, v) + mixed(exponentials[1] / total, v_further)
+
+
+@_blocks_look_alike
+def blocks_joined_by_the_maxima_of_the_sums(q, k, v, k_further, v_further):
+    """Products and sums have other factors."""
+    parts = part_of_keys(q, k, v), part_of_keys(q, k_further, v_further)
+    return joined(parts, weight=lambda m, common: jnp.exp((m - common) / 2))
+
+
+@_blocks_look_alike
+def blocks_joined_as_if_of_one_maximum(q, k, v, k_further, v_further):
+    return joined([part_of_keys(q, k, v), part_of_keys(q, k_further, v_further)], factor=lambda m, common: 1.0)
 
 
 @_blocks_look_alike

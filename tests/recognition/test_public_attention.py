@@ -104,6 +104,15 @@ def test_look_alike_is_left_as_it_is_or_exact(name):
     assert train_step(program.function, arguments).complaints == []
 
 
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name.startswith("parts_of_the_keys")])
+def test_parts_with_a_maximum_each_assume_that_it_is_finite(name):
+    program = PROGRAMS[name]
+    (site,) = autopallas.explain(optimized_like_a_user(program.function), *program.arguments()).sites
+    assert any("a finite maximum of its own" in said for said in site.assumptions)
+    careful = autopallas.explain(optimized_like_a_user(program.function, assume_finite=False), *program.arguments())
+    assert careful.counts()["attention"] == 0
+
+
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name.startswith(("blocks", "three"))])
 def test_blocks_whose_maximum_is_subtracted_assume_nothing(name):
     program = PROGRAMS[name]

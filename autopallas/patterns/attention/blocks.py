@@ -1,5 +1,5 @@
-"""Reads one softmax over several blocks of keys: scores side by side in one array, or blocks that share maximum and
-sum.
+"""Reads one softmax over several blocks of keys: scores side by side in one array, blocks that share maximum and sum,
+or blocks with a maximum and a sum each that are joined afterwards.
 
 Each block's product with its values is an attention whose normaliser sums over the other blocks too. Where the blocks
 agree on that, they are one attention over concatenated keys and values.
@@ -84,16 +84,21 @@ def sum_with(graph: Graph, reach: Sequence[tuple[bool, bool]], value: int) -> in
 
 
 def _of_products(graph: Graph, reach: Sequence[tuple[bool, bool]], value: int) -> bool:
-    """Returns whether a value is a product of probabilities and values, or the sum of one and something else."""
+    """Returns whether a value is a product of probabilities and values, a multiple of one, or the sum of one and
+    something else."""
+    todo = [value]
     for _ in range(_FURTHEST):
-        node = graph.definitions.get(value)
+        node = graph.definitions.get(todo.pop()) if todo else None
         if node is None:
-            return False
-        if node.name == "dot_general":
-            return any(reach[number][1] for number in node.inputs)
-        if node.name not in LAYOUT and node.name not in ("convert_element_type", "div", "mul", "add", "add_any"):
-            return False
-        value = node.inputs[0]
+            if not todo:
+                return False
+        elif node.name == "dot_general":
+            if any(reach[number][1] for number in node.inputs):
+                return True
+        elif node.name == "mul":  # factors of rows stand on either side
+            todo += node.inputs
+        elif node.name in LAYOUT or node.name in ("convert_element_type", "div", "add", "add_any"):
+            todo.append(node.inputs[0])
     return False
 
 

@@ -328,9 +328,10 @@ class AttentionDraft(ProvedAttention):
         self.terms = self._terms_of(forward)
         sides = [pin for use, pin in pins.items() if use not in every]
         pinned_roles: dict[int, int | None] = {}
+        lacking = {use for backward in search.found for use in backward.lacking}
         for role, uses in enumerate(roles):
             found = [pins[use] for use in uses if use in pins]
-            if len(found) > 1:
+            if len(found) > 1 or (found and not lacking.isdisjoint(uses)):
                 raise Mismatch(
                     "the gradients of what several blocks of keys read are not added up", found[0], advice=QUERIES_ONCE
                 )
@@ -338,6 +339,7 @@ class AttentionDraft(ProvedAttention):
         for number in sides:
             if sides.count(number) > 1:
                 raise Mismatch("a side input with a gradient is read in two places", number, advice=SIDE_INPUT_ONCE)
+        self._check_lacking([search.forward.uses[use].number for use in lacking.difference(every)], frozenset(sides))
         site, carrier = self.assemble(pinned_roles, frozenset(sides), tuple(body for _, body in pairs), across)
         carried = {number: carrier.roles + i for i, number in enumerate(carrier.operands[carrier.roles :])}
         # The cotangent of a constant, such as the zeros of a fill, is nobody's gradient: if it is read, it stays.
@@ -378,6 +380,25 @@ class AttentionDraft(ProvedAttention):
                 for backward, body in pairs
             ),
         )
+
+    def _check_lacking(self, numbers: Sequence[int], sides: frozenset[int]) -> None:
+        """Checks that no side input with a gradient is among values of which the program has no cotangent, or among
+        what they are computed from: a kernel gives the cotangent of all its uses.
+
+        Raises:
+          Mismatch: one is, as where the gradient is that of one of two arguments that are the same array.
+        """
+        todo = [*numbers]
+        seen = set(todo) if sides else set()
+        while todo and sides:
+            number = todo.pop()
+            self.graph.steps.spend()
+            if number in sides:
+                raise Mismatch("a side input with a gradient is read in two places", number, advice=SIDE_INPUT_ONCE)
+            node = self.graph.definitions.get(number)
+            further = [n for n in (node.inputs if node is not None else ()) if n not in seen and n >= min(sides)]
+            seen.update(further)
+            todo += further
 
     def _fits(self, level: Level, body: Body, across: bool) -> bool:
         """Returns whether an operand is at hand in both directions, and its cotangent is computed in the backward's

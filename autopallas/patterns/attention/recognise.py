@@ -333,6 +333,7 @@ class _Attempt:
         features, as those of linear attention, and no scores."""
         self._chosen: int | None = None  # among several contractions under the exponential, the one taken as scores
         self._others: list[int] = []
+        self._joins = False  # whether what is proved is one of several blocks of keys
         self._further: list[Product] = []  # the other contractions, which may be added to the scores
 
     def draft(self, node: Node, side: int) -> AttentionDraft | None:
@@ -427,6 +428,7 @@ class _Attempt:
         for block in found:
             attempt = _Attempt(self.graph, self.reach, self.assume_finite, frozenset())
             attempt.scope = Scope(self.graph, space=scope.space)
+            attempt._joins = True
             draft = attempt.proof(block.node, block.side, root, top, block.contraction, block.outside)
             if draft is None:
                 raise SeveralBlocks
@@ -520,6 +522,7 @@ class _Attempt:
         key_axis = tuple(sorted(contracted, key=lambda a: layout.index(a) if a in layout else len(layout)))
         offset = next((o for o, atoms in weights.view if set(space.resolve(atoms)) & set(space.resolve(key_axis))), 0)
         softmax = Softmax(scope, key_axis, offset)
+        softmax.joins = self._joins
         scores = self._score_contraction(softmax, weights)
         if scores is None:
             return None

@@ -13,6 +13,7 @@ from autopallas.compat import ArrayFunction, JaxprAtom, JaxprEqn, Literal, Shape
 from autopallas.graph import Body, Graph, Node, flatten
 from autopallas.graph.array_slices import Place, plus_slices, slices_at, with_slices
 from autopallas.graph.body_links import may_be_given
+from autopallas.graph.edit import surviving
 from autopallas.graph.extract import closed, copied
 from autopallas.kernels.recurrence.forms import is_product, products_apart
 from autopallas.kernels.recurrence.loop import Loop
@@ -22,6 +23,7 @@ from autopallas.kernels.recurrence.spec import RecurrenceSpec
 from autopallas.kernels.recurrence.structure import Known, MatrixState
 from autopallas.patterns.advice import AT_HAND, FIRST_VARIES, LOOP_GRADIENT, STATE
 from autopallas.patterns.carry import is_available
+from autopallas.patterns.escapes import Beside
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch
 from autopallas.patterns.recurrence.all_steps import check_all_steps
 from autopallas.patterns.recurrence.carries import carries_of, check_delta_rules
@@ -415,6 +417,7 @@ class Assembly:
             raise Mismatch("its backward gives the cotangent of a constant", advice=LOOP_GRADIENT) from None
         if not gradients:
             raise Mismatch("its backward gives nothing", advice=LOOP_GRADIENT)
+        self._check_equal_slices(pair)
         cotangents = [pair.cotangents[end] for end in self.needed]
         known = self.graph.positions[home]
         if len(cotangents) > 1 and not (
@@ -424,6 +427,30 @@ class Assembly:
         ):
             raise Mismatch("its backward gets the cotangents of several results", advice=LOOP_GRADIENT)
         return BackwardMatch(home, cotangents[0], tuple(sorted(gradients)), further=tuple(cotangents[1:]))
+
+    def _check_equal_slices(self, pair: Pair) -> None:
+        """Checks that the cotangents of slices of one array do nothing but add up: a kernel reads one for all of them.
+
+        Raises:
+          Mismatch: they go elsewhere, or the program lacks one, as where the gradient is that of one of two arguments
+            that are the same array.
+        """
+        step, first = self.step, len(self.scan.constants) + self.scan.carried
+        atoms = [*(atom for e in step.equations for atom in e.invars), *step.after, *step.results]
+        read = {atom for atom in atoms if isinstance(atom, Var)}
+        places: dict[int, list[int]] = {}
+        for i, (variable, atom) in enumerate(zip(step.slices, self.scan.given[first:], strict=True)):
+            if variable in read and variable not in self.scan.places and isinstance(atom, Var):
+                places.setdefault(self.numbers[atom], []).append(i)
+        for number, own in places.items():
+            found = [pair.slices[i] for i in own if i in pair.slices]
+            if len(own) == 1 or not found:
+                continue
+            beside = Beside(self.graph, surviving(self.graph))
+            if len(found) < len(own) or not any(beside.meet(n, found) for n in found):
+                raise Mismatch(
+                    "it reads an array in two places, whose cotangents are not added up", number, advice=LOOP_GRADIENT
+                )
 
 
 _LEAST_COLUMNS = 8

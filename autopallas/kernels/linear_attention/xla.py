@@ -1,0 +1,123 @@
+"""Computes causal linear attention in plain JAX, chunk by chunk.
+
+Within a chunk of steps are scores, as in attention; what the chunks before it add is one matrix of N x P numbers for
+each sequence.  So memory grows with T, and time with T times the chunk.  The gradients are three linear attentions:
+that of the queries sees the steps that the result sees, and those of keys and values the steps that see them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopallas.kernels.linear_attention.operation import LinearAttentionSpec, seen
+from autopallas.numerics.classes import Numerics
+from autopallas.sites.device import Device
+from autopallas.sites.index_notation import summed_to
+from autopallas.sites.operation import Supported, Unsupported
+from autopallas.sites.spec import BlockSizes
+
+__all__ = ["NUMERICS", "backward", "forward", "supports"]
+
+NUMERICS: Numerics = "tolerance"
+"""How its results relate to the original's."""
+
+
+def supports(spec: LinearAttentionSpec, device: Device) -> Supported | Unsupported:
+    """Returns that every spec is supported."""
+    return Supported()
+
+
+def forward(spec: LinearAttentionSpec, block_sizes: BlockSizes | None, operands: Mapping[str, jax.Array]) -> jax.Array:
+    """Returns the result, [B, T, P]."""
+    q, k, v = _wide(spec, operands)
+    if not spec.normalised:
+        return _summed(spec, block_sizes, q, k, v, spec.reverse).astype(spec.result_dtype)
+    v, mean = _centred(v)
+    return _divided(spec, _summed(spec, block_sizes, q, k, v, spec.reverse), mean).astype(spec.result_dtype)
+
+
+def backward(
+    spec: LinearAttentionSpec,
+    block_sizes: BlockSizes | None,
+    operands: Mapping[str, jax.Array],
+    cotangent: jax.Array,
+    wanted: frozenset[str],
+) -> dict[str, jax.Array]:
+    """Returns the cotangents of the operands named in ``wanted``."""
+    q, k, v = _wide(spec, operands)
+    dy = cotangent.astype(v.dtype)
+    if spec.normalised:
+        v, mean = _centred(v)
+        sums = _summed(spec, block_sizes, q, k, v, spec.reverse)
+        (dy,) = jax.vjp(lambda sums: _divided(spec, sums, mean), sums)[1](dy)
+    found: dict[str, jax.Array] = {}
+    if "query" in wanted:
+        found["query"] = _summed(spec, block_sizes, dy, v, k, spec.reverse)
+    if "key" in wanted:
+        found["key"] = _summed(spec, block_sizes, v, dy, q, not spec.reverse)
+    if "value" in wanted:
+        found["value"] = _summed(spec, block_sizes, k, q, dy[..., : spec.columns], not spec.reverse)
+    return {name: summed_to(x, operands[name].shape).astype(operands[name].dtype) for name, x in found.items()}
+
+
+def _wide(spec: LinearAttentionSpec, operands: Mapping[str, jax.Array]) -> list[jax.Array]:
+    """Returns queries, keys and values of all sequences and steps, in the dtype in which they are summed."""
+    given = (operands[name].astype(spec.accumulation_dtype) for name in ("query", "key", "value"))
+    return [jnp.broadcast_to(x, (spec.batch, spec.steps, x.shape[-1])) for x in given]
+
+
+def _centred(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns values without their mean, with a further column of ones, by which the scores are summed; and the mean.
+
+    The gradients are those of differences between values and results: of what all have in common, sums over many
+    steps would leave rounding errors.
+    """
+    mean = jnp.mean(values, 1, keepdims=True)
+    return jnp.concatenate([values - mean, jnp.ones_like(values[..., :1])], -1), mean
+
+
+def _divided(spec: LinearAttentionSpec, sums: jax.Array, mean: jax.Array) -> jax.Array:
+    """Returns the quotients of sums [B, T, P + 1] of values without their mean, with the mean."""
+    rest = sums[..., :-1] - spec.epsilon * mean if spec.epsilon else sums[..., :-1]
+    return rest / (sums[..., -1:] + spec.epsilon) + mean
+
+
+def _summed(
+    spec: LinearAttentionSpec,
+    block_sizes: BlockSizes | None,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    reverse: bool,
+) -> jax.Array:
+    """Returns ``factor * sum over s of (query[t] . key[s]) * value[s]``, [B, T, P], over the steps s until t, or from t
+    on where ``reverse``."""
+    steps = query.shape[1]
+    chunk = min(64 if block_sizes is None else int(block_sizes.to_dict()["chunk"]), steps)
+    own = seen(chunk, reverse, spec.strict)
+
+    def one(state: jax.Array, given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        q, k, v = given
+        scores = jnp.where(own, _product("btn,bsn->bts", q, k), 0)
+        found = _product("bts,bsp->btp", scores, v) + _product("btn,bnp->btp", q, state)
+        return state + _product("bsn,bsp->bnp", k, v), found
+
+    missing = -steps % chunk  # steps of zeros, behind the others, that add nothing
+    given = tuple(_in_chunks(x, missing, chunk) for x in (query * spec.factor, key, value))
+    first = jnp.zeros((query.shape[0], query.shape[2], value.shape[2]), query.dtype)
+    _, found = lax.scan(one, first, given, reverse=reverse)
+    return jnp.moveaxis(found, 0, 1).reshape(query.shape[0], steps + missing, -1)[:, :steps]
+
+
+def _in_chunks(x: jax.Array, missing: int, chunk: int) -> jax.Array:
+    """Returns [T / C, B, C, ...] of [B, T, ...]."""
+    x = jnp.pad(x, ((0, 0), (0, missing), (0, 0))) if missing else x
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, x.shape[2]), 1, 0)
+
+
+def _product(subscripts: str, first: jax.Array, second: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, first, second, precision=lax.Precision.HIGHEST)

@@ -1,0 +1,396 @@
+"""Finds causal linear attention: products of queries and keys that a triangle masks, times values; or queries times
+running sums of outer products of keys and values.
+
+Every spelling ends in a contraction, over keys or over features.  One of its operands is masked products, or running
+sums; from there on views tell which axis is which, whatever the layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from autopallas import jaxprs
+from autopallas.faults import contained
+from autopallas.graph import Graph, Node, Ref
+from autopallas.graph.edit import surviving
+from autopallas.graph.labels import Atom, Dimension, is_product
+from autopallas.kernels.linear_attention.operation import OPERATION, LinearAttentionSpec, Spelling
+from autopallas.patterns.advice import LINEAR_MASK, LINEAR_SCORES, LINEAR_STATES
+from autopallas.patterns.declared_match import declared_match
+from autopallas.patterns.escapes import complete
+from autopallas.patterns.expressions import Scope
+from autopallas.patterns.forward import COPIES, LAYOUT
+from autopallas.patterns.linear_attention.masks import COMPARISONS, Seen, Triangle, triangle
+from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
+
+__all__ = ["find"]
+
+_DEEPEST = 16
+"""Longest chain of elementwise equations that is looked at."""
+
+
+class _Unlike(Exception):
+    """A contraction does not resemble linear attention."""
+
+
+class _Parts(NamedTuple):
+    """Queries, keys and values as a site reads them, and the labels of features and steps."""
+
+    query: Ref
+    key: Ref
+    value: Ref
+    features: Sequence[Dimension]
+    steps: tuple[Atom, ...]
+    seen: Seen
+    spelling: Spelling
+
+
+def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
+    """Finds every causal linear attention in a graph, and the near misses."""
+    nodes = _candidates(graph) if assume_finite else []
+    if not nodes:
+        return [], []
+    alive = surviving(graph)
+    sites: list[tuple[Match, Node]] = []
+    misses: list[NearMiss] = []
+    for node in nodes:
+        if node.outputs[0] not in alive:
+            continue
+        with contained(node):
+            try:
+                with bounded(graph):
+                    sites += [(match, node) for match in _matches(graph, node)]
+            except Mismatch as mismatch:
+                if _is_transposed(node):
+                    continue  # said of the forward
+                location = jaxprs.location(node.equation)
+                misses.append(NearMiss(OPERATION.name, location, mismatch.reason, node.outputs[0], mismatch.advice))
+    # Quotients hold sums, so they come first. Gradients are sums of the same kind: those that belong to no site with
+    # its backward are sites of their own.
+    matches: list[Match] = []
+    for with_backward in (True, False):
+        for quotients in (True, False):
+            given = {number for match in matches for number in match.replaced}
+            reads = {number: read for match in matches for number, read in match.reads.items()}
+            still = surviving(graph, given, reads)
+            left = [(match, node) for match, node in sites if (node.name == "div") == quotients]
+            left = [(match, node) for match, node in left if not still.isdisjoint(match.results)]
+            found, missed = complete(graph, [own for own in left if not (with_backward and _is_transposed(own[1]))])
+            matches += [match for match in found if match.backwards or not with_backward]
+            misses += [] if with_backward or quotients else missed
+    return matches, misses
+
+
+def _is_transposed(node: Node) -> bool:
+    return node.body.transposed or "transpose(" in jaxprs.name_stack(node.equation)
+
+
+_CONTRACTIONS = frozenset({"dot_general", "reduce_sum"})
+_COUNTS = LAYOUT | {"add", "sub", "convert_element_type"}
+_MOVES = COPIES | {"slice", "split", "concatenate", "stack", "unstack", "not"}
+_SCALES = frozenset({"mul", "div", "neg", "select_n"})
+
+
+def _candidates(graph: Graph) -> list[Node]:
+    """Returns the contractions, and quotients of these, that read running sums or masked products, in one pass over the
+    program.  A mask compares positions here, or is part of the program's text."""
+    positions = {number for number, array in graph.constants.items() if np.ndim(array) > 0}
+    masks = {number for number in positions if np.ndim(graph.constants[number]) > 1}
+    numbers: set[int] = set()  # arrays that repeat one
+    products: set[int] = set()
+    reached: set[int] = set()
+    results: set[int] = set()
+    found: list[Node] = []
+    for node in graph.nodes:
+        name, given = node.name, [n for n in node.inputs if n not in graph.literals and n not in numbers]
+        moves = name in _MOVES or name in _SCALES
+        contracts = name in _CONTRACTIONS and not is_product(node)
+        if given and (name in COMPARISONS and positions.issuperset(given) or moves and masks.issuperset(given)):
+            masks.update(node.outputs)
+        elif name == "iota" or (given and name in _COUNTS and positions.issuperset(given)):
+            positions.update(node.outputs)
+        elif not given and name in COPIES:
+            numbers.update(node.outputs)
+        elif name == "cumsum":
+            reached.update(node.outputs)
+        elif not reached.isdisjoint(given):
+            if contracts:
+                found.append(node)
+                results.update(node.outputs)
+            elif moves or is_product(node):
+                reached.update(node.outputs)
+        elif not results.isdisjoint(given) and name == "div":
+            found.append(node)
+        elif not products.isdisjoint(given) and name in _SCALES and not masks.isdisjoint(given):
+            reached.update(node.outputs)
+        if contracts or (moves and not products.isdisjoint(given)):
+            products.update(node.outputs)
+        if name in COPIES and not results.isdisjoint(given):
+            results.update(node.outputs)
+    return found
+
+
+def _matches(graph: Graph, node: Node) -> Iterator[Match]:
+    """Yields the site whose result a contraction gives, if it is one."""
+    for place in (0, 1):
+        try:
+            match = _Place(graph, node, place).match()
+        except _Unlike:
+            continue
+        if match is not None:
+            yield match
+            return
+
+
+class _Place:
+    """A contraction of masked products, or of running sums, with another array."""
+
+    def __init__(self, graph: Graph, node: Node, place: int):
+        self.graph, self.node, self.scope = graph, node, Scope(graph)
+        self.space = self.scope.space
+        self.whole = self.space.full(node.outputs[0])
+        self.factor, self.epsilon = 1.0, 0.0
+        self.divisor: Ref | None = None
+        """What the result is divided by, where it is a quotient."""
+        self.normalised, self.captured = False, False
+        sums = self.whole
+        if node.name == "div":
+            operands = self.space.operands(self.whole)
+            if operands is None:
+                raise _Unlike
+            sums, self.divisor = operands
+        found = self.space.contraction(sums)
+        if found is None:
+            raise _Unlike
+        first, second, self.summed = found
+        self.inner, self.other = (first, second) if place == 0 else (second, first)
+        if self.divisor is not None and not self._is_total(self.divisor, self.space.canonical(self.inner)):
+            raise _Unlike
+
+    def match(self) -> Match | None:
+        """Returns the match.
+
+        Raises:
+          _Unlike: it is none.
+          Mismatch: it is none, but resembles one.
+        """
+        graph, space = self.graph, self.space
+        parts = self._parts()
+        result = [own for _, own in space.view(self.whole.view)]
+        ordered = [atom for own in result for atom in own]
+        steps = space.resolve(parts.steps)
+        features = [atom for _, own in parts.features for atom in space.resolve(own)]
+        read = {name: space.atoms(getattr(parts, name)) for name in ("query", "key", "value")}
+        columns = [a for a in ordered if a in read["value"] and a not in read["query"] | read["key"] | {*steps}]
+        batch = [a for a in ordered if a not in columns and a not in steps]
+        allowed = {"query": {*batch, *steps, *features}, "key": {*batch, *steps, *features}}
+        allowed["value"] = {*batch, *steps, *columns}
+        if any(not own <= allowed[name] for name, own in read.items()):
+            raise _Unlike
+        if not {*features} <= read["query"] & read["key"]:
+            raise _Unlike
+        if not {*steps} <= {*ordered}:
+            raise _Unlike
+        if not features or not columns or not steps:
+            raise _Unlike
+        dtypes = {f"{name}_dtype": graph.dtype(getattr(parts, name).value) for name in read}
+        result_dtype = graph.dtype(self.node.outputs[0])
+        if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (*dtypes.values(), result_dtype)):
+            raise _Unlike
+        strict = parts.seen.strict
+        if strict is None:
+            raise Mismatch(
+                f"each step sees the steps up to {abs(parts.seen.offset)} steps away from it", advice=LINEAR_SCORES
+            )
+        form = LinearAttentionSpec(
+            0, 0, 0, 0, **dtypes, result_dtype=result_dtype, factor=self.factor, reverse=parts.seen.reverse,
+            strict=strict, normalised=self.normalised, epsilon=self.epsilon, spelling=parts.spelling,
+        )  # fmt: skip
+        operands = {name: Ref(own.value, space.view(own.view)) for name in read if (own := getattr(parts, name))}
+        letters = {"B": batch, "T": list(steps), "N": features, "P": columns}
+        found = declared_match(graph, OPERATION.name, form, self.node, operands, letters, result, space.sizes)
+        if found is None and self.captured:
+            raise Mismatch("the causal mask is an array that is part of the program's text", advice=LINEAR_MASK)
+        return found
+
+    def _parts(self) -> _Parts:
+        """Returns the parts, whichever of both spellings it is."""
+        at, mask = self.inner, None
+        for _ in range(_DEEPEST):
+            at = self.space.canonical(at)
+            name = self.scope.name(at)
+            if name == "cumsum" and mask is None:
+                return self._of_states(at)
+            products = None if mask is None else self.space.contraction(at)
+            if mask is not None and products is not None:
+                return self._of_scores(products, mask)
+            operands = self.space.operands(at) if name in _PEELED else None
+            if operands is None:
+                raise _Unlike
+            if name == "convert_element_type":
+                at = self._cast(operands)
+            elif name == "select_n":
+                at, mask = self._selected(operands, mask)
+            elif (further := self._scaled(operands, name)) is not None:
+                at = further
+            elif name == "div" and mask is None and self.factor == 1 and not self.normalised:
+                at = self.space.canonical(operands[0])
+                if not self._is_total(operands[1], at):
+                    raise _Unlike
+            elif name == "mul":
+                at, mask = self._masked(operands, mask)
+            else:
+                raise _Unlike
+        raise _Unlike
+
+    # ------------------------------------------------------------------ elementwise equations around masked products
+
+    def _scaled(self, operands: Sequence[Ref], name: str | None) -> Ref | None:
+        """Returns what is multiplied by a known number, which is noted; None if nothing is."""
+        if name == "neg":
+            self.factor *= -1
+            return operands[0]
+        for x, other in (operands, operands[::-1]) if name == "mul" else (operands,):
+            number = self.scope.number(other)
+            if number is not None and math.isfinite(number) and number != 0:
+                self.factor = self.factor * number if name == "mul" else self.factor / number
+                return x
+        return None
+
+    def _is_total(self, ref: Ref, scores: Ref) -> bool:
+        """Notes that something is divided by the sum of scores over the steps, and a number; returns whether it is."""
+        space, epsilon = self.space, 0.0
+        ref = space.canonical(ref)
+        for _ in range(_DEEPEST):
+            name, operands = self.scope.name(ref), space.operands(ref)
+            if operands is None or name not in ("add", "convert_element_type"):
+                break
+            numbers = [self.scope.number(x) for x in operands] if name == "add" else []
+            place = next((i for i, n in enumerate(numbers) if n is not None and math.isfinite(n)), None)
+            if name == "add" and (place is None or epsilon):
+                return False
+            epsilon = epsilon if place is None else float(numbers[place] or 0)
+            ref = operands[0 if place is None else 1 - place]
+        if self.scope.name(ref) != "reduce_sum":
+            return False
+        summed, dimensions = space.reduced(ref)
+        summed = space.canonical(summed)
+        while summed.value != scores.value and self.scope.name(summed) == "convert_element_type":
+            summed = space.canonical(self._cast(space.operands(summed) or ()))
+        inner, keys = ([a for _, own in d for a in space.resolve(own)] for d in (dimensions, self.summed))
+        if [space.sizes[a] for a in inner] != [space.sizes[a] for a in keys] or {*inner} & space.atoms(scores):
+            return False
+        self.normalised, self.epsilon = True, epsilon
+        return space.same(self._renamed(summed, dict(zip(inner, keys, strict=True))), scores)
+
+    def _cast(self, operands: Sequence[Ref]) -> Ref:
+        """Returns what is cast from another floating type."""
+        if len(operands) != 1 or not jnp.issubdtype(self.graph.dtype(operands[0].value), jnp.floating):
+            raise _Unlike
+        return operands[0]
+
+    def _triangle(self, ref: Ref) -> Triangle | None:
+        found = triangle(self.scope, ref, [atom for _, own in self.summed for atom in own])
+        self.captured |= found is not None and found.captured
+        return found
+
+    def _selected(self, operands: Sequence[Ref], mask: Triangle | None) -> tuple[Ref, Triangle]:
+        """Returns what a selection masks with zeros, and how."""
+        if len(operands) == 3 and mask is None:
+            for kept, filled in ((2, 1), (1, 2)):
+                if self.scope.number(operands[filled]) == 0:
+                    own = self._triangle(operands[0])
+                    if own is not None:
+                        return operands[kept], own if kept == 2 else own._replace(seen=own.seen.inverted())
+        raise _Unlike
+
+    def _masked(self, operands: Sequence[Ref], mask: Triangle | None) -> tuple[Ref, Triangle]:
+        """Returns what is multiplied by a mask of ones and zeros, and how that masks."""
+        if mask is None:
+            for x, other in (operands, operands[::-1]):
+                if (own := self._triangle(other)) is not None:
+                    return x, own
+        elif any(self.space.contraction(self.space.canonical(x)) for x in operands):
+            raise Mismatch(
+                "the products of queries and keys are multiplied by something else than numbers and one causal mask",
+                advice=LINEAR_SCORES,
+            )
+        raise _Unlike
+
+    # ------------------------------------------------------------------ the two spellings
+
+    def _of_scores(self, products: tuple[Ref, Ref, list[Dimension]], mask: Triangle) -> _Parts:
+        """Returns the parts of masked products that are multiplied by values."""
+        space = self.space
+        first, second, features = products
+        first, second, value = (space.canonical(x) for x in (first, second, self.other))
+        steps = space.resolve(mask.steps)
+        keys = tuple(a for _, own in self.summed for a in space.resolve(own))
+        key, query = (first, second) if {*keys} <= space.atoms(first) else (second, first)
+        if [space.sizes[a] for a in keys] != [space.sizes[a] for a in steps]:
+            raise _Unlike
+        if not {*keys} <= space.atoms(key) & space.atoms(value) or {*keys} & space.atoms(query):
+            raise _Unlike
+        if {*steps} & (space.atoms(key) | space.atoms(value)):
+            raise _Unlike
+        names = dict(zip(keys, steps, strict=True))
+        key, value = (self._renamed(x, names) for x in (key, value))
+        return _Parts(query, key, value, features, steps, mask.seen, "scores")
+
+    def _renamed(self, ref: Ref, names: dict[Atom, Atom]) -> Ref:
+        view = ((start, tuple(names.get(a, a) for a in own)) for start, own in self.space.view(ref.view))
+        return Ref(ref.value, tuple(view))
+
+    def _of_states(self, sums: Ref) -> _Parts:
+        """Returns the parts of queries that are multiplied by running sums of outer products."""
+        space, node = self.space, self.graph.definitions[sums.value]
+        axis = int(node.params["axis"])
+        start, steps = sums.view[axis]
+        if start or space.extent(steps) != self.graph.shape(sums.value)[axis]:
+            raise _Unlike
+        features = {a for _, own in self.summed for a in space.resolve(own)}
+        if features & {*space.resolve(steps)}:
+            raise _Unlike
+        key, value = self._factors(Ref(node.inputs[0], sums.view))
+        if not features & space.atoms(key):
+            key, value = value, key
+        if features & space.atoms(value):
+            raise _Unlike
+        seen = Seen(bool(node.params["reverse"]), 0)
+        return _Parts(space.canonical(self.other), key, value, self.summed, space.resolve(steps), seen, "states")
+
+    def _factors(self, added: Ref) -> tuple[Ref, Ref]:
+        """Returns the two arrays whose outer product is summed."""
+        space = self.space
+        for _ in range(_DEEPEST):
+            added = space.canonical(added)
+            name = self.scope.name(added)
+            operands = space.operands(added) if name in ("mul", "div", "neg", "convert_element_type") else None
+            if operands is None:
+                break
+            if name == "convert_element_type":
+                added = self._cast(operands)
+            elif (scaled := self._scaled(operands, name)) is not None:
+                added = scaled
+            elif name == "mul":
+                whole = space.atoms(added)
+                first, second = (space.canonical(x) for x in operands)
+                if whole not in (space.atoms(first), space.atoms(second)):
+                    return first, second
+                wide = first if space.atoms(first) == whole else second
+                if self.scope.name(wide) == "mul" and whole not in map(space.atoms, space.operands(wide) or ()):
+                    raise Mismatch(
+                        "the outer products of keys and values are multiplied by a third array", advice=LINEAR_STATES
+                    )
+                break
+            else:
+                break
+        raise _Unlike
+
+
+_PEELED = frozenset({"convert_element_type", "select_n", "mul", "div", "neg"})
