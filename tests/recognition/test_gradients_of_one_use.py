@@ -88,3 +88,13 @@ def test_equal_cotangents_are_counted():
         return jax.grad(lambda y: jnp.sum(jnp.sin(function(y, y, x))))(x)
 
     assert compare(gradient, [X], gradients=False).complaints == []
+
+
+def test_scores_that_are_added_to_themselves():
+    """The same product is computed twice, and the gradient of the queries comes in two equal parts."""
+
+    def function(x):
+        return jax.nn.softmax(x @ Y.T + x @ Y.T) @ Y
+
+    gradient = jax.grad(lambda x: jnp.sum(jnp.sin(function(x))))
+    assert compare(gradient, [X], gradients=False).complaints == []

@@ -255,10 +255,12 @@ class AttentionDraft(ProvedAttention):
         numbers = graph.numbers[self.body]
 
         def use(value: int, position: int) -> int | None:
-            for i, u in enumerate(forward.uses):
-                if u.position == position and numbers[forward.equations[u.equation].outvars[0]] == value:
-                    return i
-            return None
+            found = [
+                i
+                for i, u in enumerate(forward.uses)
+                if u.position == position and numbers[forward.equations[u.equation].outvars[0]] == value
+            ]
+            return found[0] if len(found) == 1 else None  # of a product that is read twice, the gradient comes in parts
 
         found = [use(second, 1 - self.side)]
         for score, query_first, _, _ in self.products[: 1 + len(self._terms_of(forward))]:
