@@ -181,11 +181,12 @@ class _Place:
         """
         graph, space = self.graph, self.space
         parts = self._parts()
+        read_as = {name: self._before_casts(getattr(parts, name)) for name in ("query", "key", "value")}
         result = [own for _, own in space.view(self.whole.view)]
         ordered = [atom for own in result for atom in own]
         steps = space.resolve(parts.steps)
         features = [atom for _, own in parts.features for atom in space.resolve(own)]
-        read = {name: space.atoms(getattr(parts, name)) for name in ("query", "key", "value")}
+        read = {name: space.atoms(ref) for name, ref in read_as.items()}
         columns = [a for a in ordered if a in read["value"] and a not in read["query"] | read["key"] | {*steps}]
         batch = [a for a in ordered if a not in columns and a not in steps]
         allowed = {"query": {*batch, *steps, *features}, "key": {*batch, *steps, *features}}
@@ -198,7 +199,7 @@ class _Place:
             raise _Unlike
         if not features or not columns or not steps:
             raise _Unlike
-        dtypes = {f"{name}_dtype": graph.dtype(getattr(parts, name).value) for name in read}
+        dtypes = {f"{name}_dtype": graph.dtype(ref.value) for name, ref in read_as.items()}
         result_dtype = graph.dtype(self.node.outputs[0])
         if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (*dtypes.values(), result_dtype)):
             raise _Unlike
@@ -211,12 +212,24 @@ class _Place:
             0, 0, 0, 0, **dtypes, result_dtype=result_dtype, factor=self.factor, reverse=parts.seen.reverse,
             strict=strict, normalised=self.normalised, epsilon=self.epsilon, spelling=parts.spelling,
         )  # fmt: skip
-        operands = {name: Ref(own.value, space.view(own.view)) for name in read if (own := getattr(parts, name))}
+        operands = {name: Ref(ref.value, space.view(ref.view)) for name, ref in read_as.items()}
         letters = {"B": batch, "T": list(steps), "N": features, "P": columns}
         found = declared_match(graph, OPERATION.name, form, self.node, operands, letters, result, space.sizes)
         if found is None and self.captured:
             raise Mismatch("the causal mask is an array that is part of the program's text", advice=LINEAR_MASK)
         return found
+
+    def _before_casts(self, ref: Ref) -> Ref:
+        """Returns an operand before casts to wider types: the kernel casts it itself."""
+        for _ in range(_DEEPEST):
+            operands = self.space.operands(ref) if self.scope.name(ref) == "convert_element_type" else None
+            if operands is None:
+                break
+            source, target = (self.graph.dtype(x.value) for x in (operands[0], ref))
+            if not jnp.issubdtype(source, jnp.floating) or jnp.promote_types(source, target) != target:
+                break
+            ref = operands[0]
+        return ref
 
     def _parts(self) -> _Parts:
         """Returns the parts, whichever of both spellings it is."""
