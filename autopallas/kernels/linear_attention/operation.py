@@ -72,15 +72,15 @@ def reference(spec: LinearAttentionSpec, query: jax.Array, key: jax.Array, value
     shape = spec.batch, spec.steps
     q, k, v = (jnp.broadcast_to(x.astype(dtype), (*shape, x.shape[-1])) for x in (query, key, value))
     high = lax.Precision.HIGHEST
-    q *= spec.factor
     if spec.spelling == "scores":
         scores = jnp.einsum("btn,bsn->bts", q, k, precision=high)
-        scores = jnp.where(seen(spec.steps, spec.reverse, spec.strict), scores, 0)
+        scores = jnp.where(seen(spec.steps, spec.reverse, spec.strict), spec.factor * scores, 0)
         found = jnp.einsum("bts,bsp->btp", scores, v, precision=high)
         total = jnp.sum(scores, -1, keepdims=True)
     else:
-        found = jnp.einsum("btn,btnp->btp", q, _running(spec, k[..., :, None] * v[..., None, :]), precision=high)
-        total = jnp.sum(q * _running(spec, k), -1, keepdims=True)
+        states = _running(spec, k[..., :, None] * v[..., None, :])
+        found = spec.factor * jnp.einsum("btn,btnp->btp", q, states, precision=high)
+        total = spec.factor * jnp.sum(q * _running(spec, k), -1, keepdims=True)
     return (found / (total + spec.epsilon) if spec.normalised else found).astype(spec.result_dtype)
 
 
