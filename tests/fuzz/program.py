@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from . import arrays, attention, dispatched, gated, linear, losses, mixtures, pairs, recurrences, respellings, stacks
+from .altered import altered
 from .choices import Choices
 from .writing import Argument, Writer
 
@@ -37,6 +38,8 @@ _FIRST_GATED = 120_000
 """From here on a tenth are gated MLPs."""
 _FIRST_LINEAR = 140_000
 """From here on a tenth are linear attentions."""
+_FIRST_ALTERED = 160_000
+"""From here on one equation of a derivative gives something else."""
 _MEMORY: dict[str, Mapping[str, Any]] = {
     "usual": {},
     "checkpoint": {"ops": ("scan_checkpoint",)},
@@ -69,6 +72,11 @@ class RandomProgram:
     gradients: int
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_altered(self) -> bool:
+        """Whether its derivative is another one than JAX's."""
+        return self.seed >= _FIRST_ALTERED and self.gradients > 0
+
     def every_option(self) -> dict[str, Any]:
         """Returns the options with which it is optimized."""
         return {"objective": "always", "strict": True} | dict(self.options)
@@ -79,7 +87,8 @@ class RandomProgram:
         linecache.cache[file] = (len(self.text), None, self.text.splitlines(keepends=True), file)
         names = {"jax": jax, "jnp": jnp, "np": np, "lax": lax, "wave": arrays.wave}
         exec(compile(self.text, file, "exec"), names)
-        return names["program"]  # type: ignore[return-value]
+        program: Callable[..., Any] = names["program"]  # type: ignore[assignment]
+        return altered(program, self.seed) if self.is_altered else program
 
     def arrays(self) -> list[jax.Array]:
         """Arguments, always the same for a seed, whatever the other arguments are."""
@@ -96,6 +105,8 @@ class RandomProgram:
         lines += ["from tests.fuzz.arrays import integers, mask, normal, wave", ""]
         lines += ['jax.config.update("jax_enable_x64", True)', ""] if self.x64 else []
         lines += [self.text, ""]
+        if self.is_altered:
+            lines += ["from tests.fuzz.altered import altered", f"program = altered(program, {self.seed})"]
         for a in self.arguments:
             seeded = f"np.random.default_rng([{self.seed}, *b{a.name!r}])"
             lines.append(f"{a.name} = {a.text.replace('draw', seeded, 1)}")
