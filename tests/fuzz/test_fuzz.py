@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from .altered import altered
 from .judge import Verdict, judge
 from .mutations import FAULTS, put_back
 from .program import RandomProgram, random_program
@@ -42,6 +43,31 @@ def test_random_gated_mlps_compute_what_they_did():
     assert {"family: gated"} <= frozenset.intersection(*(program.features for program in programs))
     assert any("rows beyond a block" in program.features for program in programs)
     assert [judge(program).complaints for program in programs] == [[]] * len(programs)
+
+
+def test_random_linear_attentions_compute_what_they_did():
+    found = [judge(random_program(seed)) for seed in range(140_008, 140_108, 20)]
+    assert [v.complaints for v in found] == [[]] * len(found)
+    assert any(v.applied.get("linear_attention") for v in found)
+
+
+def test_derivatives_that_are_not_quite_those_of_the_program_stay_what_they_are():
+    programs = [random_program(seed) for seed in range(160_000, 160_010)]
+    found = [judge(program) for program in programs if program.gradients]
+    assert [v.complaints for v in found] == [[]] * len(found)
+    assert sum(any(v.applied.values()) for v in found) > 2
+
+
+def test_an_altered_derivative_differs_and_the_values_do_not():
+    def step(x):
+        return jax.value_and_grad(lambda x: jnp.sum(jnp.sin(x) * x))(x)
+
+    x = jnp.arange(1.0, 6.0)
+    value, gradient = step(x)
+    changed = [altered(step, seed)(x) for seed in range(6)]
+    assert all(own == value for own, _ in changed)
+    assert any(not np.allclose(own, gradient) for _, own in changed)
+    assert altered(jnp.sin, 0)(x).tolist() == jnp.sin(x).tolist()
 
 
 def test_a_seed_always_gives_the_same_program():

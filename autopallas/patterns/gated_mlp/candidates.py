@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import jax.numpy as jnp
 
-from autopallas import jaxprs
+from autopallas.compat import is_transposed
 from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.labels import is_product
@@ -94,7 +94,7 @@ def candidates(graph: Graph, alive: frozenset[int]) -> Iterator[Sequence[Candida
 
 
 def _is_transposed(node: Node) -> bool:
-    return "transpose(" in jaxprs.name_stack(node.equation) or node.body.transposed
+    return node.body.transposed or is_transposed(node.equation)
 
 
 def _top(graph: Graph, origins: _Origins, node: Node, alive: frozenset[int]) -> Node:

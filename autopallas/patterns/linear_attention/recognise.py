@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas import jaxprs
+from autopallas.compat import is_transposed
 from autopallas.faults import contained
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.edit import surviving
@@ -87,7 +88,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
 
 
 def _is_transposed(node: Node) -> bool:
-    return node.body.transposed or "transpose(" in jaxprs.name_stack(node.equation)
+    return node.body.transposed or is_transposed(node.equation)
 
 
 _CONTRACTIONS = frozenset({"dot_general", "reduce_sum"})
