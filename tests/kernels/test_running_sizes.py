@@ -36,6 +36,10 @@ def gated(x, gate, up, down):
     return (jax.nn.silu(x @ gate) * (x @ up)) @ down
 
 
+def linear(q, k, v):
+    return jnp.tril(q @ k.T) @ v
+
+
 # Lengths that no power of two divides, and further sizes that no block has.
 PROGRAMS = {
     "attention": (attend, ((1500, 48), (1100, 48), (1100, 40)), ()),
@@ -43,6 +47,7 @@ PROGRAMS = {
     "grouped_matmul": (jax.lax.ragged_dot, ((1500, 48), (3, 48, 80)), ((3,),)),
     "mixture_of_experts": (mixture, ((750, 48), (12, 48, 80), (12, 80, 48), (750, 2)), ((750, 2),)),
     "gated_mlp": (gated, ((1500, 48), (48, 144), (48, 144), (144, 48)), ()),
+    "linear_attention": (linear, ((1500, 48), (1500, 48), (1500, 40)), ()),
     "recurrence": (recurrence()[0], ((100, 3, 48), (100, 3, 48), (100, 3, 40), (3,)), ()),
 }
 
@@ -96,8 +101,12 @@ def test_each_operation_with_block_sizes_has_a_program_here():
     assert set(folders()) == set(PROGRAMS)
 
 
-@pytest.mark.parametrize("name", ["xla", "pallas_tpu"])
-@pytest.mark.parametrize("folder", PROGRAMS)
+OF_KERNELS = [
+    (folder, name) for folder in PROGRAMS for name in ("xla", "pallas_tpu") if operation_named(folder).has(name)
+]
+
+
+@pytest.mark.parametrize(("folder", "name"), OF_KERNELS)
 def test_a_kernel_has_tiles_of_the_sizes_that_run_and_of_no_others(folder, name):
     match, device = match_of(folder), DEVICES[name]
     assert isinstance(match.site.operation.supports(name, match.spec, device), Supported)

@@ -18,9 +18,9 @@ from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.index_notation import summed_to
 from autopallas.sites.operation import Supported, Unsupported
-from autopallas.sites.spec import BlockSizes
+from autopallas.sites.spec import BlockSizes, Sizes
 
-__all__ = ["NUMERICS", "backward", "forward", "supports"]
+__all__ = ["NUMERICS", "backward", "forward", "running_sizes", "supports"]
 
 NUMERICS: Numerics = "tolerance"
 """How its results relate to the original's."""
@@ -29,6 +29,15 @@ NUMERICS: Numerics = "tolerance"
 def supports(spec: LinearAttentionSpec, device: Device) -> Supported | Unsupported:
     """Returns that every spec is supported."""
     return Supported()
+
+
+def running_sizes(spec: LinearAttentionSpec, block_sizes: BlockSizes, device: Device) -> Sizes:
+    """Returns the steps of a chunk, which are those of a sequence at most."""
+    return {"chunk": _steps_of_chunk(spec, block_sizes)}
+
+
+def _steps_of_chunk(spec: LinearAttentionSpec, block_sizes: BlockSizes | None) -> int:
+    return min(64 if block_sizes is None else int(block_sizes.to_dict()["chunk"]), spec.steps)
 
 
 def forward(spec: LinearAttentionSpec, block_sizes: BlockSizes | None, operands: Mapping[str, jax.Array]) -> jax.Array:
@@ -97,7 +106,7 @@ def _summed(
     """Returns ``factor * sum over s of (query[t] . key[s]) * value[s]``, [B, T, P], over the steps s until t, or from t
     on where ``reverse``."""
     steps = query.shape[1]
-    chunk = min(64 if block_sizes is None else int(block_sizes.to_dict()["chunk"]), steps)
+    chunk = _steps_of_chunk(spec, block_sizes)
     own = seen(chunk, reverse, spec.strict)
 
     def one(state: jax.Array, given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
