@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from autopallas import compat, jaxprs
 from autopallas.compat import ArrayFunction, ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Var
-from autopallas.graph import Body, Graph
+from autopallas.graph import Body, Graph, Node
 from autopallas.graph.body_links import may_be_given
 from autopallas.graph.custom_rules import is_elementwise_call, rule_key
 from autopallas.graph.extract import closed
@@ -31,6 +31,7 @@ __all__ = [
     "RectifiedApart",
     "Use",
     "differentiable",
+    "in_backward",
     "rectified",
 ]
 
@@ -432,3 +433,8 @@ def rectified(equation: JaxprEqn) -> JaxprEqn:
 def differentiable(use: Use) -> bool:
     """Returns whether a use can have a cotangent."""
     return bool(jnp.issubdtype(use.variable.aval.dtype, jnp.floating))
+
+
+def in_backward(node: Node) -> bool:
+    """Returns whether reverse-mode differentiation made a node, or the body that has it."""
+    return node.body.transposed or compat.is_transposed(node.equation)

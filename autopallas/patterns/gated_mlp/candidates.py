@@ -7,11 +7,10 @@ from typing import TypeAlias
 
 import jax.numpy as jnp
 
-from autopallas.compat import is_transposed
 from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.labels import is_product
-from autopallas.patterns.forward import LAYOUT
+from autopallas.patterns.forward import LAYOUT, in_backward
 
 __all__ = ["MOVES", "Candidate", "candidates", "is_elementwise", "is_joined"]
 
@@ -78,7 +77,7 @@ def candidates(graph: Graph, alive: frozenset[int]) -> Iterator[Sequence[Candida
     origins = _Origins(graph)
     seen: set[int] = set()
     for node in graph.nodes:
-        if not origins.joins(node) or node.outputs[0] not in alive or _is_transposed(node):
+        if not origins.joins(node) or node.outputs[0] not in alive or in_backward(node):
             continue
         if not jnp.issubdtype(graph.dtype(node.outputs[0]), jnp.floating):
             continue
@@ -93,10 +92,6 @@ def candidates(graph: Graph, alive: frozenset[int]) -> Iterator[Sequence[Candida
         yield tries
 
 
-def _is_transposed(node: Node) -> bool:
-    return node.body.transposed or is_transposed(node.equation)
-
-
 def _top(graph: Graph, origins: _Origins, node: Node, alive: frozenset[int]) -> Node:
     """Returns the last value that is still a product of both: with casts, known factors and further factors of them."""
     for _ in range(_LONGEST):
@@ -108,7 +103,7 @@ def _top(graph: Graph, origins: _Origins, node: Node, alive: frozenset[int]) -> 
             and not alive.isdisjoint(user.outputs)
             and origins.of[user.outputs[0]] == own
             and user.inputs.count(node.outputs[0]) == 1
-            and not _is_transposed(user)
+            and not in_backward(user)
         ]
         if len(further) != 1:
             return node
@@ -131,7 +126,7 @@ def _readers(graph: Graph, node: Node, alive: frozenset[int] | None, joined: boo
     while todo:
         number, depth = todo.pop()
         for user in graph.users[number]:
-            if (alive is not None and alive.isdisjoint(user.outputs)) or _is_transposed(user):
+            if (alive is not None and alive.isdisjoint(user.outputs)) or in_backward(user):
                 continue
             if user.name == "dot_general" and not is_product(user):
                 found.append(user)

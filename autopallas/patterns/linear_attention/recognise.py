@@ -8,14 +8,14 @@ sums; from there on views tell which axis is which, whatever the layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from autopallas import jaxprs
-from autopallas.compat import is_transposed
 from autopallas.faults import contained
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.edit import surviving
@@ -25,7 +25,7 @@ from autopallas.patterns.advice import LINEAR_MASK, LINEAR_SCORES, LINEAR_STATES
 from autopallas.patterns.declared_match import declared_match
 from autopallas.patterns.escapes import complete
 from autopallas.patterns.expressions import Scope
-from autopallas.patterns.forward import COPIES, LAYOUT
+from autopallas.patterns.forward import COPIES, LAYOUT, in_backward
 from autopallas.patterns.linear_attention.masks import COMPARISONS, Seen, Triangle, triangle
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
 
@@ -65,9 +65,11 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
         with contained(node):
             try:
                 with bounded(graph):
-                    sites += [(match, node) for match in _matches(graph, node)]
+                    match = _match(graph, node)
+                if match is not None:
+                    sites.append((match, node))
             except Mismatch as mismatch:
-                if _is_transposed(node):
+                if in_backward(node):
                     continue  # said of the forward
                 location = jaxprs.location(node.equation)
                 misses.append(NearMiss(OPERATION.name, location, mismatch.reason, node.outputs[0], mismatch.advice))
@@ -81,14 +83,10 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             still = surviving(graph, given, reads)
             left = [(match, node) for match, node in sites if (node.name == "div") == quotients]
             left = [(match, node) for match, node in left if not still.isdisjoint(match.results)]
-            found, missed = complete(graph, [own for own in left if not (with_backward and _is_transposed(own[1]))])
+            found, missed = complete(graph, [own for own in left if not (with_backward and in_backward(own[1]))])
             matches += [match for match in found if match.backwards or not with_backward]
             misses += [] if with_backward or quotients else missed
     return matches, misses
-
-
-def _is_transposed(node: Node) -> bool:
-    return node.body.transposed or is_transposed(node.equation)
 
 
 _CONTRACTIONS = frozenset({"dot_general", "reduce_sum"})
@@ -136,16 +134,17 @@ def _candidates(graph: Graph) -> list[Node]:
     return found
 
 
-def _matches(graph: Graph, node: Node) -> Iterator[Match]:
-    """Yields the site whose result a contraction gives, if it is one."""
+def _match(graph: Graph, node: Node) -> Match | None:
+    """Returns the site whose result a contraction or a quotient gives, if it is one.
+
+    Raises:
+      Mismatch: it is none, but resembles one.
+    """
     for place in (0, 1):
-        try:
-            match = _Place(graph, node, place).match()
-        except _Unlike:
-            continue
-        if match is not None:
-            yield match
-            return
+        with suppress(_Unlike):
+            if (match := _Place(graph, node, place).match()) is not None:
+                return match
+    return None
 
 
 class _Place:
@@ -156,21 +155,19 @@ class _Place:
         self.space = self.scope.space
         self.whole = self.space.full(node.outputs[0])
         self.factor, self.epsilon = 1.0, 0.0
-        self.divisor: Ref | None = None
-        """What the result is divided by, where it is a quotient."""
         self.normalised, self.captured = False, False
-        sums = self.whole
+        sums, divisor = self.whole, None
         if node.name == "div":
             operands = self.space.operands(self.whole)
             if operands is None:
                 raise _Unlike
-            sums, self.divisor = operands
+            sums, divisor = operands
         found = self.space.contraction(sums)
         if found is None:
             raise _Unlike
         first, second, self.summed = found
         self.inner, self.other = (first, second) if place == 0 else (second, first)
-        if self.divisor is not None and not self._is_total(self.divisor, self.space.canonical(self.inner)):
+        if divisor is not None and not self._is_total(divisor, self.space.canonical(self.inner)):
             raise _Unlike
 
     def match(self) -> Match | None:
