@@ -28,6 +28,7 @@ from autopallas.compat import ArrayFunction, JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.flatten import Body, Child, is_contraction
+from autopallas.graph.keys import hashable, literal_key
 from autopallas.graph.label_sets import gathered, label_set, scattered
 from autopallas.graph.rows import (
     SELECTIONS,
@@ -106,6 +107,14 @@ def _may_select(body: Body, choices: set[tuple[Hashable, ...]]) -> bool:
     return "dot_general" in names and (selects or puts)
 
 
+def _sums_rows(equation: JaxprEqn) -> bool:
+    """Returns whether an equation sums each row: not all rows to one, as the gradient of a bias does."""
+    if equation.primitive.name != "reduce_sum":
+        return False
+    axes = sorted(equation.params["axes"])
+    return len(axes) == 1 or axes != list(range(len(axes)))
+
+
 class _Mover:
     """Moves the selections of one body.
 
@@ -131,6 +140,7 @@ class _Mover:
         """Whether each row is in range, by the merged indices of rows of several axes."""
         self._flat: dict[tuple[Var, Picked], Var] = {}
         self._selected: dict[tuple[Var, Rows], Atom] = {}
+        self._traced: dict[Hashable, compat.ClosedJaxpr] = {}
         self._constants = dict(zip(body.constvars, body.consts, strict=True))
         self._own = self._flowing()
 
@@ -160,14 +170,20 @@ class _Mover:
     # ------------------------------------------------------------------ what flows where
 
     def _flowing(self) -> set[Var]:
-        """Returns the results of products that flow into an exponential element by element."""
+        """Returns the results of products that flow element by element into an exponential that is summed so, as in a
+        softmax.  Gates of recurrences are exponentials of products too, and their scans select many rows of these."""
         found: set[Var] = set()
         own: set[Var] = set()
+        summed: set[Var] = set()
         layout = _THROUGH | SELECTIONS | {"concatenate"}
         for equation in reversed(self.body.equations):
             name = equation.primitive.name
-            if name in ("exp", "exp2") or (name in layout and not found.isdisjoint(equation.outvars)):
-                found.update(a for a in equation.invars[: 1 if name in SELECTIONS else None] if isinstance(a, Var))
+            operands = [a for a in equation.invars[: 1 if name in SELECTIONS else None] if isinstance(a, Var)]
+            if _sums_rows(equation) or (name in layout and not summed.isdisjoint(equation.outvars)):
+                summed.update(operands)
+            exponential = name in ("exp", "exp2") and equation.outvars[0] in summed
+            if exponential or (name in layout and not found.isdisjoint(equation.outvars)):
+                found.update(operands)
             elif name == "dot_general" and equation.outvars[0] in found and is_contraction(equation):
                 own.add(equation.outvars[0])
         return own
@@ -206,9 +222,17 @@ class _Mover:
                 if any(isinstance(a, Var) and a in known for a in equation.invars):
                     known.add(result)
 
-    def _emit(self, like: JaxprEqn, function: ArrayFunction, *atoms: Atom) -> Var:
-        """Emits equations for a function of some atoms; returns its result."""
-        made = compat.make_jaxpr(function, *(compat.shape_of(a.aval) for a in atoms))
+    def _emit(self, like: JaxprEqn, function: ArrayFunction, *atoms: Atom, known_by: Hashable = None) -> Var:
+        """Emits equations for a function of some atoms; returns its result.
+
+        Functions with equal ``known_by``, which tells one from others, are traced once for operands of some types.
+        """
+        key = None if known_by is None else (known_by, *(a.aval for a in atoms))
+        made = self._traced.get(key)
+        if made is None:
+            made = compat.make_jaxpr(function, *(compat.shape_of(a.aval) for a in atoms))
+            if key is not None:
+                self._traced[key] = made
         inner, consts = jaxprs.open_jaxpr(made)
         assert not consts
         names: dict[Var, Atom] = dict(zip(inner.invars, atoms, strict=True))
@@ -241,7 +265,8 @@ class _Mover:
             )
             return result
 
-        return self._emit(like, function, *varying)
+        literals = tuple(literal_key(a) if isinstance(a, Literal) else None for a in atoms)
+        return self._emit(like, function, *varying, known_by=(like.primitive, hashable(full), literals))
 
     # ------------------------------------------------------------------ selections move back
 
@@ -504,8 +529,8 @@ class _Mover:
     def _taken(self, atom: Atom, rows: Rows, like: JaxprEqn) -> Atom:
         """Takes the rows of a value from the value itself."""
         if isinstance(rows.start, int):
-            return self._emit(like, rows.select, atom)
-        return self._emit(like, rows.select, atom, rows.start)
+            return self._emit(like, rows.select, atom, known_by=("taken", rows))
+        return self._emit(like, rows.select, atom, rows.start, known_by=("taken", _from_anywhere(rows)))
 
     def _filled(self, like: JaxprEqn, rows: Rows, atom: Atom, fill: float) -> Atom:
         """Replaces selected rows whose index is out of range by ``fill``."""
@@ -513,7 +538,8 @@ class _Mover:
         within = self.within.get(rows.start)
         if within is None:
             within = self.within[rows.start] = self._emit(like, rows.within, rows.start)
-        return self._emit(like, lambda array, where: rows.filled(array, where, fill), atom, within)
+        known_by = "filled", _from_anywhere(rows), str(fill)
+        return self._emit(like, lambda array, where: rows.filled(array, where, fill), atom, within, known_by=known_by)
 
     def _again(self, equation: JaxprEqn, rows: Rows, steps: Sequence[tuple[Atom, Rows | None]], depth: int) -> Atom:
         """Computes the rows of an equation's result from its operands' rows."""
@@ -807,6 +833,11 @@ class _Mover:
         if further is not None:
             self.spread[equation.outvars[0]] = _Spread(core, further, own.assumed)
         return None
+
+
+def _from_anywhere(rows: Rows) -> Rows:
+    """Returns rows without the variable that holds the first of them, as functions of that variable see them."""
+    return rows if isinstance(rows.start, int) else replace(rows, start=-1)
 
 
 def _layout_of(

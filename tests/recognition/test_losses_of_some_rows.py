@@ -418,6 +418,24 @@ def test_rows_of_several_axes_are_not_merged_where_these_are_divided(divided):
     assert ((B, T, V) in shapes) == divided
 
 
+def _gated(w, x, rates):
+    decays = jnp.exp(-jax.nn.softplus(rates) * jax.nn.sigmoid(x @ w))
+    pairs = decays, x @ w * jnp.sqrt(1 - decays**2)
+    return lax.associative_scan(lambda one, other: (one[0] * other[0], other[0] * one[1] + other[1]), pairs, axis=1)[1]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_no_slice_of_gates_that_are_no_softmax_is_tried(trained, monkeypatch):
+    """A scan takes some hundred slices, each of which was computed anew before it was given up."""
+    program = jax.grad(lambda *given: _gated(*given).sum(), (0, 1, 2)) if trained else _gated
+    body = flatten(jax.make_jaxpr(program)(*arguments()[:2], jnp.ones(V)))
+    before, computed = list(body.equations), []
+    monkeypatch.setattr("autopallas.compat.make_jaxpr", lambda *given: computed.append(given))
+    assert {"exp", "slice", "dot_general"} <= {e.primitive.name for e in before}
+    assert move_selections(body).equations == before
+    assert not computed
+
+
 LOOKALIKES, lookalike = registry()
 
 
