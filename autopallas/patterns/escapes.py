@@ -35,8 +35,8 @@ _APART = (
     "Compute what else needs the value in a separate function, called only where its result is needed; or declare a "
     "pattern that ends at the value."
 )
-_LONGEST = 32
-"""Longest chain of additions in which the sum of a value's cotangents is looked for."""
+_MOST_SUMS = 1024
+"""Most additions in which the sum of a value's cotangents is looked for."""
 
 
 def complete(
@@ -251,27 +251,21 @@ class Beside:
         """Returns whether values go into one sum and into nothing else before it, each as often as it is among them,
         and ``number`` is so once."""
         wanted = Counter(every)
-        if wanted[number] != 1:
-            return False
-        chain = [number]
-        while len(chain) < _LONGEST and len(users := self._readers(chain[-1])) == 1:
-            if users[0].name != "add_any" or self._another_reads(chain[-1]):
-                break
-            chain.append(users[0].outputs[0])
-        return len(wanted) == 1 or any(
-            all(self._times(other, total) == times for other, times in wanted.items()) for total in chain
-        )
-
-    def _times(self, number: int, total: int) -> int:
-        """Counts how often a value is added into ``total``; 0 where the value, or a sum with it, goes anywhere else."""
-        if number == total:
-            return 1
-        if number > total or number in self.graph.returned or self._another_reads(number):
-            return 0
-        times = 0
-        for user in self._readers(number):
-            further = self._times(user.outputs[0], total) if user.name == "add_any" else 0
-            if not further:
-                return 0
-            times += user.inputs.count(number) * further
-        return times
+        if wanted[number] != 1 or len(wanted) == 1:
+            return wanted[number] == 1
+        terms = {value: Counter({value: 1}) for value in wanted}  # how often each value is added into these
+        for _ in range(_MOST_SUMS):
+            if len(terms) == 1:
+                return wanted == next(iter(terms.values()))
+            first = min(terms)  # all that is added up comes before its sum
+            readers = self._readers(first)
+            if first in self.graph.returned or self._another_reads(first):
+                return False
+            if not readers or any(node.name != "add_any" for node in readers):
+                return False
+            added = terms.pop(first)
+            for node in readers:
+                total = terms.setdefault(node.outputs[0], Counter())
+                for value, times in added.items():
+                    total[value] += times * node.inputs.count(first)
+        return False

@@ -170,6 +170,17 @@ def test_large_offsets_and_scales(spelling, scale, offset):
     assert outcome.complaints == []
 
 
+@pytest.mark.parametrize("spelling", [normalised_before, normalised_after])
+@pytest.mark.parametrize("last", [1e6, 1e30])
+def test_early_steps_are_exact_where_later_values_are_far_larger(spelling, last):
+    q, k, v = operands()
+    v = v.at[:, -1].multiply(last)
+    optimized = autopallas.optimize(spelling, objective="always", strict=True)
+    early, expected = (np.asarray(run(q, k, v))[:, :-1] for run in (optimized, jax.jit(spelling)))
+    np.testing.assert_allclose(early, expected, rtol=1e-4, atol=1e-5)
+    assert optimized.report().counts()["linear_attention"] == 1
+
+
 @pytest.mark.parametrize("steps", [2, 63, 64, 65, 200])
 def test_steps_that_no_chunk_divides(steps):
     def both(q, k, v):
@@ -313,10 +324,45 @@ def masked_parameters(q, k, v):
     return jnp.einsum("ts,bshp->bthp", jnp.tril(q[0, :, 0, 0][:, None] * jnp.ones((T, T))), v)
 
 
+def through(*dtypes):
+    """Casts from one type to the next."""
+
+    def cast(x):
+        for dtype in dtypes:
+            x = x.astype(dtype)
+        return x
+
+    return cast
+
+
+def quantised_scores(q, k, v):
+    return weighted(jnp.tril(through("float8_e4m3fn", "float32")(scores(q, k))), v)
+
+
+def quantised_outer_products(q, k, v):
+    states = jnp.cumsum(through("float8_e5m2", "float32")(k[..., :, None] * v[..., None, :]), 1)
+    return jnp.einsum("bthn,bthnp->bthp", q, states)
+
+
+def divided_by_whole_numbers(q, k, v):
+    s = jnp.tril(scores(positive(q), positive(k)))
+    return weighted(s / through("int32", "float32")(jnp.sum(s, -1, keepdims=True)), v)
+
+
+def divided_by_quantised_sums(q, k, v):
+    s = jnp.tril(scores(positive(q), positive(k)))
+    return weighted(s / through("float8_e5m2", "float32")(jnp.sum(s, -1, keepdims=True)), v)
+
+
+def infinite_in_half_precision(q, k, v):
+    return weighted(jnp.tril(through("float16", "float32")(scores(q * 1e3, k * 1e3))), v)
+
+
 OTHERS = [
     not_causal, windowed, masked_with_ones, masked_by_padding, masked_over_parts_of_steps,
     masked_by_steps_of_the_other_kind, wrapped_around, squared, normalised_by_absolutes, normalised_by_another_mask,
-    sums_along_heads, sums_of_sums, masked_parameters, with_decay,
+    sums_along_heads, sums_of_sums, masked_parameters, with_decay, quantised_scores, quantised_outer_products,
+    divided_by_whole_numbers, divided_by_quantised_sums, infinite_in_half_precision,
 ]  # fmt: skip
 
 
@@ -325,6 +371,30 @@ def test_what_looks_alike_is_left_alone(program):
     outcome = compare(program, operands())
     assert outcome.complaints == []
     assert outcome.counts("linear_attention") == 0
+
+
+def test_quantised_operands_are_read_behind_their_casts():
+    def of_wide(q, k, v):
+        q, k, v = (x.astype("float32") for x in (q, k, v))
+        return weighted(jnp.tril(scores(q, k)), v)
+
+    outcome = compare(of_wide, [x.astype("float8_e4m3fn") for x in operands()], gradients=False, dtype="float32")
+    assert outcome.complaints == []
+    assert outcome.counts("linear_attention") == 1
+
+
+def test_a_site_is_found_where_its_operand_is_read_many_times_between():
+    """The cotangents of its uses lie so many additions apart."""
+
+    def program(x):
+        s = jnp.tril(x @ x.T)
+        others = sum(jnp.sin(x * i).sum() for i in range(950))
+        return jnp.sin(s @ x).sum() + others
+
+    x = operands()[0][0, :, 0]
+    optimized = autopallas.optimize(jax.grad(program), objective="always", strict=True)
+    report = autopallas.explain(optimized, x)
+    assert [site.direction for site in report.sites if site.op == "linear_attention"] == ["forward+backward"]
 
 
 def test_without_the_assumption_that_numbers_are_finite():

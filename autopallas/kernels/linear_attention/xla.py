@@ -83,9 +83,12 @@ def _centred(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns values without their mean, with a further column of ones, by which the scores are summed; and the mean.
 
     The gradients are those of differences between values and results: of what all have in common, sums over many
-    steps would leave rounding errors.
+    steps would leave rounding errors.  Where values differ by more than half of their mean there is little of that, and
+    the mean is 0 instead: it might be far larger than the values that an early step sees, and leave nothing of these.
     """
     mean = jnp.mean(values, 1, keepdims=True)
+    farthest = jnp.max(jnp.abs(values - mean), 1, keepdims=True)
+    mean = jnp.where(2 * farthest <= jnp.abs(mean), mean, 0)
     return jnp.concatenate([values - mean, jnp.ones_like(values[..., :1])], -1), mean
 
 

@@ -21,6 +21,7 @@ from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.edit import surviving
 from autopallas.graph.labels import Atom, Dimension, is_product
 from autopallas.kernels.linear_attention.operation import OPERATION, LinearAttentionSpec, Spelling
+from autopallas.numerics.casts import keeps_range, rounds, widens
 from autopallas.patterns.advice import LINEAR_MASK, LINEAR_SCORES, LINEAR_STATES
 from autopallas.patterns.declared_match import declared_match
 from autopallas.patterns.escapes import complete
@@ -223,8 +224,7 @@ class _Place:
             operands = self.space.operands(ref) if self.scope.name(ref) == "convert_element_type" else None
             if operands is None:
                 break
-            source, target = (self.graph.dtype(x.value) for x in (operands[0], ref))
-            if not jnp.issubdtype(source, jnp.floating) or jnp.promote_types(source, target) != target:
+            if not widens(*(self.graph.dtype(x.value) for x in (operands[0], ref))):
                 break
             ref = operands[0]
         return ref
@@ -244,7 +244,7 @@ class _Place:
             if operands is None:
                 raise _Unlike
             if name == "convert_element_type":
-                at = self._cast(operands)
+                at = self._cast(at)
             elif name == "select_n":
                 at, mask = self._selected(operands, mask)
             elif (further := self._scaled(operands, name)) is not None:
@@ -281,29 +281,34 @@ class _Place:
             name, operands = self.scope.name(ref), space.operands(ref)
             if operands is None or name not in ("add", "convert_element_type"):
                 break
-            numbers = [self.scope.number(x) for x in operands] if name == "add" else []
+            if name == "convert_element_type":
+                ref = space.canonical(self._cast(ref))
+                continue
+            numbers = [self.scope.number(x) for x in operands]
             place = next((i for i, n in enumerate(numbers) if n is not None and math.isfinite(n)), None)
-            if name == "add" and (place is None or epsilon):
+            if place is None or epsilon:
                 return False
-            epsilon = epsilon if place is None else float(numbers[place] or 0)
-            ref = operands[0 if place is None else 1 - place]
+            epsilon = float(numbers[place] or 0)
+            ref = space.canonical(operands[1 - place])
         if self.scope.name(ref) != "reduce_sum":
             return False
         summed, dimensions = space.reduced(ref)
         summed = space.canonical(summed)
         while summed.value != scores.value and self.scope.name(summed) == "convert_element_type":
-            summed = space.canonical(self._cast(space.operands(summed) or ()))
+            summed = space.canonical(self._cast(summed))
         inner, keys = ([a for _, own in d for a in space.resolve(own)] for d in (dimensions, self.summed))
         if [space.sizes[a] for a in inner] != [space.sizes[a] for a in keys] or {*inner} & space.atoms(scores):
             return False
         self.normalised, self.epsilon = True, epsilon
         return space.same(self._renamed(summed, dict(zip(inner, keys, strict=True))), scores)
 
-    def _cast(self, operands: Sequence[Ref]) -> Ref:
-        """Returns what is cast from another floating type."""
-        if len(operands) != 1 or not jnp.issubdtype(self.graph.dtype(operands[0].value), jnp.floating):
+    def _cast(self, ref: Ref) -> Ref:
+        """Returns what is cast from another floating type; neither may be quantised, nor make a number infinite."""
+        (operand,) = self.space.operands(ref) or (None,)
+        source, target = (None if x is None else self.graph.dtype(x.value) for x in (operand, ref))
+        if operand is None or not (rounds(source, target) and keeps_range(source, target)):
             raise _Unlike
-        return operands[0]
+        return operand
 
     def _triangle(self, ref: Ref) -> Triangle | None:
         found = triangle(self.scope, ref, [atom for _, own in self.summed for atom in own])
@@ -385,7 +390,7 @@ class _Place:
             if operands is None:
                 break
             if name == "convert_element_type":
-                added = self._cast(operands)
+                added = self._cast(added)
             elif (scaled := self._scaled(operands, name)) is not None:
                 added = scaled
             elif name == "mul":
