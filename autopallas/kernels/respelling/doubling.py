@@ -531,8 +531,9 @@ class _Regions:
         graph, (scan, cotangent) = self.graph, pulled[0]
         shape = graph.shape(scan.result)
         known = dict(zip(scan.inputs, scan.layouts, strict=True)) | {scan.result: tuple(range(len(shape)))}
-        lanes = self._lanes(number, self.moved[number], None if added in (*known, cotangent) else added)
-        if lanes is None:
+        is_read = added in (*known, cotangent)  # so it may be among what is summed over other axes
+        lanes = self._lanes(number, self.moved[number], None if is_read else added)
+        if lanes is None or is_read and lanes.summed:
             return False
         known |= {d: self._of_cotangents[own, d] for own, d in pulled if (own, d) in self._of_cotangents}
         axes = {lanes.same(STEPS): scan.axis}

@@ -319,3 +319,24 @@ def test_a_gradient_that_is_not_the_scans_keeps_it():
     run = jax.vmap(lambda a, b: scanned(a, b, combine), (None, 0))
     step = jax.grad(lambda a, b: jnp.sum(jnp.sin(run(a, b))), (0, 1))
     judged(step, random(T, N), random(B, T, N, seed=1), sites=0, misses=1)
+
+
+def test_what_each_example_adds_to_the_gradient_of_shared_states_is_counted_for_each():
+    """Along the steps, the sum over examples of a gradient and of one more value looks as if it were added once."""
+
+    def plainly(x):
+        return jnp.broadcast_to(x, (B, *x.shape))
+
+    repeated = jax.custom_vjp(plainly)
+    repeated.defvjp(lambda x: (plainly(x), x), lambda x, cotangent: ((cotangent + x).sum(0),))
+
+    def run(a, b):
+        odd = usual((a[:, ::2], repeated(b[::2])), (a[:, 1::2], repeated(b[1::2])))
+        odd = lax.associative_scan(usual, odd, axis=1)
+        even = usual([x[:, :-1] for x in odd], (a[:, 2::2], plainly(b[2::2])))[1]
+        even = jnp.concatenate([plainly(b[:1]), even], 1)
+        between = [[(0, 0, 0), (first, 1 - first, 1), (0, 0, 0)] for first in (0, 1)]
+        return lax.pad(even, 0.0, between[0]) + lax.pad(odd[1], 0.0, between[1])
+
+    step = jax.grad(lambda a, b: jnp.sum(jnp.sin(run(jnp.tanh(a), b))), (0, 1))
+    judged(step, random(B, 8, N), random(8, N, seed=1), sites=0)
