@@ -205,14 +205,11 @@ SORT_TOKENS = (
 
 # ---------------------------------------------------------------------- linear attention
 
-LINEAR_MASK = (
-    "Make the mask in the function, from positions: jnp.where(jnp.tril(jnp.ones((steps, steps), bool)), scores, 0), or "
-    "jnp.tril(scores)."
-)
 LINEAR_SCORES = (
-    "Multiply the products of queries and keys by numbers and by one mask alone, jnp.tril of ones (or its transpose), "
-    "and put other factors into queries, keys or values before. Decays belong into a loop over the steps: "
-    "jax.lax.scan is recognised as a recurrence."
+    "Multiply the products of queries and keys by numbers, by one mask, jnp.tril of ones (or its transpose), and by "
+    "one decay alone: gamma ** (t - s), jnp.exp(rate * (t - s)), or jnp.exp(c[:, None] - c[None]) with c = "
+    "jnp.cumsum(log_decays), made in the function; and put other factors into queries, keys or values before. Further "
+    "decays belong into a loop over the steps: jax.lax.scan is recognised as a recurrence."
 )
 LINEAR_STATES = (
     "Multiply the third array into keys or values before their outer product: what is summed is then a product of two "

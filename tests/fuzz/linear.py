@@ -1,4 +1,4 @@
-"""Random linear attentions: masks that are triangles or almost, running sums, quotients, and casts anywhere."""
+"""Random linear attentions: masks that are triangles or almost, decays, running sums, quotients, and casts anywhere."""
 
 from __future__ import annotations
 
@@ -28,6 +28,27 @@ _MASKS = {
     "columns": "jnp.broadcast_to(jnp.arange({t})[None] <= 3, ({t}, {t}))",
     "wrapped": "jnp.arange({t}, dtype='uint8')[:, None] - jnp.uint8(1) >= jnp.arange({t}, dtype='uint8')[None]",
 }
+_DECAYS = {
+    "none": "",
+    "powers": "{g} ** ({r} - {c})",
+    "powers of seen steps": "{g} ** jnp.maximum({r} - {c}, 0)",
+    "powers of distances": "{g} ** jnp.abs({r} - {c})",
+    "rates": "jnp.exp(-{g} * ({r} - {c}))",
+    "rates at each step": "jnp.exp({g} * {c} - {g} * {r})",
+    "a number": "0.95 ** ({r} - {c})",
+    "a number of halves": "jnp.exp2(({c} - {r}) / 16)",
+    "sums": "jnp.exp({sums}[..., :, None] - {sums}[..., None, :])",
+    "hidden in the exponent": "jnp.exp(jnp.where({mask}, {sums}[..., :, None] - {sums}[..., None, :], -jnp.inf))",
+    "hidden by large numbers": "jnp.exp(jnp.where({mask}, {sums}[..., :, None] - {sums}[..., None, :], -1e9))",
+    "segments": "jnp.exp(jnp.cumsum(jnp.where({r} > {c}, {logs}[..., :, None], 0), -2))",
+    "segments with the first": "jnp.exp(jnp.cumsum(jnp.where({r} >= {c}, {logs}[..., :, None], 0), -2))",
+    "segments of the other step": "jnp.exp(jnp.cumsum(jnp.where({r} > {c}, {logs}[..., None, :], 0), -2))",
+    "of another sequence": "jnp.exp({sums}[..., :, None] - jnp.cumsum({logs} / 2, -1)[..., None, :])",
+    "of a shifted sequence": "jnp.exp({sums}[..., :, None] - jnp.roll({sums}, 1, -1)[..., None, :])",
+    "one step more": "{g} ** ({r} - {c} + 1)",
+    "of sums of positions": "{g} ** ({r} + {c})",
+    "both": "{g} ** jnp.abs({r} - {c}) * jnp.exp({sums}[..., :, None] - {sums}[..., None, :])",
+}
 
 
 def operands(w: Writer, at: str) -> tuple[tuple[Layout, dict[str, int]], list[str]]:
@@ -44,17 +65,45 @@ def operands(w: Writer, at: str) -> tuple[tuple[Layout, dict[str, int]], list[st
         scale = large if name == "q" else 1.0
         shape = tuple(size[letter] for letter in letters)
         names.append(w.normal(name, shape, w.dtype(f"{at}.{name}", 0.3), scale, offset))
+    decay = c.pick(f"{at}.decay", {name: name for name in _DECAYS}, 0.6)
+    w.features.add(f"decay: {decay}")
+    if "{g}" in _DECAYS[decay]:
+        heads = "n" if "n" in layout.scores and c.chance(f"{at}.heads", 0.7) else ""
+        names.append(w.normal("g", tuple(size[letter] for letter in heads)))
+    if "{sums}" in _DECAYS[decay] or "{logs}" in _DECAYS[decay]:
+        names.append(w.normal("logs", tuple(size[letter] for letter in layout.scores if letter != "s")))
     return (layout, size), names
 
 
-def body(w: Writer, at: str, given: tuple[Layout, dict[str, int]], q: str, k: str, v: str) -> str:
+def _decay(w: Writer, at: str, size: int, mask: str, names: list[str]) -> str:
+    """Writes the decays between all pairs of steps; an empty string where there are none."""
+    text = _DECAYS[w.choices.pick(f"{at}.decay", {name: name for name in _DECAYS}, 0.6)]
+    given = dict(zip([kind for kind in ("g", "logs") if names and _reads(text, kind)], names, strict=True))
+    if "g" in given:
+        axes = "[..., None, None]"
+        given["g"] = w.set("gamma", f"jax.nn.sigmoid({given['g']} + 2){axes}")
+    if "logs" in given:
+        strength = w.choices.pick(f"{at}.strength", [0.1, 1.0, 10.0, 1e-3, -0.1], 0.4)
+        given["logs"] = w.set("logs", f"-{strength} * jax.nn.softplus({given['logs']})")
+        given["sums"] = w.set("sums", f"jnp.cumsum({given['logs']}, -1)") if "{sums}" in text else ""
+    if not text:
+        return ""
+    r, c = f"jnp.arange({size})[:, None]", f"jnp.arange({size})[None]"
+    return w.set("decays", text.format(r=r, c=c, mask=mask, **{"g": "", "sums": "", "logs": ""} | given))
+
+
+def _reads(text: str, kind: str) -> bool:
+    return f"{{{kind}}}" in text or (kind == "logs" and "{sums}" in text)
+
+
+def body(w: Writer, at: str, given: tuple[Layout, dict[str, int]], q: str, k: str, v: str, *decay: str) -> str:
     """Writes one linear attention, by scores or by running sums."""
     c = w.choices
     layout, size = given
     positive = c.chance(f"{at}.positive", 0.5)
     if positive:
         q, k = (w.set(name, f"jax.nn.elu({x}) + 1") for name, x in (("q", q), ("k", k)))
-    if c.chance(f"{at}.states", 0.35):
+    if not decay and c.chance(f"{at}.states", 0.35):
         return _by_states(w, at, layout, q, k, v)
     s = w.set("s", w.cast(f"{at}.cast", f"jnp.einsum('{layout.q},{layout.k}->{layout.scores}', {q}, {k})", 0.2))
     if c.chance(f"{at}.scaled", 0.4):
@@ -62,6 +111,9 @@ def body(w: Writer, at: str, given: tuple[Layout, dict[str, int]], q: str, k: st
     name = c.pick(f"{at}.mask", {name: name for name in _MASKS}, 0.7)
     w.features.add(f"mask: {name}")
     mask = _MASKS[name].format(t=size["t"])
+    decays = _decay(w, at, size["t"], mask, [*decay])
+    if decays:
+        s = w.set("s", w.cast(f"{at}.decay cast", f"{s} * {decays}", 0.1))
     spellings = {
         "where": f"jnp.where({mask}, {s}, 0)",
         "product": f"{s} * ({mask})",

@@ -217,23 +217,12 @@ def test_one_gradient_of_three_is_a_site_of_its_own():
 # ---------------------------------------------------------------------- refusals
 
 
-def with_decay(q, k, v):
-    steps = jnp.arange(T)
-    decay = jnp.where(causal(), 0.9 ** (steps[:, None] - steps[None]), 0)
-    return weighted(jnp.tril(scores(q, k)) * decay, v)
-
-
-def masked_after_decay(q, k, v):
-    steps = jnp.arange(T)
-    return weighted(jnp.where(causal(), scores(q, k) * jnp.exp(-0.1 * jnp.abs(steps[:, None] - steps[None])), 0), v)
+def multiplied_by_an_array(q, k, v):
+    return weighted(jnp.where(causal(), scores(q, k) * jnp.cos(q[0, :, 0, :1] * k[0, None, :, 0, 0]), 0), v)
 
 
 def seeing_the_next_step(q, k, v):
     return weighted(jnp.tril(scores(q, k), 1), v)
-
-
-def of_a_captured_mask(q, k, v):
-    return weighted(scores(q, k) * np.tril(np.ones((T, T), np.float32)), v)
 
 
 def of_three_arrays(q, k, v):
@@ -242,9 +231,8 @@ def of_three_arrays(q, k, v):
 
 
 REFUSED = {
-    masked_after_decay: "multiplied by something else than numbers and one causal mask",
+    multiplied_by_an_array: "multiplied by something else than numbers, decays between steps and one causal mask",
     seeing_the_next_step: "each step sees the steps up to 1 steps away from it",
-    of_a_captured_mask: "the causal mask is an array that is part of the program's text",
     of_three_arrays: "the outer products of keys and values are multiplied by a third array",
 }
 
@@ -361,7 +349,7 @@ def infinite_in_half_precision(q, k, v):
 OTHERS = [
     not_causal, windowed, masked_with_ones, masked_by_padding, masked_over_parts_of_steps,
     masked_by_steps_of_the_other_kind, wrapped_around, squared, normalised_by_absolutes, normalised_by_another_mask,
-    sums_along_heads, sums_of_sums, masked_parameters, with_decay, quantised_scores, quantised_outer_products,
+    sums_along_heads, sums_of_sums, masked_parameters, quantised_scores, quantised_outer_products,
     divided_by_whole_numbers, divided_by_quantised_sums, infinite_in_half_precision,
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Inputs to measure linear attention on: where its sums are divided by those of the scores, no score is negative."""
+"""Inputs to measure linear attention on: decays of 0.7 to 1, and no negative score where sums of scores divide."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from autopallas.compat import Shaped
 from autopallas.kernels.example import harmless, is_float, normal
 from autopallas.kernels.linear_attention.operation import LinearAttentionSpec
 from autopallas.sites.declared import DeclaredSite
+from autopallas.sites.index_notation import fill
 
 __all__ = ["operands"]
 
@@ -19,11 +20,17 @@ def operands(site: DeclaredSite, types: Sequence[Shaped], key: int = 0) -> list[
     spec, random = site.spec, np.random.default_rng(key)
     assert isinstance(spec, LinearAttentionSpec)
     found = harmless(random, types)
-    of_scores = {own.position for name, own in site.operands if name != "value"}
-    for value in dict.fromkeys(site.uses):
-        first = site.uses.index(value)
-        if is_float(found[first].dtype):
-            found[first] = normal(random, found[first].shape, found[first].dtype)
-            if spec.normalised and value in of_scores:
-                found[first] = np.abs(found[first])
-    return [found[site.uses.index(value)] for value in site.uses]
+    values = [found[site.uses.index(value)] for value in range(max(site.uses) + 1)]
+    of_scores = {own.position for name, own in site.operands if name in ("query", "key")}
+    for value, array in enumerate(values):
+        if is_float(array.dtype):
+            given = normal(random, array.shape, array.dtype)
+            values[value] = np.abs(given) if spec.normalised and value in of_scores else given
+    groups = [dict(site.letters)[letter] for letter in ("B", "T")]
+    for name, own in site.operands:
+        if name in ("decay", "log_decays"):
+            logs = random.uniform(-0.35, -0.001, (spec.batch, spec.steps if name == "log_decays" else 1))
+            logs = (np.cumsum(logs, 1) if spec.decay_form == "sums" else logs) / spec.rate
+            array = np.exp(logs) if spec.decay_form in ("powers", "captured") else logs
+            fill(own, array.astype(values[own.position].dtype), values, site.sizes, groups)
+    return [values[value] for value in site.uses]

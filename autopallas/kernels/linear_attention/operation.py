@@ -13,18 +13,25 @@ from autopallas.sites.block_sizes import block_sizes_class
 from autopallas.sites.declared import DeclaredOperation
 from autopallas.sites.spec import Dtype, Sizes, Spec
 
-__all__ = ["OPERATION", "LinearAttentionSpec", "Spelling", "reference", "seen"]
+__all__ = ["OPERATION", "DecayForm", "LinearAttentionSpec", "Spelling", "reference", "seen"]
 
 Spelling: TypeAlias = Literal["scores", "states"]
 """What a program stores for all steps: the scores of all pairs of steps, or the sums of outer products."""
+
+DecayForm: TypeAlias = Literal["number", "rates", "powers", "captured", "steps", "sums"]
+"""What the decay from step s to a later step t is: ``exp(rate * (t - s))``; that with ``decay`` as a further factor, or
+``decay ** (rate * (t - s))``, captured or not; or ``exp(rate * sum)``, with the sum of ``log_decays[r]`` for s < r <= t
+or with ``log_decays[t] - log_decays[s]``."""
 
 
 @dataclass(frozen=True)
 class LinearAttentionSpec(Spec):
     """Sums over the steps s up to each step t: ``y[t] = sum of score[t, s] * value[s]``.
 
-    ``score[t, s]`` is ``factor * (query[t] . key[s])``, where normalised over ``epsilon`` plus the sum of these.
-    Operands: query, key [B|1, T|1, N]; value [B|1, T|1, P]; floating.
+    ``score[t, s]`` is ``factor * (query[t] . key[s])``, times the decay between both steps, and where normalised over
+    ``epsilon`` plus the sum of these.
+    Operands: query, key [B|1, T|1, N]; value [B|1, T|1, P]; decay [B|1] or log_decays [B|1, T|1] or none; floating.
+    Of a captured array that tells masks, positions or a number, captured [B|1] is one element, of any dtype.
     """
 
     batch: int
@@ -47,14 +54,26 @@ class LinearAttentionSpec(Spec):
     """A number that is added to the sums of the scores."""
     spelling: Spelling = "scores"
     """What the original stores: "scores" of all pairs of steps, or "states", sums of outer products, for all steps."""
+    decay_dtype: Dtype | None = None
+    log_decays_dtype: Dtype | None = None
+    captured_dtype: Dtype | None = None
+    decay_form: DecayForm | None = None
+    """How scores decay, if they do: by a "number", the rate; by a decay for all steps; or by logarithms."""
+    rate: float = 1.0
+    """A number by which the logarithms of decays are multiplied."""
+    shared: bool = False
+    """Whether sequences with decays of their own have the same queries and keys, whose products an original shares."""
 
     def assumptions(self) -> tuple[str, ...]:
-        return ("queries, keys and values are finite, and so are sums of their products (assume_finite)",)
+        stated = "queries, keys and values are finite, and so are sums of their products (assume_finite)"
+        decays = "decays are finite, also between steps that the mask hides (assume_finite)"
+        return (stated,) if self.decay_form is None else (stated, decays)
 
     def __str__(self) -> str:
         order = ", from the last step" if self.reverse else ""
         order += ", without the own step" if self.strict else ""
         order += ", normalised" if self.normalised else ""
+        order += "" if self.decay_form is None else f", decays by {self.decay_form}"
         sizes = f"B={self.batch} T={self.steps} N={self.features} P={self.columns}"
         return f"linear_attention {sizes} {self.query_dtype}, by {self.spelling}{order}"
 
@@ -66,15 +85,19 @@ def seen(count: int, reverse: bool, strict: bool) -> jax.Array:
     return s < t if strict else s <= t
 
 
-def reference(spec: LinearAttentionSpec, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+def reference(
+    spec: LinearAttentionSpec, query: jax.Array, key: jax.Array, value: jax.Array,
+    decay: jax.Array | None = None, log_decays: jax.Array | None = None, captured: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
     """Computes the formula of :class:`LinearAttentionSpec` as ``spec.spelling`` says; the result is [B, T, P]."""
-    dtype = spec.accumulation_dtype
-    shape = spec.batch, spec.steps
-    q, k, v = (jnp.broadcast_to(x.astype(dtype), (*shape, x.shape[-1])) for x in (query, key, value))
+    wide = (x.astype(spec.accumulation_dtype) for x in (query, key, value))
+    q, k, v = (jnp.broadcast_to(x, (spec.batch, spec.steps, x.shape[-1])) for x in wide)
     high = lax.Precision.HIGHEST
-    if spec.spelling == "scores":
-        scores = jnp.einsum("btn,bsn->bts", q, k, precision=high)
-        scores = jnp.where(seen(spec.steps, spec.reverse, spec.strict), spec.factor * scores, 0)
+    if spec.spelling == "scores" or spec.decay_form is not None:
+        scores = spec.factor * jnp.einsum("btn,bsn->bts", q, k, precision=high)
+        given = decay if log_decays is None else log_decays
+        scores = scores if spec.decay_form is None else scores * _decays(spec, given)
+        scores = jnp.where(seen(spec.steps, spec.reverse, spec.strict), scores, 0)
         found = jnp.einsum("bts,bsp->btp", scores, v, precision=high)
         total = jnp.sum(scores, -1, keepdims=True)
     else:
@@ -82,6 +105,22 @@ def reference(spec: LinearAttentionSpec, query: jax.Array, key: jax.Array, value
         found = spec.factor * jnp.einsum("btn,btnp->btp", q, states, precision=high)
         total = spec.factor * jnp.sum(q * _running(spec, k), -1, keepdims=True)
     return (found / (total + spec.epsilon) if spec.normalised else found).astype(spec.result_dtype)
+
+
+def _decays(spec: LinearAttentionSpec, given: jax.Array | None) -> jax.Array:
+    """Returns the decays between all pairs of steps, [B|1, T, T]; 1 where a step does not see another."""
+    t, s = (lax.broadcasted_iota(jnp.int32, (1, spec.steps, spec.steps), axis) for axis in (1, 2))
+    later, earlier = (s, t) if spec.reverse else (t, s)
+    distance = spec.rate * jnp.maximum(later - earlier, 0).astype(spec.accumulation_dtype)
+    if given is None:
+        return jnp.exp(distance)
+    if given.ndim == 1:
+        by = given.astype(distance.dtype)[:, None, None]
+        return jnp.exp(by * distance) if spec.decay_form == "rates" else jnp.power(by, distance)
+    logs = jnp.broadcast_to(given.astype(distance.dtype), (given.shape[0], spec.steps))[:, :, None]
+    logs = lax.cumsum(jnp.where(t > s, logs, 0), axis=1) if spec.decay_form == "steps" else logs - logs.mT
+    logs = logs.mT if spec.reverse else logs
+    return jnp.exp(jnp.where(later >= earlier, spec.rate * logs, 0))
 
 
 def _running(spec: LinearAttentionSpec, added: jax.Array) -> jax.Array:
@@ -99,16 +138,20 @@ def _candidates(spec: Spec) -> tuple[Sizes, ...]:
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 _SAMPLE = LinearAttentionSpec(8, 1024, 64, 64, _FLOAT32, _FLOAT32, _FLOAT32, _FLOAT32)
+_VARIANTS = {"states": replace(_SAMPLE, spelling="states"), "normalised": replace(_SAMPLE, normalised=True)}
+_VARIANTS |= {"number": replace(_SAMPLE, decay_form="number", rate=-0.1)}
 
 OPERATION = DeclaredOperation(
     "linear_attention",
     reference=reference,
-    operands={"query": "B T N", "key": "B T N", "value": "B T P"},
+    operands={"query": "B T N", "key": "B T N", "value": "B T P", "decay": "B", "log_decays": "B T", "captured": "B"},
     result="B T P",
     sizes={"B": "batch", "T": "steps", "N": "features", "P": "columns"},
     rows="B",
     sample=_SAMPLE,
-    variants={"states": replace(_SAMPLE, spelling="states"), "normalised": replace(_SAMPLE, normalised=True)},
+    variants=_VARIANTS
+    | {form: replace(_SAMPLE, decay_form=form, decay_dtype=_FLOAT32) for form in ("rates", "powers")}
+    | {form: replace(_SAMPLE, decay_form=form, log_decays_dtype=_FLOAT32) for form in ("steps", "sums")},
     measured_sizes=tuple(
         {"B": 8, "T": steps, "N": width, "P": width} for steps, width in ((512, 64), (2048, 64), (1024, 32))
     ),

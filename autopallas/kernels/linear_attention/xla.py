@@ -1,4 +1,4 @@
-"""Computes causal linear attention in plain JAX, chunk by chunk.
+"""Computes causal linear attention in plain JAX, chunk by chunk; with decays in ``xla_decays.py``.
 
 Within a chunk of steps are scores, as in attention; what the chunks before it add is one matrix of N x P numbers for
 each sequence.  So memory grows with T, and time with T times the chunk.  The gradients are three linear attentions:
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from autopallas.kernels.linear_attention import xla_decays
 from autopallas.kernels.linear_attention.operation import LinearAttentionSpec, seen
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
@@ -44,9 +45,9 @@ def forward(spec: LinearAttentionSpec, block_sizes: BlockSizes | None, operands:
     """Returns the result, [B, T, P]."""
     q, k, v = _wide(spec, operands)
     if not spec.normalised:
-        return _summed(spec, block_sizes, q, k, v, spec.reverse).astype(spec.result_dtype)
+        return _sums(spec, block_sizes, operands, q, k, v).astype(spec.result_dtype)
     v, mean = _centred(v)
-    return _divided(spec, _summed(spec, block_sizes, q, k, v, spec.reverse), mean).astype(spec.result_dtype)
+    return _divided(spec, _sums(spec, block_sizes, operands, q, k, v), mean).astype(spec.result_dtype)
 
 
 def backward(
@@ -61,16 +62,45 @@ def backward(
     dy = cotangent.astype(v.dtype)
     if spec.normalised:
         v, mean = _centred(v)
-        sums = _summed(spec, block_sizes, q, k, v, spec.reverse)
+        sums = _sums(spec, block_sizes, operands, q, k, v)
         (dy,) = jax.vjp(lambda sums: _divided(spec, sums, mean), sums)[1](dy)
     found: dict[str, jax.Array] = {}
-    if "query" in wanted:
-        found["query"] = _summed(spec, block_sizes, dy, v, k, spec.reverse)
-    if "key" in wanted:
-        found["key"] = _summed(spec, block_sizes, v, dy, q, not spec.reverse)
-    if "value" in wanted:
-        found["value"] = _summed(spec, block_sizes, k, q, dy[..., : spec.columns], not spec.reverse)
+    if spec.decay_form is not None:
+        decay = _decay(spec, operands)
+        name = "log_decays" if "log_decays" in operands else "decay"
+        given = xla_decays.gradients(spec, _steps_of_chunk(spec, block_sizes), q, k, v, decay, dy, name in wanted)
+        found = {"query": given.query, "key": given.key, "value": given.value[..., : spec.columns]}
+        if given.decay is not None:
+            found[name] = given.decay.reshape(operands[name].shape)
+        found = {name: x for name, x in found.items() if name in wanted}
+    else:
+        if "query" in wanted:
+            found["query"] = _summed(spec, block_sizes, dy, v, k, spec.reverse)
+        if "key" in wanted:
+            found["key"] = _summed(spec, block_sizes, v, dy, q, not spec.reverse)
+        if "value" in wanted:
+            found["value"] = _summed(spec, block_sizes, k, q, dy[..., : spec.columns], not spec.reverse)
     return {name: summed_to(x, operands[name].shape).astype(operands[name].dtype) for name, x in found.items()}
+
+
+def _sums(
+    spec: LinearAttentionSpec,
+    block_sizes: BlockSizes | None,
+    operands: Mapping[str, jax.Array],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+) -> jax.Array:
+    """Returns the sums of values, each times its score, with or without decays."""
+    if spec.decay_form is None:
+        return _summed(spec, block_sizes, query, key, value, spec.reverse)
+    return xla_decays.summed(spec, _steps_of_chunk(spec, block_sizes), query, key, value, _decay(spec, operands))
+
+
+def _decay(spec: LinearAttentionSpec, operands: Mapping[str, jax.Array]) -> jax.Array | None:
+    """Returns the operand from which decays are computed, [B|1, T|1]; None where there is none."""
+    found = operands["log_decays"] if "log_decays" in operands else operands.get("decay")
+    return None if found is None else found.astype(spec.accumulation_dtype).reshape(found.shape[0], -1)
 
 
 def _wide(spec: LinearAttentionSpec, operands: Mapping[str, jax.Array]) -> list[jax.Array]:

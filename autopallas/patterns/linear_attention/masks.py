@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from autopallas.graph.labels import Atom
 from autopallas.numerics.casts import counts_exactly, kind_of
 from autopallas.patterns.expressions import Scope
 
-__all__ = ["COMPARISONS", "Seen", "Triangle", "triangle"]
+__all__ = ["COMPARISONS", "MaskReader", "Seen", "Triangle"]
 
 _DEEPEST = 16
 """Longest chain of elementwise equations that is looked at."""
@@ -21,6 +21,10 @@ _LONGEST_CONSTANT = 2**24
 """Largest captured mask whose elements are looked at."""
 COMPARISONS = frozenset({"ge", "gt", "le", "lt"})
 _MIRRORED = {"ge": "le", "le": "ge", "gt": "lt", "lt": "gt"}
+
+
+_Position: TypeAlias = tuple[tuple[Atom, ...], int]
+"""The labels of an axis, and what is added to the position along it."""
 
 
 class Seen(NamedTuple):
@@ -44,27 +48,19 @@ class Triangle(NamedTuple):
     Attributes:
       seen: which pairs of steps it holds.
       steps: the labels of the steps t that see others.
-      captured: whether it is an array that is part of the program's text.
     """
 
     seen: Seen
     steps: tuple[Atom, ...]
-    captured: bool = False
 
 
-def triangle(scope: Scope, ref: Ref, keys: Sequence[Atom]) -> Triangle | None:
-    """Returns the triangle that a mask is; None where it is none.
+class MaskReader:
+    """Reads masks, and the positions that they compare.
 
     Args:
       scope: the site's values.
-      ref: the mask.
       keys: the labels of the steps s that are seen.
     """
-    return _Reading(scope, keys).mask(ref)
-
-
-class _Reading:
-    """Reads one mask."""
 
     def __init__(self, scope: Scope, keys: Sequence[Atom]):
         self.scope, self.space, self.graph, self.keys = scope, scope.space, scope.graph, keys
@@ -104,9 +100,10 @@ class _Reading:
 
     def _compared(self, name: str, operands: Sequence[Ref]) -> Triangle | None:
         """Returns the triangle that a comparison of positions is."""
-        first, second = (self._position(x) for x in operands)
-        if first is None or second is None:
+        pair = self._opposed(operands)
+        if pair is None:
             return None
+        first, second = pair
         if self.space.resolve(first[0]) == self._keys():  # s against t is t against s, mirrored
             first, second, name = second, first, _MIRRORED[name]
         (steps, offset), (keys, further) = first, second
@@ -116,7 +113,27 @@ class _Reading:
         reverse, one_more = {"ge": (False, 0), "gt": (False, -1), "le": (True, 0), "lt": (True, 1)}[name]
         return Triangle(Seen(reverse, difference + one_more), steps)
 
-    def _position(self, ref: Ref) -> tuple[tuple[Atom, ...], int] | None:
+    def _opposed(self, operands: Sequence[Ref]) -> tuple[_Position, _Position] | None:
+        """Returns the positions that a comparison is about: of its two sides, or of a difference beside a number."""
+        for place in (0, 1):
+            ref = self.space.canonical(operands[place])
+            number = self.scope.number(operands[1 - place])
+            given = self.space.operands(ref) if number is not None and self.scope.name(ref) == "sub" else None
+            if given is None or number is None:
+                continue
+            first, second = (self.position(x) for x in given)
+            largest = max(self.graph.shape(ref.value), default=0)
+            dtype = self.graph.dtype(ref.value)
+            if first is None or second is None or number != int(number) or abs(number) > largest:
+                return None
+            if kind_of(dtype) == "u" or not counts_exactly(dtype, 4 * largest + abs(first[1]) + abs(second[1])):
+                return None
+            second = second[0], second[1] + int(number)
+            return (first, second) if place == 0 else (second, first)
+        first, second = (self.position(x) for x in operands)
+        return None if first is None or second is None else (first, second)
+
+    def position(self, ref: Ref) -> _Position | None:
         """Returns (labels, offset) of a value that is ``offset`` plus the position along an axis."""
         space, offset = self.space, 0
         largest = max(self.graph.shape(ref.value), default=0)
@@ -153,13 +170,13 @@ class _Reading:
 
     def _counted(self, ref: Ref) -> int | None:
         """Returns the first of the numbers of a captured array that counts, else None."""
-        constant = self._constant(ref)
+        constant = self.constant(ref)
         if constant is None or constant.ndim != 1 or not np.issubdtype(constant.dtype, np.integer):
             return None
         first = int(constant[0])
         return first if np.array_equal(constant, np.arange(first, first + constant.size)) else None
 
-    def _constant(self, ref: Ref) -> np.ndarray | None:
+    def constant(self, ref: Ref) -> np.ndarray | None:
         """Returns the elements of a captured array, without axes of size 1, where these can be looked at."""
         constant = self.graph.constants.get(ref.value)
         if constant is None or compat.is_tracer(constant) or not 1 < np.size(constant) <= _LONGEST_CONSTANT:
@@ -168,7 +185,7 @@ class _Reading:
 
     def _captured(self, ref: Ref) -> Triangle | None:
         """Returns the triangle that a captured array is."""
-        constant = self._constant(ref)
+        constant = self.constant(ref)
         axes = [own for own in self.space.view(ref.view) if own[1]]
         if constant is None or constant.ndim != 2 or len(axes) != 2 or any(start for start, _ in axes):
             return None
@@ -183,7 +200,7 @@ class _Reading:
         for offset in (0, -1):
             lower = np.tri(kept.shape[0], kept.shape[1], offset, dtype=bool)
             if np.array_equal(kept, lower):
-                return Triangle(Seen(False, offset), steps, captured=True)
+                return Triangle(Seen(False, offset), steps)
             if np.array_equal(kept, lower.T):
-                return Triangle(Seen(True, -offset), steps, captured=True)
+                return Triangle(Seen(True, -offset), steps)
         return None

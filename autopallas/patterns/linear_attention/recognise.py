@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -19,21 +20,25 @@ from autopallas import jaxprs
 from autopallas.faults import contained
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.edit import surviving
+from autopallas.graph.extract import nodes_between
 from autopallas.graph.labels import Atom, Dimension, is_product
 from autopallas.kernels.linear_attention.operation import OPERATION, LinearAttentionSpec, Spelling
-from autopallas.numerics.casts import keeps_range, rounds, widens
-from autopallas.patterns.advice import LINEAR_MASK, LINEAR_SCORES, LINEAR_STATES
+from autopallas.numerics.casts import is_floating, keeps_range, rounds, widens
+from autopallas.patterns.advice import LINEAR_SCORES, LINEAR_STATES
 from autopallas.patterns.declared_match import declared_match
 from autopallas.patterns.escapes import complete
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.forward import COPIES, LAYOUT, in_backward
-from autopallas.patterns.linear_attention.masks import COMPARISONS, Seen, Triangle, triangle
+from autopallas.patterns.linear_attention.masks import COMPARISONS, Seen
+from autopallas.patterns.linear_attention.weights import Factor, Unread, Weights, read_weights
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
 
 __all__ = ["find"]
 
 _DEEPEST = 16
 """Longest chain of elementwise equations that is looked at."""
+_MOST = 64
+"""Most values that are looked at to find out which factor products lead to."""
 
 
 class _Unlike(Exception):
@@ -47,8 +52,7 @@ class _Parts(NamedTuple):
     key: Ref
     value: Ref
     features: Sequence[Dimension]
-    steps: tuple[Atom, ...]
-    seen: Seen
+    weights: Weights
     spelling: Spelling
 
 
@@ -94,6 +98,8 @@ _CONTRACTIONS = frozenset({"dot_general", "reduce_sum"})
 _COUNTS = LAYOUT | {"add", "sub", "convert_element_type"}
 _MOVES = COPIES | {"slice", "split", "concatenate", "stack", "unstack", "not"}
 _SCALES = frozenset({"mul", "div", "neg", "select_n"})
+_WEIGHTS = COPIES | {"add", "sub", "exp", "exp2", "pow", "abs", "max", "cumsum"}
+"""Equations by which masks and decays are computed of masks."""
 
 
 def _candidates(graph: Graph) -> list[Node]:
@@ -101,6 +107,7 @@ def _candidates(graph: Graph) -> list[Node]:
     program.  A mask compares positions here, or is part of the program's text."""
     positions = {number for number, array in graph.constants.items() if np.ndim(array) > 0}
     masks = {number for number in positions if np.ndim(graph.constants[number]) > 1}
+    weights = {*masks}  # masks, and decays that are computed of them
     numbers: set[int] = set()  # arrays that repeat one
     products: set[int] = set()
     reached: set[int] = set()
@@ -108,10 +115,12 @@ def _candidates(graph: Graph) -> list[Node]:
     found: list[Node] = []
     for node in graph.nodes:
         name, given = node.name, [n for n in node.inputs if n not in graph.literals and n not in numbers]
-        moves = name in _MOVES or name in _SCALES
-        contracts = name in _CONTRACTIONS and not is_product(node)
+        scales = name in _SCALES or is_product(node)
+        moves = name in _MOVES or scales
+        contracts = name in _CONTRACTIONS and not scales
         if given and (name in COMPARISONS and positions.issuperset(given) or moves and masks.issuperset(given)):
             masks.update(node.outputs)
+            weights.update(node.outputs)
         elif name == "iota" or (given and name in _COUNTS and positions.issuperset(given)):
             positions.update(node.outputs)
         elif not given and name in COPIES:
@@ -122,14 +131,16 @@ def _candidates(graph: Graph) -> list[Node]:
             if contracts:
                 found.append(node)
                 results.update(node.outputs)
-            elif moves or is_product(node):
+            elif moves:
                 reached.update(node.outputs)
         elif not results.isdisjoint(given) and name == "div":
             found.append(node)
-        elif not products.isdisjoint(given) and name in _SCALES and not masks.isdisjoint(given):
+        elif not products.isdisjoint(given) and scales and not weights.isdisjoint(given):
             reached.update(node.outputs)
         if contracts or (moves and not products.isdisjoint(given)):
             products.update(node.outputs)
+        if (name in _WEIGHTS or moves) and not weights.isdisjoint(given):
+            weights.update(node.outputs)
         if name in COPIES and not results.isdisjoint(given):
             results.update(node.outputs)
     return found
@@ -156,7 +167,7 @@ class _Place:
         self.space = self.scope.space
         self.whole = self.space.full(node.outputs[0])
         self.factor, self.epsilon = 1.0, 0.0
-        self.normalised, self.captured = False, False
+        self.normalised = False
         sums, divisor = self.whole, None
         if node.name == "div":
             operands = self.space.operands(self.whole)
@@ -180,16 +191,22 @@ class _Place:
         """
         graph, space = self.graph, self.space
         parts = self._parts()
-        read_as = {name: self._before_casts(getattr(parts, name)) for name in ("query", "key", "value")}
+        weights = parts.weights
+        given = {"query": parts.query, "key": parts.key, "value": parts.value}
+        if weights.decay is not None:
+            given["log_decays" if weights.form in ("steps", "sums") else "decay"] = weights.decay
+        read_as = {name: self._before_casts(ref) for name, ref in given.items()}
         result = [own for _, own in space.view(self.whole.view)]
         ordered = [atom for own in result for atom in own]
-        steps = space.resolve(parts.steps)
+        steps = space.resolve(weights.steps)
         features = [atom for _, own in parts.features for atom in space.resolve(own)]
         read = {name: space.atoms(ref) for name, ref in read_as.items()}
-        columns = [a for a in ordered if a in read["value"] and a not in read["query"] | read["key"] | {*steps}]
+        decaying = read.get("decay", frozenset()) | read.get("log_decays", frozenset())
+        shared = read["query"] | read["key"] | decaying
+        columns = [a for a in ordered if a in read["value"] and a not in shared | {*steps}]
         batch = [a for a in ordered if a not in columns and a not in steps]
-        allowed = {"query": {*batch, *steps, *features}, "key": {*batch, *steps, *features}}
-        allowed["value"] = {*batch, *steps, *columns}
+        allowed = {"query": {*batch, *steps, *features}, "key": {*batch, *steps, *features}, "decay": {*batch}}
+        allowed |= {"value": {*batch, *steps, *columns}, "log_decays": {*batch, *steps}}
         if any(not own <= allowed[name] for name, own in read.items()):
             raise _Unlike
         if not {*features} <= read["query"] & read["key"]:
@@ -200,23 +217,33 @@ class _Place:
             raise _Unlike
         dtypes = {f"{name}_dtype": graph.dtype(ref.value) for name, ref in read_as.items()}
         result_dtype = graph.dtype(self.node.outputs[0])
-        if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (*dtypes.values(), result_dtype)):
+        if not all(is_floating(x) for x in (dtypes["query_dtype"], dtypes["key_dtype"], dtypes["value_dtype"])):
             raise _Unlike
-        strict = parts.seen.strict
+        if not is_floating(result_dtype):
+            raise _Unlike
+        if weights.rounding > jnp.finfo(result_dtype).eps:
+            raise Mismatch("decays are captured in a narrower type than the result's", advice=LINEAR_SCORES)
+        strict = weights.seen.strict
         if strict is None:
             raise Mismatch(
-                f"each step sees the steps up to {abs(parts.seen.offset)} steps away from it", advice=LINEAR_SCORES
+                f"each step sees the steps up to {abs(weights.seen.offset)} steps away from it", advice=LINEAR_SCORES
             )
         form = LinearAttentionSpec(
-            0, 0, 0, 0, **dtypes, result_dtype=result_dtype, factor=self.factor, reverse=parts.seen.reverse,
-            strict=strict, normalised=self.normalised, epsilon=self.epsilon, spelling=parts.spelling,
+            0, 0, 0, 0, **dtypes, result_dtype=result_dtype, factor=self.factor * weights.factor,
+            reverse=weights.seen.reverse, strict=strict, normalised=self.normalised, epsilon=self.epsilon,
+            spelling=parts.spelling, decay_form=weights.form, rate=weights.rate,
+            shared=weights.form is not None and not {*batch} <= read["query"] | read["key"],
         )  # fmt: skip
         operands = {name: Ref(ref.value, space.view(ref.view)) for name, ref in read_as.items()}
         letters = {"B": batch, "T": list(steps), "N": features, "P": columns}
-        found = declared_match(graph, OPERATION.name, form, self.node, operands, letters, result, space.sizes)
-        if found is None and self.captured:
-            raise Mismatch("the causal mask is an array that is part of the program's text", advice=LINEAR_MASK)
-        return found
+        values = [ref.value for ref in operands.values()]
+        _, known = nodes_between(graph, values, [self.node.outputs[0]])
+        if known:  # whose elements were read: masks, positions and numbers
+            if len(known) != 1 or known[0] not in graph.constants:
+                raise Mismatch("masks, positions and numbers are several captured arrays", advice=LINEAR_SCORES)
+            operands["captured"] = Ref(known[0], tuple((0, ()) for _ in graph.shape(known[0])))
+            form = replace(form, captured_dtype=graph.dtype(known[0]))
+        return declared_match(graph, OPERATION.name, form, self.node, operands, letters, result, space.sizes)
 
     def _before_casts(self, ref: Ref) -> Ref:
         """Returns an operand before casts to wider types: the kernel casts it itself."""
@@ -231,30 +258,31 @@ class _Place:
 
     def _parts(self) -> _Parts:
         """Returns the parts, whichever of both spellings it is."""
-        at, mask = self.inner, None
+        at = self.inner
+        factors: list[Factor] = []
         for _ in range(_DEEPEST):
             at = self.space.canonical(at)
             name = self.scope.name(at)
-            if name == "cumsum" and mask is None:
+            if name == "cumsum" and not factors:
                 return self._of_states(at)
-            products = None if mask is None else self.space.contraction(at)
-            if mask is not None and products is not None:
-                return self._of_scores(products, mask)
+            products = self.space.contraction(at) if factors else None
+            if products is not None:
+                return self._of_scores(products, factors)
             operands = self.space.operands(at) if name in _PEELED else None
             if operands is None:
                 raise _Unlike
             if name == "convert_element_type":
                 at = self._cast(at)
             elif name == "select_n":
-                at, mask = self._selected(operands, mask)
+                at = self._selected(operands, factors)
             elif (further := self._scaled(operands, name)) is not None:
                 at = further
-            elif name == "div" and mask is None and self.factor == 1 and not self.normalised:
+            elif name == "div" and not factors and self.factor == 1 and not self.normalised:
                 at = self.space.canonical(operands[0])
                 if not self._is_total(operands[1], at):
                     raise _Unlike
             elif name == "mul":
-                at, mask = self._masked(operands, mask)
+                at = self._multiplied(operands, factors)
             else:
                 raise _Unlike
         raise _Unlike
@@ -310,43 +338,58 @@ class _Place:
             raise _Unlike
         return operand
 
-    def _triangle(self, ref: Ref) -> Triangle | None:
-        found = triangle(self.scope, ref, [atom for _, own in self.summed for atom in own])
-        self.captured |= found is not None and found.captured
-        return found
-
-    def _selected(self, operands: Sequence[Ref], mask: Triangle | None) -> tuple[Ref, Triangle]:
-        """Returns what a selection masks with zeros, and how."""
-        if len(operands) == 3 and mask is None:
+    def _selected(self, operands: Sequence[Ref], factors: list[Factor]) -> Ref:
+        """Returns what a selection masks with zeros, and notes the mask."""
+        if len(operands) == 3:
             for kept, filled in ((2, 1), (1, 2)):
                 if self.scope.number(operands[filled]) == 0:
-                    own = self._triangle(operands[0])
-                    if own is not None:
-                        return operands[kept], own if kept == 2 else own._replace(seen=own.seen.inverted())
+                    factors.append(Factor(operands[0], kept == 2))
+                    return operands[kept]
         raise _Unlike
 
-    def _masked(self, operands: Sequence[Ref], mask: Triangle | None) -> tuple[Ref, Triangle]:
-        """Returns what is multiplied by a mask of ones and zeros, and how that masks."""
-        if mask is None:
-            for x, other in (operands, operands[::-1]):
-                if (own := self._triangle(other)) is not None:
-                    return x, own
-        elif any(self.space.contraction(self.space.canonical(x)) for x in operands):
-            raise Mismatch(
-                "the products of queries and keys are multiplied by something else than numbers and one causal mask",
-                advice=LINEAR_SCORES,
-            )
+    def _multiplied(self, operands: Sequence[Ref], factors: list[Factor]) -> Ref:
+        """Returns what leads to products of queries and keys, and notes by what that is multiplied."""
+        for x, other in (operands, operands[::-1]):
+            if self._leads_to_products(x):
+                factors.append(Factor(other))
+                return x
         raise _Unlike
+
+    def _leads_to_products(self, ref: Ref) -> bool:
+        """Returns whether a value is a contraction, but for elementwise equations that are followed."""
+        todo = [ref]
+        for _ in range(_MOST):
+            if not todo:
+                return False
+            at = self.space.canonical(todo.pop())
+            if self.space.contraction(at) is not None:
+                return True
+            if self.scope.name(at) in _PEELED:
+                todo += self.space.operands(at) or ()
+        return False
 
     # ------------------------------------------------------------------ the two spellings
 
-    def _of_scores(self, products: tuple[Ref, Ref, list[Dimension]], mask: Triangle) -> _Parts:
+    def _of_scores(self, products: tuple[Ref, Ref, list[Dimension]], factors: Sequence[Factor]) -> _Parts:
         """Returns the parts of masked products that are multiplied by values."""
         space = self.space
         first, second, features = products
         first, second, value = (space.canonical(x) for x in (first, second, self.other))
-        steps = space.resolve(mask.steps)
         keys = tuple(a for _, own in self.summed for a in space.resolve(own))
+        if not {*keys} <= space.atoms(value):
+            raise _Unlike
+        try:
+            weights = read_weights(self.scope, factors, keys)
+        except Unread as unread:
+            if not unread.reason:
+                raise _Unlike from None
+            raise Mismatch(
+                "the products of queries and keys are multiplied by something else than numbers, decays between steps "
+                f"and one causal mask: {unread.reason}",
+                advice=LINEAR_SCORES,
+            ) from None
+        steps = space.resolve(weights.steps)
+        keys = space.resolve(keys)
         key, query = (first, second) if {*keys} <= space.atoms(first) else (second, first)
         if [space.sizes[a] for a in keys] != [space.sizes[a] for a in steps]:
             raise _Unlike
@@ -356,7 +399,7 @@ class _Place:
             raise _Unlike
         names = dict(zip(keys, steps, strict=True))
         key, value = (self._renamed(x, names) for x in (key, value))
-        return _Parts(query, key, value, features, steps, mask.seen, "scores")
+        return _Parts(query, key, value, features, weights, "scores")
 
     def _renamed(self, ref: Ref, names: dict[Atom, Atom]) -> Ref:
         view = ((start, tuple(names.get(a, a) for a in own)) for start, own in self.space.view(ref.view))
@@ -377,8 +420,8 @@ class _Place:
             key, value = value, key
         if features & space.atoms(value):
             raise _Unlike
-        seen = Seen(bool(node.params["reverse"]), 0)
-        return _Parts(space.canonical(self.other), key, value, self.summed, space.resolve(steps), seen, "states")
+        weights = Weights(Seen(bool(node.params["reverse"]), 0), space.resolve(steps))
+        return _Parts(space.canonical(self.other), key, value, self.summed, weights, "states")
 
     def _factors(self, added: Ref) -> tuple[Ref, Ref]:
         """Returns the two arrays whose outer product is summed."""
