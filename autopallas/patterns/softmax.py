@@ -34,6 +34,7 @@ from autopallas.patterns.advice import (
 )
 from autopallas.patterns.expressions import Apply, Expression, Scope, parts_of
 from autopallas.patterns.key_axis import DEEPEST, KeyAxis
+from autopallas.patterns.logarithms_of_sums import is_logaddexp
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.score_magnitudes import BLURS_BY, ScoreMagnitudes
 from autopallas.patterns.softmax_terms import (
@@ -89,6 +90,7 @@ class Softmax(KeyAxis):
         self.scaled_behind = False  # whether exact scores are scaled after their maximum was subtracted
         self.joins = False  # whether sums relative to maxima of their own are read as those of other blocks of keys
         self.apart = False  # whether one was
+        self.opens = False  # whether row values of other blocks' scores are read too, as where two blocks are joined
         self.overflows = False  # whether a row value was taken out that a cast may make infinite
 
     # ------------------------------------------------------------------ the weights' side
@@ -412,9 +414,9 @@ class Softmax(KeyAxis):
         if number is not None:
             return [Term(float(number), "constant", None)]
         itself = [Term(1.0, "value", ref)]
-        if not self.scope.depends(ref.value) or depth > DEEPEST:
+        if not (self.opens or self.scope.depends(ref.value)) or depth > DEEPEST:
             return itself
-        terms = self.remembered("linear", ref, lambda: self._summands(ref, depth + 1))
+        terms = self.remembered("linear", ref, lambda: self._summands(ref, depth + 1), self.opens)
         return itself if terms is None else list(terms)
 
     def _summands(self, ref: Ref, depth: int) -> list[Term] | None:
@@ -433,6 +435,8 @@ class Softmax(KeyAxis):
             return self.linear(operands[0], depth)
         if name == "log":
             return self.log(operands[0], depth)
+        if name == "custom_jvp_call" and (node := self.scope.node(ref)) and is_logaddexp(node.equation):
+            return self._joined(operands, depth)
         if name in ("mul", "div"):
             for position in (0, 1) if name == "mul" else (0,):
                 number = self.scope.number(operands[1 - position])
@@ -451,9 +455,24 @@ class Softmax(KeyAxis):
         number = self.scope.number(ref)
         if number is not None and number > 0:
             return [Term(math.log(number), "constant", None)]
-        if not self.scope.depends(ref.value) or depth > DEEPEST:
+        if not (self.opens or self.scope.depends(ref.value)) or depth > DEEPEST:
             return [Term(1.0, "log", ref)]
-        return list(self.remembered("log", ref, lambda: self._log(ref, depth + 1)))
+        return list(self.remembered("log", ref, lambda: self._log(ref, depth + 1), self.opens))
+
+    def _joined(self, operands: Sequence[Ref], depth: int) -> list[Term] | None:
+        """Returns the logarithm of the sum of the exponentials of row values; None where it is no normaliser.
+
+        What does not depend on the scores may be the logarithm of a sum over other keys.
+        """
+        outer, self.opens = self.opens, True
+        try:
+            return self._log_of_sum([self.linear(operand, depth) for operand in operands])
+        except SeveralBlocks:
+            raise
+        except Mismatch:
+            return None
+        finally:
+            self.opens = outer
 
     def _log(self, ref: Ref, depth: int) -> list[Term]:
         name, operands, node = self.scope.name(ref), self.space.operands(ref), self.scope.node(ref)
@@ -496,7 +515,8 @@ class Softmax(KeyAxis):
             if name == "stop_gradient":
                 self.note = Mismatch("the gradient is stopped inside the softmax", advice=STOP_EARLIER)
         if name == "reduce_sum":
-            return self._log_of_reduction(ref)
+            found = self._log_of_reduction(ref)
+            return found if self.scope.depends(ref.value) else self._relative(found, ref)
         if name == "dot_general":
             found = self._log_of_dot(ref)
             if found is not None:
@@ -671,10 +691,14 @@ class Softmax(KeyAxis):
         if not self.joins or not known:
             return [term]
         try:
-            found = self._log_of_reduction(term.value)
+            return self._relative(self._log_of_reduction(term.value), term.value)
         except Mismatch:
             return [term]
-        row, terms = self.space.atoms(term.value), []
+
+    def _relative(self, found: Sequence[Term], total: Ref) -> list[Term]:
+        """Returns the logarithm of a sum of exponentials of other scores, with what is subtracted from all scores of a
+        row as a term of its own."""
+        row, terms = self.space.atoms(total), []
         for part in found:
             while part.kind == "logsumexp" and isinstance(part.inner.argument, Ref):
                 argument = part.inner.argument
@@ -682,7 +706,7 @@ class Softmax(KeyAxis):
                 if not operands or not self.space.atoms(operands[1]) <= row:
                     break
                 self.apart = True
-                terms.append(Term(-part.coefficient, "value", self.space.canonical(operands[1])))
+                terms += [t.scaled(-part.coefficient) for t in self.linear(operands[1])]
                 inner = replace(part.inner, argument=self.space.canonical(operands[0]))
                 part = part._replace(expression=inner)
             terms.append(part)
@@ -692,12 +716,13 @@ class Softmax(KeyAxis):
         """Returns the logarithm of a sum of exponentials of other scores over an axis; None where the sum is another
         one."""
         outer, self.axis = self.axis, tuple(axis)
+        before = self.unshifted
         try:
             found = self.exponential(ref)
         except Mismatch:
             return None
         finally:
-            self.axis = outer
+            self.axis, self.unshifted = outer, before  # the other block's own proof says whether it is shifted
         if self.scope.reads_score(found.argument):
             return None
         return [*found.rows, Term(1.0, "logsumexp", LogSumExp(found.argument, tuple(found.weights)))]

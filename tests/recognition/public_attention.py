@@ -640,6 +640,47 @@ def parts_of_the_keys_joined_in_a_loop(q, k, v, k_further, v_further):
     return lax.scan(step, jnp.zeros((B, T, N, 3)), jnp.array([1.0, 0.5]))[0]
 
 
+def normalised_part(q, k, v, hidden=False):
+    """The attention over a block of keys, and the logarithm of its sum of exponentials, each [B, N, T, 1 or D]."""
+    s = triangle(scores(q, k), fill=-1e9) if hidden else scores(q, k)
+    total = jax.nn.logsumexp(s, -1, keepdims=True)
+    return jnp.einsum("bnts,bsnd->bntd", jnp.exp(s - total), v), total
+
+
+def merged(first, second, weight=lambda own, whole: jnp.exp(own - whole)):
+    """Two attentions with their logarithms joined to one."""
+    (y, a), (z, b) = first, second
+    whole = jnp.logaddexp(a, b)
+    return y * weight(a, whole) + z * weight(b, whole), whole
+
+
+@entered(in_blocks)
+def parts_of_the_keys_merged(q, k, v, k_further, v_further):
+    return merged(normalised_part(q, k, v, hidden=True), normalised_part(q, k_further, v_further))[0]
+
+
+@entered(lambda: [*in_blocks(), array(B, 3, N, D, seed=7), array(B, 3, N, 3, seed=8)])
+def parts_of_the_keys_merged_pairwise(q, k, v, k_further, v_further, k_last, v_last):
+    both = merged(normalised_part(q, k, v), normalised_part(q, k_further, v_further))
+    return merged(both, normalised_part(q, k_last, v_last))[0]
+
+
+@entered(in_blocks)
+def parts_of_the_keys_merged_with_a_logarithm_beside_each_softmax(q, k, v, k_further, v_further):
+    def part(k, v):
+        s = scores(q, k)
+        return jnp.einsum("bnts,bsnd->bntd", softmax(s), v), jax.nn.logsumexp(s, -1, keepdims=True)
+
+    return jax.checkpoint(lambda: merged(part(k, v), part(k_further, v_further))[0])()
+
+
+@entered(lambda: [array(B, T, N, D, seed=i) for i in range(3)] + [array(N, 1, 1, seed=5)])
+def sink_added_by_logarithms(q, k, v, sink):
+    s = triangle(scores(q, k))
+    total = jnp.logaddexp(jax.nn.logsumexp(s, -1, keepdims=True), sink)
+    return jnp.einsum("bnts,bsnd->bntd", jnp.exp(s - total), v)
+
+
 def bands() -> list[Any]:
     """Queries, keys and values in three blocks of four, and a mask for each with itself, the next and the last."""
     mask = np.random.default_rng(0).random((2, 3, 3, 1, 4, 4)) < 0.7
@@ -705,6 +746,24 @@ def blocks_joined_by_the_maxima_of_the_sums(q, k, v, k_further, v_further):
 @_blocks_look_alike
 def blocks_joined_as_if_of_one_maximum(q, k, v, k_further, v_further):
     return joined([part_of_keys(q, k, v), part_of_keys(q, k_further, v_further)], factor=lambda m, common: 1.0)
+
+
+@_blocks_look_alike
+def blocks_merged_with_the_weights_of_others(q, k, v, k_further, v_further):
+    (y, a), (z, b) = normalised_part(q, k, v), normalised_part(q, k_further, v_further)
+    return merged((y, b), (z, a))[0]
+
+
+@_blocks_look_alike
+def blocks_merged_by_roots(q, k, v, k_further, v_further):
+    parts = normalised_part(q, k, v), normalised_part(q, k_further, v_further)
+    return merged(*parts, weight=lambda own, whole: jnp.exp((own - whole) / 2))[0]
+
+
+@look_alike(lambda: in_blocks(T), "", sites=1)
+def blocks_merged_of_which_one_hides_keys_from_the_sum(q, k, v, k_further, v_further):
+    first, (z, _) = normalised_part(q, k, v, hidden=True), normalised_part(q, k_further, v_further)
+    return merged(first, (z, normalised_part(q, k_further[:, :2], v_further[:, :2])[1]))[0]
 
 
 @_blocks_look_alike

@@ -340,6 +340,13 @@ def experts_choose_in_vmoe(p, x):
     return jnp.einsum("sec,ecd->sd", jnp.einsum("se,sec->sec", gates, dispatch), in_slots(p, slots))
 
 
+def experts_choose_by_gather_and_einsum(p, x):
+    gates = jax.nn.softmax(x @ p["router"])
+    weights, token = lax.top_k(gates.T, C // 2)
+    put_back = jax.nn.one_hot(token, x.shape[0]) * weights[..., None]
+    return jnp.einsum("ecd,ect->td", in_slots(p, x[token]), put_back)
+
+
 # ---------------------------------------------------------------------- ragged products
 
 
@@ -368,7 +375,7 @@ KINDS = {
     "loops": [fori_loop, fori_loop_that_compares, scan_with_columns, scan_by_number, map_and_sum, map_by_number],
     "slots": [scattered_to_slots, set_in_slots, weights_in_slots, slots_by_sorting, tokens_of_each_expert],
     "expert choice": [experts_choose_by_einsum, experts_choose_by_gather, experts_choose_in_a_row,
-                      experts_choose_in_vmoe],
+                      experts_choose_in_vmoe, experts_choose_by_gather_and_einsum],
     "ragged": [ragged, ragged_added],
 }  # fmt: skip
 SITES = {ragged: 3, ragged_added: 2, gathered_choice_by_choice: 2}

@@ -347,7 +347,7 @@ class _Attempt:
             if found is None and self.scope.score is None:
                 with contextlib.suppress(SeveralMaps):
                     return self._as_a_sum(node, side)
-            return found
+            return found if found is None else self._with_other_blocks(node, found)
         except Mismatch as mismatch:
             first = self.scope
             if isinstance(mismatch, (SeveralBlocks, NoNormaliser)):
@@ -417,6 +417,20 @@ class _Attempt:
         draft.settle()
         self.scope.score = draft.score.value
         return draft
+
+    def _with_other_blocks(self, node: Node, found: AttentionDraft) -> AttentionDraft | None:
+        """Returns the attention over several blocks of keys of which a proved one is a part, whose result is weighed by
+        its own normaliser before others are added; the proved one where it is no such part."""
+        root = sum_with(self.graph, self.reach, node.outputs[0])
+        if root == node.outputs[0]:
+            return found
+        with contextlib.suppress(Mismatch):
+            scope = Scope(self.graph)
+            parts = blocks(scope, self.reach, scope.space.full(root))
+            factors = [ref for part in parts if part.node is node for _, ref in part.outside]
+            if len(parts) > 1 and any(found.scope.depends(ref.value) for ref in factors):
+                return self._in_blocks(node)
+        return found
 
     def _block_proofs(self, root: int) -> list[AttentionDraft]:
         scope = Scope(self.graph)

@@ -1,4 +1,5 @@
-"""Refuses experts that compute the rows gathered for them, and add their results to the tokens by a scatter.
+"""Refuses experts that compute the rows gathered for them, and add their results to the tokens by a scatter, or by
+products with one-hot vectors.
 
 Each expert then computes its own rows and no others: a product with a batch of experts, [G, C, K] x [G, K, N], is all
 that there is to compute, and a grouped matmul would leave out nothing. So this is no site, and a near miss says so.
@@ -6,18 +7,18 @@ that there is to compute, and a grouped matmul would leave out nothing. So this 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.labels import Atom
 from autopallas.patterns.advice import PICK_ROWS, SORT_TOKENS
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Mismatch
-from autopallas.patterns.mixture_of_experts.axes import counted_from_zero, position_of
+from autopallas.patterns.mixture_of_experts.axes import counted_from_zero, position_of, positions_along
 from autopallas.patterns.mixture_of_experts.picks import Picking
 from autopallas.patterns.mixture_of_experts.slots import SCATTERED
 
-__all__ = ["CHOOSE", "refuse_chosen", "refuse_slots_read"]
+__all__ = ["CHOOSE", "refuse_chosen", "refuse_put_back", "refuse_slots_read"]
 
 CHOOSE = "experts choose their tokens"
 _WALKED = 300
@@ -41,19 +42,60 @@ def refuse_chosen(graph: Graph, number: int) -> None:
             "added by a scatter: rows without a token are computed too",
             advice=SORT_TOKENS,
         )
-    if kinds[0] == "chosen":
+    _refuse(kinds[0], "a scatter", "a scatter adds them up")
+
+
+def _refuse(kind: str, by: str, adds_up: str) -> None:
+    """Refuses rows that experts chose, or that are gathered for their slots."""
+    if kind == "chosen":
         raise Mismatch(
-            f"{CHOOSE}, by gathers and a scatter: each computes the rows that it chose and no others, so that a "
+            f"{CHOOSE}, by gathers and {by}: each computes the rows that it chose and no others, so that a "
             "grouped matmul has nothing to leave out",
             advice="Nothing has to be changed: products with a batch of experts, as they are written, are all that "
             "there is to compute.",
         )
-    if kinds[0] == "slots":
+    if kind == "slots":
         raise Mismatch(
-            "experts compute the rows that are gathered for their slots, and a scatter adds them up: which slots are "
+            f"experts compute the rows that are gathered for their slots, and {adds_up}: which slots are "
             "empty is not known, and nothing else could be left out",
             advice=SORT_TOKENS,
         )
+
+
+def refuse_put_back(graph: Graph, root: int) -> None:
+    """Refuses a product with one-hot vectors that adds up what experts compute for rows gathered by the same
+    indices."""
+    scope = Scope(graph)
+    scope.space = space = Picking(graph)
+    contraction = space.contraction(space.full(root)) if graph.name(root) in ("dot_general", "reduce_sum") else None
+    if contraction is None:
+        return
+    summed = frozenset(space.resolve([x for _, atoms in contraction[2] for x in atoms]))
+    for weights, outputs in (contraction[:2], contraction[1::-1]):
+        if not summed < space.atoms(space.canonical(weights)):
+            continue
+        for index in _one_hot(scope, weights, summed):
+            gathered, expert = _walk(scope, space, outputs, index)
+            if gathered and expert is not None and expert & summed:
+                kind = "chosen" if _is_chosen(graph, index.value) else "slots"
+                _refuse(kind, "products with one-hot vectors", "a product with one-hot vectors adds them up")
+
+
+def _one_hot(scope: Scope, ref: Ref, summed: frozenset[Atom]) -> Iterator[Ref]:
+    """Yields the indices that are compared, in a factor of a value, with positions along an axis that is not summed."""
+    space, seen, todo = scope.space, set[Hashable](), [ref]
+    while todo and len(seen) <= _WALKED:
+        found = space.canonical(todo.pop())
+        key = found.value, space.view(found.view)
+        if key in seen or scope.node(found) is None:
+            continue
+        seen.add(key)
+        operands = space.operands(found) if scope.name(found) == "eq" else None
+        for positions, index in (operands, operands[::-1]) if operands else ():
+            along = positions_along(scope, positions)
+            if along is not None and not summed & set(along[1]) and space.atoms(index) & summed:
+                yield space.canonical(index)
+        todo += space.uses(found) or []
 
 
 def _chain(graph: Graph, number: int) -> list[Node]:
@@ -94,59 +136,61 @@ class _Chosen:
                 return None
         if index is None:
             return None
-        gathered, expert = self._walk(updates, index)
+        gathered, expert = _walk(self.scope, space, updates, index)
         summed = space.atoms(index) - own
         if not gathered or expert is None:
             return None
         if expert & summed:
-            return "chosen" if self._is_chosen(index.value) else "slots"
+            return "chosen" if _is_chosen(self.graph, index.value) else "slots"
         return "one" if not expert - own and summed else None
 
-    def _walk(self, updates: Ref, index: Ref) -> tuple[bool, frozenset[Atom] | None]:
-        """Returns whether rows are gathered by these indices, and the labels that they share with matrices (None
-        without matrices)."""
-        space, labels = self.space, self.space.atoms(index)
-        wanted = counted_from_zero(self.scope, index)
-        seen: set[Hashable] = set()
-        todo, gathered = [updates], False
-        expert: frozenset[Atom] | None = None
-        while todo and len(seen) <= _WALKED:
-            ref = space.canonical(todo.pop())
-            key = space.pattern(ref, labels)
-            node = self.scope.node(ref)
-            if key in seen or node is None or not labels <= space.atoms(ref):
-                continue
-            seen.add(key)
-            if node.name == "gather":
-                found = space.gathered(ref, node)
-                own_indices = [counted_from_zero(self.scope, i) for i, _, _ in found[1]] if found is not None else []
-                gathered = gathered or own_indices == [wanted]
-                continue
-            sides = space.contraction(ref)
-            if sides is None:
-                todo += space.uses(ref) or []
-                continue
-            own = [space.atoms(space.canonical(side)) & labels for side in sides[:2]]
-            for rows, matrices in (own, own[::-1]):
-                if rows == labels and matrices < labels:
-                    expert = matrices if expert is None else expert & matrices
-            todo += sides[:2]
-        return gathered, expert
 
-    def _is_chosen(self, number: int) -> bool:
-        """Returns whether numbers of tokens are the positions of the largest elements, or the first in an order."""
-        graph, seen, todo = self.graph, set[int](), [number]
-        while todo and len(seen) < _MADE_OF:
-            value = todo.pop()
-            node = graph.definitions.get(value)
-            if node is None or value in seen:
-                continue
-            seen.add(value)
-            graph.steps.spend()
-            if node.name in ("top_k", "approx_top_k", "sort", "argmax"):
-                return True
-            todo += node.inputs if node.name in _INDICES else ()
-        return False
+def _walk(scope: Scope, space: Picking, updates: Ref, index: Ref) -> tuple[bool, frozenset[Atom] | None]:
+    """Returns whether rows are gathered by these indices, and the labels that they share with matrices (None
+    without matrices)."""
+    labels = space.atoms(index)
+    wanted = counted_from_zero(scope, index)
+    seen: set[Hashable] = set()
+    todo, gathered = [updates], False
+    expert: frozenset[Atom] | None = None
+    while todo and len(seen) <= _WALKED:
+        ref = space.canonical(todo.pop())
+        key = space.pattern(ref, labels)
+        node = scope.node(ref)
+        if key in seen or node is None or not labels <= space.atoms(ref):
+            continue
+        seen.add(key)
+        if node.name == "gather":
+            found = space.gathered(ref, node)
+            own_indices = [counted_from_zero(scope, i) for i, _, _ in found[1]] if found is not None else []
+            gathered = gathered or own_indices == [wanted]
+            continue
+        sides = space.contraction(ref)
+        if sides is None:
+            todo += space.uses(ref) or []
+            continue
+        own = [space.atoms(space.canonical(side)) & labels for side in sides[:2]]
+        for rows, matrices in (own, own[::-1]):
+            if rows == labels and matrices < labels:
+                expert = matrices if expert is None else expert & matrices
+        todo += sides[:2]
+    return gathered, expert
+
+
+def _is_chosen(graph: Graph, number: int) -> bool:
+    """Returns whether numbers of tokens are the positions of the largest elements, or the first in an order."""
+    seen, todo = set[int](), [number]
+    while todo and len(seen) < _MADE_OF:
+        value = todo.pop()
+        node = graph.definitions.get(value)
+        if node is None or value in seen:
+            continue
+        seen.add(value)
+        graph.steps.spend()
+        if node.name in ("top_k", "approx_top_k", "sort", "argmax"):
+            return True
+        todo += node.inputs if node.name in _INDICES else ()
+    return False
 
 
 def refuse_slots_read(graph: Graph, root: int) -> None:

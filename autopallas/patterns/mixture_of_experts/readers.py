@@ -11,7 +11,7 @@ from autopallas.graph.labels import Atom, is_product
 from autopallas.patterns.advice import CHOOSE_FEW
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Mismatch
-from autopallas.patterns.mixture_of_experts.expert_choice import refuse_chosen, refuse_slots_read
+from autopallas.patterns.mixture_of_experts.expert_choice import refuse_chosen, refuse_put_back, refuse_slots_read
 from autopallas.patterns.mixture_of_experts.pick_reader import PickReader
 from autopallas.patterns.mixture_of_experts.picks import Picking, pick_at, slots_at
 from autopallas.patterns.mixture_of_experts.reading import PickedRows, Reading
@@ -52,6 +52,7 @@ def read(
         if found is not None:
             return found
     refuse_slots_read(graph, root)
+    refuse_put_back(graph, root)
     return None
 
 
