@@ -640,6 +640,47 @@ def parts_of_the_keys_joined_in_a_loop(q, k, v, k_further, v_further):
     return lax.scan(step, jnp.zeros((B, T, N, 3)), jnp.array([1.0, 0.5]))[0]
 
 
+# --- Biases that are products, over more elements than queries and keys, of heads that share keys --------------------
+
+BUCKETS = 12
+
+
+def with_queries(*further) -> list[Any]:
+    """Queries of several heads, keys and values of one, and what a bias is computed from."""
+    shapes = (B, T, N, D), (B, T, D), (B, T, D), *further
+    return [array(*shape, seed=i) for i, shape in enumerate(shapes)]
+
+
+def attend_with(q, k, v, bias):
+    p = softmax(jnp.einsum("btnd,bsd->bnts", q, k) + bias)
+    return jnp.einsum("bnts,bsd->btnd", p, v)
+
+
+def buckets():
+    """Relative positions as one-hot vectors, [T, T, BUCKETS]."""
+    apart = jnp.clip(jnp.arange(T) - jnp.arange(T)[:, None] + BUCKETS // 2, 0, BUCKETS - 1)
+    return jax.nn.one_hot(apart, BUCKETS)
+
+
+@entered(lambda: with_queries((N, BUCKETS)))
+def bias_of_one_hot_buckets(q, k, v, table):
+    return attend_with(q, k, v, jnp.einsum("nr,tsr->nts", table, buckets()))
+
+
+@entered(lambda: with_queries((LAYERS, N, BUCKETS)))
+def bias_of_one_hot_buckets_in_layers_that_save_products(q, k, v, tables):
+    def step(x, table):
+        return x + attend_with(x + q, k, v, jnp.einsum("nr,tsr->nts", table, buckets())), None
+
+    step = jax.checkpoint(step, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    return lax.scan(step, jnp.zeros_like(q), tables)[0]
+
+
+@entered(lambda: with_queries((T, T, BUCKETS), (BUCKETS, N)))
+def bias_of_pairs(q, k, v, pairs, w):
+    return attend_with(q, k, v, jnp.einsum("tsc,cn->nts", pairs, w))
+
+
 def normalised_part(q, k, v, hidden=False):
     """The attention over a block of keys, and the logarithm of its sum of exponentials, each [B, N, T, 1 or D]."""
     s = triangle(scores(q, k), fill=-1e9) if hidden else scores(q, k)

@@ -89,6 +89,17 @@ def test_products_that_are_added_are_one_product(name):
         assert site.spec["sides"] == []
 
 
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name.startswith("bias_of")])
+def test_a_bias_that_is_a_product_is_not_taken_for_the_scores(name):
+    program = PROGRAMS[name]
+    arguments = program.arguments()
+    for function in (program.function, with_gradients(program.function, arguments)):
+        found = autopallas.explain(optimized_like_a_user(function), *arguments).sites
+        (site,) = (one for one in found if one.op == "attention")
+        _, length, _, size = arguments[0].shape
+        assert f" T={length} S={length} D={size} " in site.spec_line
+
+
 @pytest.mark.parametrize("name", LOOK_ALIKES)
 def test_look_alike_is_left_as_it_is_or_exact(name):
     program = LOOK_ALIKES[name]

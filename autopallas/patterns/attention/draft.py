@@ -24,7 +24,7 @@ from autopallas.patterns.expressions import computed_from
 from autopallas.patterns.forward import LAYOUT, Forward, differentiable
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch
 
-__all__ = ["AttentionDraft", "Escape", "Proved", "homes_of", "match_of", "original_of"]
+__all__ = ["AttentionDraft", "Escape", "Proved", "escape_of", "homes_of", "match_of", "original_of"]
 
 
 _PROBABILITIES = (
@@ -41,6 +41,16 @@ _ROW_STATISTICS = (
 
 class Escape(Mismatch):
     """Reports that an intermediate value of a proved site is used outside it."""
+
+
+def escape_of(graph: Graph, number: int, rows: int, user: Node | None = None) -> Escape:
+    """Returns the report of a value that ``user`` uses, or that the program returns.
+
+    A value with no more elements than there are ``rows`` is a statistic of these.
+    """
+    what, advice = _ROW_STATISTICS if math.prod(graph.shape(number)) <= rows else _PROBABILITIES
+    where = "returned" if user is None else f"used by {user.name} at {jaxprs.location(user.equation)}"
+    return Escape(f"the {what} are also {where}", advice=advice)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,16 +130,12 @@ def _refuse_escapes(graph: Graph, proved: Proved, nodes: Sequence[Node], alive: 
                 continue
             if not computed_from(graph, number, scores, min(proved.score, *proved.further, proved.score)):
                 continue
-            what, advice = _PROBABILITIES
-            if math.prod(graph.shape(number)) <= rows:
-                what, advice = _ROW_STATISTICS
             if number in graph.returned:
-                raise Escape(f"the {what} are also returned", advice=advice)
+                raise escape_of(graph, number, rows)
             users = (u for u in graph.users[number] if not alive.isdisjoint(u.outputs) or u.equation.effects)
             other = next((u for u in users if id(u) not in inside), None)
             if other is not None:
-                where = jaxprs.location(other.equation)
-                raise Escape(f"the {what} are also used by {other.name} at {where}", advice=advice)
+                raise escape_of(graph, number, rows, other)
 
 
 class AttentionDraft(ProvedAttention):

@@ -9,6 +9,7 @@ contraction, is pulled apart. :mod:`autopallas.patterns.softmax` proves the soft
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ from autopallas.patterns.advice import (
     SAME_SUM,
 )
 from autopallas.patterns.attention.blocks import BlockDraft, blocks, sum_with
-from autopallas.patterns.attention.draft import AttentionDraft, Escape, Proved, match_of
+from autopallas.patterns.attention.draft import AttentionDraft, Escape, Proved, escape_of, match_of
 from autopallas.patterns.attention.few_keys import few_keys
 from autopallas.patterns.attention.maps import SumDraft, summands, with_weights
 from autopallas.patterns.attention.other_weights import other_weights
@@ -143,22 +144,49 @@ def _with_backward(
                 searches[score] = search
     if not searches:
         return
+    lookup = Lookup.of(graph)
     given = {number for match in matches.values() for number in match.results}
-    complete = settle(graph, Lookup.of(graph), list(searches.values()), given)
-    for score, search in searches.items():
-        miss = misses[score]
-        if search in complete:
-            with contained(drafts[score].second):
-                try:
-                    match = drafts[score].match_with(search)
-                    if isinstance(search.forward, PerExample):
-                        match = of_examples(match, search.forward, search.found)
-                    matches[score] = match
-                except Mismatch as mismatch:
-                    reason = describe_reason(graph, mismatch.reason, mismatch.operand)
-                    misses[score] = replace(miss, reason=reason, advice=mismatch.advice)
-        elif search.found:
-            misses[score] = replace(miss, reason=f"only a part of its backward was recognised; {miss.reason}")
+    backward = {number for node in graph.nodes if _in_backward(node) for number in node.outputs}
+    first = True
+    while searches:
+        complete = settle(graph, lookup, list(searches.values()), given)
+        further: dict[int, Search] = {}
+        for score, search in searches.items():
+            if search in complete:
+                with contained(drafts[score].second):
+                    try:
+                        match = drafts[score].match_with(search)
+                        if isinstance(search.forward, PerExample):
+                            match = of_examples(match, search.forward, search.found)
+                        matches[score] = match
+                        given |= search.replaced()
+                    except Mismatch as mismatch:
+                        if first:
+                            reason = describe_reason(graph, mismatch.reason, mismatch.operand)
+                            misses[score] = replace(misses[score], reason=reason, advice=mismatch.advice)
+                        if search.give_way():
+                            further[score] = search
+            elif first:
+                rows = math.prod(graph.shape(score)) // drafts[score].proved.keys
+                escape = _used_in_forward(graph, search, backward, rows)
+                if escape is not None:
+                    misses[score] = replace(misses[score], reason=escape.reason, advice=escape.advice)
+                elif search.found:
+                    reason = f"only a part of its backward was recognised; {misses[score].reason}"
+                    misses[score] = replace(misses[score], reason=reason)
+        searches, first = further, False
+
+
+def _used_in_forward(graph: Graph, search: Search, backward: Set[int], rows: int) -> Escape | None:
+    """Returns the escape of a value that the program needs for something else than the site and derivatives, whose
+    values are ``backward``; None where there is none."""
+    alive = surviving(graph, {*backward, search.root})
+    own = search.forward.own
+    for number in sorted((own - {search.root}) & alive):
+        for user in graph.users[number]:
+            if own.isdisjoint(user.outputs) and not alive.isdisjoint(user.outputs):
+                return escape_of(graph, number, rows, user)
+    return None
 
 
 def _reach(graph: Graph) -> list[tuple[bool, bool]]:
@@ -537,7 +565,7 @@ class _Attempt:
         offset = next((o for o, atoms in weights.view if set(space.resolve(atoms)) & set(space.resolve(key_axis))), 0)
         softmax = Softmax(scope, key_axis, offset)
         softmax.joins = self._joins
-        scores = self._score_contraction(softmax, weights)
+        scores = self._score_contraction(softmax, weights, value)
         if scores is None:
             return None
         score, query, key, head_axis = scores
@@ -593,14 +621,17 @@ class _Attempt:
         atoms = self.scope.space.atoms(score)
         return all(set(self.scope.space.resolve(a)) <= atoms for _, a in contracted)
 
-    def _score_contraction(self, softmax: Softmax, weights: Ref) -> tuple[Ref, Ref, Ref, list[Dimension]] | None:
+    def _score_contraction(
+        self, softmax: Softmax, weights: Ref, value: Ref
+    ) -> tuple[Ref, Ref, Ref, list[Dimension]] | None:
         """Finds the contraction that gives the scores: (scores, queries, keys, contracted).
 
         It lies under the exponential, since a product of probabilities with something else belongs to a backward. Among
-        several, the one that sums over the most elements is tried first.
+        several, the one that sums over the most elements is tried first, but after all others one whose keys differ
+        between rows that share the values: a bias that is a product of one vector for each query and key.
         """
         space = self.scope.space
-        found: list[tuple[int, int, Ref, Ref, Ref, list[Dimension]]] = []
+        found: list[tuple[tuple[bool, int, int], Ref, Ref, Ref, list[Dimension]]] = []
         obstacle: tuple[int, Mismatch] | None = None  # what hides the scores, if nothing is found
         first: dict[int, bool] = {}  # whether the queries are the first operand
         seen: set[Hashable] = set()
@@ -622,7 +653,10 @@ class _Attempt:
                     query, keys = (b, a) if right < left else (a, b)
                     first[ref.value] = not right < left
                     size = space.extent([x for _, atoms in contracted for x in atoms])
-                    found.append((size, -len(found), ref, query, keys, contracted))
+                    sources = (first_source, second_source) if right < left else (second_source, first_source)
+                    own = space.atoms(sources[0]) - space.atoms(sources[1]) - axis
+                    fits = own <= space.atoms(space.canonical(value))
+                    found.append(((fits, size, -len(found)), ref, query, keys, contracted))
                 elif under:
                     shared = "the probabilities are contracted over an axis that queries and keys share"
                     obstacle = ref.value, Mismatch(shared, advice=OVER_THE_KEYS)
@@ -651,14 +685,14 @@ class _Attempt:
             )
         if not found:
             return None
-        found.sort(key=lambda f: f[:2], reverse=True)
+        found.sort(key=lambda f: f[0], reverse=True)
         if self._chosen is None:
-            self._others = list(dict.fromkeys(f[2].value for f in found[1:]))
-        _, _, ref, query, keys, contracted = next((f for f in found if f[2].value == self._chosen), found[0])
+            self._others = list(dict.fromkeys(f[1].value for f in found[1:]))
+        _, ref, query, keys, contracted = next((f for f in found if f[1].value == self._chosen), found[0])
         self.query_first = first[ref.value]
         self._further = [
             Product(space.canonical(other), q, k, first[other.value], tuple(a for _, atoms in d for a in atoms))
-            for _, _, other, q, k, d in found
+            for _, other, q, k, d in found
             if other.value != ref.value
         ]
         return space.canonical(ref), query, keys, contracted
