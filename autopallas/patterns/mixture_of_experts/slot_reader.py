@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 
 import jax
@@ -130,7 +131,8 @@ class SlotReader(SumReader):
         return self._labels(self._pointwise_on(lax.convert_element_type_p, conversion_params(wide), (value,), wide))
 
     def _are_matrices(self) -> bool:
-        """Returns whether the matrices are not scattered themselves, unlike the keys of padded sequences."""
+        """Returns whether the matrices are not scattered or gathered themselves, unlike the keys of padded or sorted
+        sequences."""
         graph, seen = self.graph, set[int]()
         todo = [self.result.arrays[s.weights.position] for s in self.result.steps if isinstance(s, Product)]
         while todo and len(seen) < _WALKED:
@@ -138,7 +140,8 @@ class SlotReader(SumReader):
             node = graph.definitions.get(number)
             if number in seen or node is None:
                 continue
-            if node.name in ("scatter", "scatter-add"):
+            several = node.name == "gather" and math.prod(graph.shape(node.inputs[1])[:-1]) > 1
+            if several or node.name in ("scatter", "scatter-add"):
                 return False
             seen.add(number)
             graph.steps.spend()
