@@ -208,8 +208,8 @@ SORT_TOKENS = (
 LINEAR_SCORES = (
     "Multiply the products of queries and keys by numbers, by one mask, jnp.tril of ones (or its transpose), and by "
     "one decay alone: gamma ** (t - s), jnp.exp(rate * (t - s)), or jnp.exp(c[:, None] - c[None]) with c = "
-    "jnp.cumsum(log_decays), made in the function; and put other factors into queries, keys or values before. Further "
-    "decays belong into a loop over the steps: jax.lax.scan is recognised as a recurrence."
+    "jnp.cumsum(log_decays), made in the function. Put other factors into queries, keys or values, and further decays "
+    "into a jax.lax.scan over the steps."
 )
 LINEAR_STATES = (
     "Multiply the third array into keys or values before their outer product: what is summed is then a product of two "

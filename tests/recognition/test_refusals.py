@@ -13,6 +13,8 @@ from jax.nn import softmax
 from support.catalogue import ODD, array, bhtd
 from support.compare import compare, compiled, floats, optimized_like_a_user, with_gradients
 
+import autopallas
+
 REFUSALS = {}
 UNRELATED = {}
 
@@ -606,3 +608,19 @@ def test_reference_effects_keep_a_site_from_being_replaced():
     assert "used by" in optimized.report().near_misses[0].reason
     for a, b in zip(given, jax.jit(logged)(*arguments), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "used, by", [(lambda p, v: p.mean(2), "reduce_sum"), (lambda p, v: p @ jnp.cos(v), "dot_general")]
+)
+def test_a_train_step_says_what_else_needs_the_probabilities(used, by):
+    """And not that its own derivative does."""
+
+    def loss(q, k, v):
+        p = softmax(q @ k.mT)
+        return jnp.sum(jnp.sin(p @ v)) + jnp.sum(jnp.sin(used(p, v)))
+
+    arguments = bhtd(ODD, "float32")
+    report = autopallas.explain(optimized_like_a_user(jax.value_and_grad(loss, (0, 1, 2))), *arguments)
+    (reason,) = (miss.reason for miss in report.near_misses if miss.op == "attention")
+    assert reason.startswith(f"the scores or probabilities are also used by {by}")

@@ -77,7 +77,7 @@ class SlotReader(SumReader):
                 return None
             advice = PICK_ROWS if mismatch.advice == CHOOSE_FEW else mismatch.advice
             raise Mismatch(mismatch.reason.replace(DENSE, SCATTERED, 1), advice=advice) from None
-        if not self.brought:
+        if not self.brought or not self._are_matrices():
             return None
         if self.known is None:
             slot = tuple(x for x in self.places if x in self.slot)
