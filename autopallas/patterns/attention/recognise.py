@@ -654,8 +654,8 @@ class _Attempt:
                     first[ref.value] = not right < left
                     size = space.extent([x for _, atoms in contracted for x in atoms])
                     sources = (first_source, second_source) if right < left else (second_source, first_source)
-                    own = space.atoms(sources[0]) - space.atoms(sources[1]) - axis
-                    fits = own <= space.atoms(space.canonical(value))
+                    labels = space.atoms(sources[0]) - space.atoms(sources[1]) - axis
+                    fits = labels <= space.atoms(space.canonical(value))
                     found.append(((fits, size, -len(found)), ref, query, keys, contracted))
                 elif under:
                     shared = "the probabilities are contracted over an axis that queries and keys share"
