@@ -116,6 +116,10 @@ IN_SHARD_MAP = (
     "Compute the loss in the same shard_map, and return its sum or mean over the devices (lax.psum, lax.pmean); or "
     "leave out the shard_map, and shard the operands of a jitted function."
 )
+COLUMNS = (
+    "Set elements of the logits by their position, with jnp.where(jnp.arange(V) == token, value, logits), in the place "
+    "of logits.at[..., token].set(value)."
+)
 ROWS_BEFORE = (
     "Select, pad, reorder or join rows of the activations, before the product that gives the logits; or the losses of "
     "the tokens, after it."

@@ -28,7 +28,15 @@ from autopallas.graph.edit import surviving
 from autopallas.graph.keys import enters_mesh
 from autopallas.graph.labels import is_product
 from autopallas.graph.row_selections import PROMISED
-from autopallas.patterns.advice import ASSUME_FINITE, IN_SHARD_MAP, JOINED, LOGITS_APART, LOGITS_RETURNED, ROWS_BEFORE
+from autopallas.patterns.advice import (
+    ASSUME_FINITE,
+    COLUMNS,
+    IN_SHARD_MAP,
+    JOINED,
+    LOGITS_APART,
+    LOGITS_RETURNED,
+    ROWS_BEFORE,
+)
 from autopallas.patterns.cross_entropy.flows import Flows
 from autopallas.patterns.cross_entropy.intent import takes_logarithm
 from autopallas.patterns.cross_entropy.passes import passes
@@ -47,6 +55,8 @@ _LAYOUT = frozenset(
 
 _REARRANGES = frozenset({"dynamic_slice", "dynamic_update_slice", "gather", "pad", "rev", "sort"})
 """Primitives that pick rows of an array, or put them in another order or place."""
+_OVERWRITES = frozenset({"scatter", "scatter-add"})
+"""Primitives that change some elements, such as the logit of a token that is never predicted."""
 _RESTATED = LAYOUT | {"copy", "convert_element_type"}
 _FURTHEST = 8
 """Most equations that only restate a value through which the value is followed."""
@@ -145,10 +155,11 @@ def _part(graph: Graph, matches: list[Match], regions: Sequence[Region], assume_
 
 def _rearranged(graph: Graph, exponents: Set[int], alive: Set[int]) -> Iterator[NearMiss]:
     """Yields a near miss for logits whose rows are rearranged before the loss, in a way that does not move before the
-    product."""
+    product, or of which elements are overwritten."""
     left = _READINGS * len(graph.avals)
     for node in graph.nodes:
-        if node.name not in _REARRANGES or node.outputs[0] not in exponents or left < 0:
+        overwrites = node.name in _OVERWRITES
+        if not (overwrites or node.name in _REARRANGES) or node.outputs[0] not in exponents or left < 0:
             continue
         dot = _product_behind(graph, node.inputs[0])
         if dot is None or not _may_give_logits(graph, dot):
@@ -157,7 +168,8 @@ def _rearranged(graph: Graph, exponents: Set[int], alive: Set[int]) -> Iterator[
         left -= len(inside)
         if any(graph.name(number) in ("exp", "exp2") for number in inside) and any(map(_picks, ends.values())):
             reason = f"the loss reads the logits after {node.name} at {jaxprs.location(node.equation)}"
-            yield NearMiss("cross_entropy", jaxprs.location(dot.equation), reason, dot.outputs[0], ROWS_BEFORE)
+            advice = COLUMNS if overwrites else ROWS_BEFORE
+            yield NearMiss("cross_entropy", jaxprs.location(dot.equation), reason, dot.outputs[0], advice)
 
 
 def _in_parts(graph: Graph, candidates: Sequence[_Candidate]) -> Iterator[NearMiss]:
