@@ -264,9 +264,16 @@ def test_steps_of_which_nothing_is_left():
     assert outcome.complaints == []
 
 
+def test_the_first_step_s_own_decay_is_not_read():
+    q, k, v, logs = operands(True)
+    for spelling, first in ((segments, 1e4), (sums, 1e3)):
+        outcome = compare(spelling, (q, k, v, logs.at[..., 0].set(first)))
+        assert outcome.complaints == []
+
+
 def test_negative_decays_and_none():
     q, k, v, _ = operands(False)
-    outcome = compare(powers, (q, k, v, jnp.asarray([-0.9, 0.5, -0.3], jnp.float32)))
+    outcome = compare(powers_multiplied, (q, k, v, jnp.asarray([-0.9, 0.5, 0.0], jnp.float32)))
     assert outcome.complaints == []
     assert outcome.counts("linear_attention") == 1
 

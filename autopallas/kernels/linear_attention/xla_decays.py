@@ -27,6 +27,8 @@ _einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 _LEAST = -1e30
 """Logarithm of a decay of which nothing is left: sums of it stay finite."""
+_SMALLEST = 1e-30
+"""What stands for smaller decays of which powers are taken."""
 
 
 class _Logs(NamedTuple):
@@ -203,14 +205,15 @@ def _logarithms(spec: LinearAttentionSpec, decay: Array | None, like: Array) -> 
     shape = like.shape[:2]
     if decay is None:
         return jnp.full(shape, spec.rate, like.dtype)
+    if spec.decay_form == "powers":  # of nothing the first power has a derivative
+        decay += lax.stop_gradient(jnp.where(jnp.abs(decay) < _SMALLEST, _SMALLEST - decay, 0))
     if spec.decay_form in ("powers", "captured"):
-        decay = jnp.log(jnp.maximum(jnp.abs(decay), jnp.finfo(decay.dtype).tiny))
+        decay = jnp.log(jnp.abs(decay))
     logs = jnp.broadcast_to(spec.rate * decay, shape)
-    if spec.decay_form == "steps":
+    if spec.decay_form == "steps":  # between two steps are those after the first one, up to the last
         logs = jnp.maximum(logs, _LEAST)
-        if spec.reverse:  # between two steps are those after the first one, up to the last
-            logs = jnp.concatenate([jnp.zeros_like(logs[:, :1]), logs[:, 1:]], 1)
-            return jnp.roll(logs, -1, 1)
+        logs = jnp.concatenate([jnp.zeros_like(logs[:, :1]), logs[:, 1:]], 1)
+        return jnp.roll(logs, -1, 1) if spec.reverse else logs
     return -logs if spec.decay_form == "sums" and spec.reverse else logs
 
 

@@ -276,21 +276,21 @@ class _Reader:
             fill = self.scope.number(operands[filled])
             if fill is None or math.isnan(fill):
                 continue
-            if kept == 1 and self._tells_what_is_not_finite(operands[0], operands[1]):
+            if kept == 1 and self._tells_what_is_not_finite(operands[0], operands[1], float(fill)):
                 return self.factor(operands[1], depth)
             seen = (self.mask(operands[0], kept == 2),)
             found = self.factor(operands[kept], depth)
             return found.times(_Product(seen=seen) if fill == 0 else _Product(hidden=seen))
         raise Unread("they are selected by something else than a causal mask")
 
-    def _tells_what_is_not_finite(self, ref: Ref, given: Ref) -> bool:
-        """Returns whether a value tells where another one is no number, or infinite."""
+    def _tells_what_is_not_finite(self, ref: Ref, given: Ref, fill: float) -> bool:
+        """Returns whether a value tells where another one is no number, in whose place is 0 then, or infinite."""
         ref = self.space.canonical(ref)
         operands = self.space.operands(ref) if self.scope.name(ref) in ("ne", "eq") else None
         if operands is None or not any(self.space.same(x, self.space.canonical(given)) for x in operands):
             return False
         if self.scope.name(ref) == "ne":
-            return self.space.same(*operands)
+            return fill == 0 and self.space.same(*operands)
         numbers = [self.scope.number(x) for x in operands]
         return any(x is not None and math.isinf(x) for x in numbers)
 
