@@ -146,7 +146,8 @@ def _with_backward(
         return
     lookup = Lookup.of(graph)
     given = {number for match in matches.values() for number in match.results}
-    backward = {number for node in graph.nodes if _in_backward(node) for number in node.outputs}
+    derivatives = (number for node in graph.nodes if _in_backward(node) for number in node.outputs)
+    given_up = frozenset([*derivatives, *(search.root for search in searches.values())])
     first = True
     while searches:
         complete = settle(graph, lookup, list(searches.values()), given)
@@ -168,7 +169,7 @@ def _with_backward(
                             further[score] = search
             elif first:
                 rows = math.prod(graph.shape(score)) // drafts[score].proved.keys
-                escape = _used_in_forward(graph, search, backward, rows)
+                escape = _used_in_forward(graph, search, given_up, rows)
                 if escape is not None:
                     misses[score] = replace(misses[score], reason=escape.reason, advice=escape.advice)
                 elif search.found:
@@ -177,10 +178,10 @@ def _with_backward(
         searches, first = further, False
 
 
-def _used_in_forward(graph: Graph, search: Search, backward: Set[int], rows: int) -> Escape | None:
-    """Returns the escape of a value that the program needs for something else than the site and derivatives, whose
-    values are ``backward``; None where there is none."""
-    alive = surviving(graph, {*backward, search.root})
+def _used_in_forward(graph: Graph, search: Search, given: Set[int], rows: int) -> Escape | None:
+    """Returns the escape of a value that the program needs for something else than the sites that were looked at and
+    derivatives, whose values are ``given``; None where there is none."""
+    alive = surviving(graph, given)
     own = search.forward.own
     for number in sorted((own - {search.root}) & alive):
         for user in graph.users[number]:
