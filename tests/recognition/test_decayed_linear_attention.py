@@ -419,11 +419,38 @@ def returned_weights(q, k, v, gamma):
     return attended(q, k, v, weights), weights
 
 
+def of_half_the_distance_rounded_down(q, k, v, gamma):
+    t, s = steps()
+    return attended(q, k, v, jnp.where(t >= s, 0.9 ** (0.5 * (t - s)).astype(jnp.int32), 0))
+
+
+def rates_of_half_the_distance_rounded_down(q, k, v, gamma):
+    t, s = steps()
+    distance = ((t - s) * 0.5).astype(jnp.int32).astype(jnp.float32)
+    return attended(q, k, v, jnp.where(t >= s, jnp.exp(-0.1 * distance), 0))
+
+
+def of_a_quantised_exponent(q, k, v, gamma):
+    t, s = steps()
+    exponent = (-0.03 * (t - s)).astype(jnp.float8_e4m3fn).astype(jnp.float32)
+    return attended(q, k, v, jnp.where(t >= s, jnp.exp(exponent), 0))
+
+
+def of_many_terms(q, k, v, gamma):
+    """Of 2**18: more are refused than are looked at one by one."""
+    t, s = steps()
+    exponent = -1e-9 * (t - s)
+    for _ in range(18):
+        exponent = exponent + exponent
+    return attended(q, k, v, jnp.where(t >= s, jnp.exp(exponent), 0))
+
+
 OTHERS_OF_HEADS = [
     transposed_exponent, of_sums_of_positions, of_twice_the_distance, one_step_more, of_different_heads,
     added_to_scores, two_decays, window, full, of_squared_distances, without_own_step_in_the_mask_alone,
     rates_that_vary, captured_otherwise, captured_with_a_hidden_number, captured_in_fewer_bits, decays_also_added,
-    returned_weights,
+    returned_weights, of_half_the_distance_rounded_down, rates_of_half_the_distance_rounded_down,
+    of_a_quantised_exponent, of_many_terms,
 ]  # fmt: skip
 
 
@@ -496,6 +523,19 @@ def test_what_looks_alike_is_left_alone(program, of_steps):
     outcome = compare(program, operands(of_steps))
     assert outcome.complaints == []
     assert outcome.counts("linear_attention") == 0
+
+
+def test_a_captured_array_that_changes_is_read_again():
+    decays = np.tril(0.9 ** np.abs(np.subtract.outer(np.arange(T), np.arange(T)))).astype(np.float32)
+    q, k, v, _ = operands(False)
+    counts = []
+    for changed in (False, True):
+        if changed:
+            decays[3, 1] = 5
+        outcome = compare(lambda q, k, v: attended(q, k, v, decays), (q, k, v), gradients=False)
+        assert outcome.complaints == []
+        counts.append(outcome.counts("linear_attention"))
+    assert counts == [1, 0]
 
 
 REFUSED = {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -44,17 +46,19 @@ class _Powers(NamedTuple):
 
 
 class _Remembered:
-    """What was found out about arrays that programs hold, as long as these are held."""
+    """What was found out about arrays that programs hold, as long as these are held, and their elements the same."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[object], dict[tuple[int, int], _Powers | float | None]]] = {}
+        self._known: dict[int, tuple[weakref.ref[object], bytes, dict[tuple[int, int], _Powers | float | None]]] = {}
 
     def of(self, array: object, axes: tuple[int, int]) -> _Powers | float | None:
         """Returns the decays, or the sign of the differences, that an array is along the axes of t and s."""
         number = id(array)
-        if number not in self._known:
-            self._known[number] = weakref.ref(array, lambda _: self._known.pop(number, None)), {}
-        known = self._known[number][1]
+        # An array of NumPy may be changed between two traces.
+        own = b"" if isinstance(array, jax.Array) else hashlib.blake2b(np.asarray(array).tobytes()).digest()
+        if number not in self._known or self._known[number][1] != own:
+            self._known[number] = weakref.ref(array, lambda _: self._known.pop(number, None)), own, {}
+        known = self._known[number][2]
         if axes not in known:
             held = np.asarray(array)
             moved = np.moveaxis(held.astype(np.float64), axes, (-2, -1))

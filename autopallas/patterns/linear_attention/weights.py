@@ -31,7 +31,7 @@ __all__ = ["Factor", "Unread", "Weights", "read_weights"]
 _DEEPEST = 24
 """Longest chain of elementwise equations that is looked at."""
 _MOST = 256
-"""Most values that are looked at to find a mask."""
+"""Most values that are looked at to find a mask, and most terms of an exponent."""
 _Role: TypeAlias = Literal["t", "s", ""]
 
 
@@ -119,7 +119,17 @@ class _Sum(NamedTuple):
     number: float = 0.0
     masks: tuple[tuple[Seen, float], ...] = ()
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it consists of positions alone, each a whole number of times, and of whole numbers: a cast to another
+        type that holds these keeps it."""
+        numbers = [self.number, *(fill for _, fill in self.masks)]
+        numbers += [number for term in self.terms for number in (term.coefficient, term.offset)]
+        return all(term.counts for term in self.terms) and all(number.is_integer() for number in numbers)
+
     def plus(self, other: _Sum) -> _Sum:
+        if len(self.terms) + len(other.terms) > _MOST:
+            raise Unread("their decays are sums of too many terms")
         masks = self._filled_beside(other) + other._filled_beside(self)
         return _Sum(self.terms + other.terms, self.number + other.number, masks)
 
@@ -397,7 +407,7 @@ class _Reader:
             found = self.exponent(operands[0], depth).times(-1.0)
         elif name == "convert_element_type" and (mixed or self._counts(operands[0], depth)):
             found = self.exponent(operands[0], depth)
-            if not self._rounds(operands[0], ref) and not all(term.counts for term in found.terms):
+            if not self._rounds(operands[0], ref) and not found.is_whole:
                 raise Unread(self._described(ref))
         elif mixed and name in ("add", "sub", "add_any"):
             first, second = (self.exponent(x, depth) for x in operands)
@@ -410,7 +420,7 @@ class _Reader:
             found = self._chosen(operands, depth)
         if found is not None and found.terms and all(term.counts for term in found.terms):
             most = max(abs(term.coefficient) for term in found.terms)
-            if most == int(most) and not counts_exactly(dtype, int(most) * 4 * self.largest):
+            if most == int(most) and not counts_exactly(dtype, int(most * 4 * self.largest + abs(found.number))):
                 raise Unread(f"positions are counted in {dtype}")
         return found
 
