@@ -177,6 +177,10 @@ CHOOSE_FEW = (
     "computes every token, choose with top_k, make the weights of the others exactly zero (one_hot, or where with 0), "
     "and sum over the experts at the end."
 )
+WEIGHTS_FIRST = (
+    "Add up the weights of each expert first, and add its results once: out += expert(x) * jnp.where(chosen == e, "
+    "weights, 0).sum(-1, keepdims=True)."
+)
 EXPERTS_APART = (
     "Compute what else needs the results of the experts in a separate function, called only where its result is "
     "needed: the kernel gives their weighted sum alone."

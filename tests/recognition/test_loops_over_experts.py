@@ -413,10 +413,29 @@ def one_token(p, x):
     return jnp.einsum("te,ted->td", combine(p, x[:1]), y)
 
 
+def added_choice_by_choice(p, x):
+    (weights, chosen), total = route(p, x), jnp.zeros_like(x)
+    for e in range(E):
+        for j in range(2):
+            own = weights[:, j : j + 1] * expert(at(p, e), x)
+            total = total + jnp.where(chosen[:, j : j + 1] == e, own, 0)
+    return total
+
+
+def kept_where_an_expert_is_not_chosen(p, x):
+    (weights, chosen), total = route(p, x), jnp.zeros_like(x)
+    for e in range(E):
+        own = jnp.where(chosen == e, weights, 0).sum(-1, keepdims=True)
+        total = jnp.where((chosen == e).any(-1, keepdims=True), total + own * expert(at(p, e), x), total)
+    return total
+
+
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "train step"])
 @pytest.mark.parametrize(
     ("function", "said"),
     [
+        (added_choice_by_choice, "added where it was chosen, in a way that is not read as one sum"),
+        (kept_where_an_expert_is_not_chosen, "added where it was chosen, in a way that is not read as one sum"),
         (kept_where_as_great_as_the_last_choice, "a comparison of weights decides which count"),
         (branches_that_are_left_out, "each expert is a branch that is left out"),
         (one_token, "there is one token alone"),
@@ -440,7 +459,14 @@ def branches_of_a_comparison(p, x):
     return total
 
 
-@pytest.mark.parametrize("function", [one_token_by_its_own_experts, branches_of_a_comparison])
+def one_product_under_conditions(p, x):
+    y = x @ p["router"][:, :1]
+    return sum(jnp.where(jnp.arange(x.shape[0])[:, None] % 3 == r, y * r, 0) for r in range(3))
+
+
+@pytest.mark.parametrize(
+    "function", [one_token_by_its_own_experts, branches_of_a_comparison, one_product_under_conditions]
+)
 def test_what_leaves_nothing_out_is_no_near_miss(function):
     _, misses = find(Graph(flatten(jax.make_jaxpr(function)(P, X))), None, True)
     assert [miss for miss in misses if miss.op == OP] == []

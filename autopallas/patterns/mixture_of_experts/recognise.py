@@ -47,6 +47,7 @@ from autopallas.patterns.mixture_of_experts.refusals import DENSE, refuse_compar
 from autopallas.patterns.mixture_of_experts.site import NoMixture, Sites
 from autopallas.patterns.mixture_of_experts.slots import DISPATCHED, SCATTERED
 from autopallas.patterns.mixture_of_experts.token_loops import one_by_one
+from autopallas.patterns.mixture_of_experts.written_out import written_out
 
 __all__ = ["find"]
 
@@ -139,6 +140,9 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
         for miss in one_by_one(graph, alive):
             if miss.value not in matches and not any(miss.value in match.replaced for match in matches.values()):
                 places.setdefault(miss.location, miss)
+    with contained():
+        for miss in written_out(graph, alive, {n for root in matches for n in drafts[root].products}):
+            places.setdefault(miss.location, miss)
     return [matches[root] for root in sorted(matches)], list(places.values())
 
 
