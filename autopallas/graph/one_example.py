@@ -56,14 +56,18 @@ class OneExample:
     steps: tuple[_Step, ...]
 
     @staticmethod
-    def of(program: ClosedJaxpr, axis: int) -> OneExample | None:
+    def of(program: ClosedJaxpr, axis: int, differentiable: bool = True) -> OneExample | None:
         """Returns what a program with one result computes for each index of an axis of that; None where one index is
-        not computed by itself, or where no input has such an axis."""
+        not computed by itself, or where no input has such an axis.
+
+        A derivative may call its own function, such as that of ``logaddexp``: unless ``differentiable``, functions have
+        no derivatives.
+        """
         jaxpr, constants = jaxprs.open_jaxpr(program)
         (result,) = jaxpr.outvars
         if constants or not isinstance(result, Var) or result.aval.shape[axis] < 2:
             return None
-        reading = _Reading()
+        reading = _Reading(differentiable)
         reading.at(result, axis)
         try:
             steps = [reading.step(equation) for equation in reversed(jaxpr.eqns)]
@@ -120,8 +124,9 @@ class OneExample:
 class _Reading:
     """Follows the axis of the examples back from a result.  Its size is 1 in what examples share and read by it."""
 
-    def __init__(self) -> None:
+    def __init__(self, differentiable: bool) -> None:
         self.axes: dict[Var, int | None] = {}
+        self.differentiable = differentiable
 
     def at(self, atom: object, axis: int | None) -> None:
         """Records the axis of a value that is read.
@@ -212,7 +217,9 @@ class _Reading:
             if shape and (len(shape) != rank or shape[axis] not in (1, size)):
                 raise _Differs
             self.at(atom, axis if shape else None)
-        return _called(equation, axis) if is_elementwise_call(equation) else _bound(equation, equation.params)
+        if is_elementwise_call(equation):
+            return _called(equation, axis, self.differentiable)
+        return _bound(equation, equation.params)
 
     def _product(self, equation: JaxprEqn, axis: int) -> Callable[..., jax.Array]:
         (contracting, batch), params = equation.params["dimension_numbers"], equation.params
@@ -276,15 +283,17 @@ def _bound(equation: JaxprEqn, params: Params) -> Callable[..., jax.Array]:
     return compute
 
 
-def _called(equation: JaxprEqn, axis: int) -> Callable[..., jax.Array]:
-    """Returns what computes an elementwise function with a derivative of its own for one example.
+def _called(equation: JaxprEqn, axis: int, differentiable: bool) -> Callable[..., jax.Array]:
+    """Returns what computes an elementwise function with a derivative of its own for one example; without it unless
+    ``differentiable``.
 
     Raises:
       _Differs: the function or its derivative cannot be read so.
     """
-    value, tangent = (
-        OneExample.of(_inlined(program), axis) for program in (equation.params["call_jaxpr"], derivative_of(equation))
-    )
+    value = OneExample.of(_inlined(equation.params["call_jaxpr"]), axis, differentiable=False)
+    if value is not None and not differentiable:
+        return value
+    tangent = OneExample.of(_inlined(derivative_of(equation)), axis, differentiable=False)
     if value is None or tangent is None:
         raise _Differs
     one, moved = value, tangent

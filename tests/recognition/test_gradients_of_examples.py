@@ -5,10 +5,13 @@ from __future__ import annotations
 import corpus
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from support.catalogue import array
 from support.compare import compare, optimized_like_a_user
+
+import autopallas
 
 E, B, T, D, F, N, H = 3, 2, 5, 16, 12, 2, 8
 
@@ -172,3 +175,22 @@ def test_logits_of_one_row_that_are_read_too_are_no_gradient(read):
     compared = compare(program, (ROW, array(8, F, seed=4), jnp.arange(8) * 5 % (4 * D)), gradients=False)
     assert compared.counts("cross_entropy") == 0, compared.reasons()
     assert compared.complaints == []
+
+
+def test_functions_whose_derivatives_call_them_are_read():
+    """As the one of ``logaddexp`` does."""
+
+    def joined(q, keys, values):
+        scores = [q @ k.T for k in keys]
+        sums = [jax.nn.logsumexp(s, -1, keepdims=True) for s in scores]
+        whole = jnp.logaddexp(jnp.logaddexp(sums[0], sums[1]), sums[2])
+        parts = (jnp.exp(n - whole) * (jax.nn.softmax(s) @ v) for n, s, v in zip(sums, scores, values, strict=True))
+        return jnp.sum(jnp.sin(sum(parts)))
+
+    random = np.random.default_rng(0)
+    q, *others = (jnp.asarray(random.standard_normal((8, 8)), jnp.float32) for _ in range(7))
+    arguments = jnp.stack([q, -q]), others[:3], others[3:]
+    step = jax.vmap(jax.grad(joined, (0, 1, 2)), (0, None, None))
+    found = autopallas.optimize(step, objective="always", strict=True)(*arguments)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(step)(*arguments)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
