@@ -31,9 +31,10 @@ def operands(site: RespellingSite, types: Sequence[Shaped], key: int = 0) -> lis
 
 def repeats(site: RespellingSite) -> int:
     """Returns how often a call of a search computes the site: small ones that occur in loops, in a loop."""
-    if not kind_named(site.form.kind).in_loops:
+    kind = kind_named(site.form.kind)
+    if not kind.in_loops:
         return 1
-    return min(max(_ELEMENTS // site.spec.elements, 1), _MOST_REPEATS)
+    return min(max(_ELEMENTS // site.spec.elements, kind.least_steps), _MOST_REPEATS)
 
 
 def program() -> tuple[ArrayFunction, tuple[jax.ShapeDtypeStruct, ...]]:

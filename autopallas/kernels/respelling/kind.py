@@ -67,6 +67,7 @@ class Kind:
       maps_alike: whether many examples are one with larger arrays, for which the same evidence holds.
       in_loops: whether small ones usually occur in loops, so that a search measures them there: alone, they take less
         time than the call.
+      least_steps: of such a loop: 2 where the original is only slow in one.
       platforms: on which it may be of use; empty for all.
       fill: ``fill(spec, random, arrays)`` may replace the arrays of a search by such that occur.
     """
@@ -86,6 +87,7 @@ class Kind:
     on_request: bool = False
     maps_alike: bool = False
     in_loops: bool = False
+    least_steps: int = 1
     platforms: tuple[str, ...] = ()
     fill: Callable[[RespellingSpec, np.random.Generator, Sequence[np.ndarray]], list[np.ndarray]] | None = field(
         default=None

@@ -354,24 +354,27 @@ def _feature(spec: RespellingSpec) -> str:
 _LINES = (1, 128, 256), (2, 1024, 256), (8, 2048, 512)
 _IMAGES = (1, 14, 14, 160), (4, 28, 28, 160), (4, 56, 56, 192)
 """Shapes with the channels last: one size for each bucket."""
-_WINDOWS: tuple[tuple[str, tuple[int, ...], int, tuple[tuple[int, ...], ...]], ...] = (
-    ("causal", (4,), 1, _LINES),
-    ("3x3", (3, 3), 1, _IMAGES),
-    ("3x3-stride", (3, 3), 2, _IMAGES),
-    ("5x5", (5, 5), 1, _IMAGES),
-    ("5x5-stride", (5, 5), 2, _IMAGES),
-    ("7x7", (7, 7), 1, _IMAGES),
-    ("7x7-late", (7, 7), 1, ((1, 4, 4, 768),)),
-    ("3x3-grouped", (3, 3), 1, _IMAGES),
+_WINDOWS: tuple[tuple[str, tuple[int, ...], int, int | None, tuple[tuple[int, ...], ...]], ...] = (
+    ("causal", (4,), 1, None, _LINES),
+    ("3x3", (3, 3), 1, None, _IMAGES),
+    ("3x3-stride", (3, 3), 2, None, _IMAGES),
+    ("5x5", (5, 5), 1, None, _IMAGES),
+    ("5x5-stride", (5, 5), 2, None, _IMAGES),
+    ("7x7", (7, 7), 1, None, _IMAGES),
+    ("7x7-late", (7, 7), 1, None, ((1, 4, 4, 768),)),
+    ("3x3-grouped", (3, 3), 1, 32, _IMAGES),
+    ("3x3-few", (3, 3), 1, 8, _IMAGES),
+    ("3x3-few-stride", (3, 3), 2, 8, _IMAGES),
+    ("causal-few", (4,), 1, 8, _LINES),
 )
-"""Name, window, stride and shapes of each sample."""
+"""Name, window, stride, groups (None: one for each channel) and shapes of each sample."""
 
 
 def _samples() -> Iterator[tuple[str, Sample]]:
     """Yields depthwise convolutions in one and two dimensions and grouped ones, and the gradients of each."""
-    measured = ((name, window, stride, shape) for name, window, stride, shapes in _WINDOWS for shape in shapes)
-    for name, window, stride, shape in measured:
-        groups = 32 if "grouped" in name else shape[-1]
+    measured = ((name, window, stride, of, shape) for name, window, stride, of, shapes in _WINDOWS for shape in shapes)
+    for name, window, stride, several, shape in measured:
+        groups = several or shape[-1]
         padding = "SAME" if len(window) == 2 else ((3, 0),)
         letters = "HW"[: len(window)]
         for order in ("last", "first"):

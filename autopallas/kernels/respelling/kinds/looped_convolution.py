@@ -1,0 +1,197 @@
+"""Convolutions in loops, with their axes in the order that XLA's CPU compiler computes by a library.
+
+The compiler puts the axes of convolutions into that order, images with the channels last, only outside of loops and
+branches (JAX 0.10 to 0.12).  In the body of a scan it sums the others up one element after the other: gradients of
+images and of weights, whose operands change places, and all that have the channels first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopallas.compat import JaxprEqn
+from autopallas.graph import Graph, Node
+from autopallas.kernels.respelling.kind import Found, Kind, Sample, of_equation
+from autopallas.kernels.respelling.spec import Plain, RespellingSpec
+
+__all__ = ["KIND"]
+
+_MOST_AXES = 3
+"""Axes of space up to which the library computes a convolution."""
+_FEW = 64
+"""Positions of a window up to which it is that of a layer, not of a weight's gradient."""
+
+
+def _match(graph: Graph, node: Node) -> Found | None:
+    """Returns a convolution in the body of a loop or in a branch."""
+    if not any(part.startswith(("scan", "while", "cond")) for part in node.body.path):
+        return None
+    return _of_any(graph, node)
+
+
+def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
+    """Returns the parameters of a convolution without groups whose axes are in another order than the library's."""
+    params, arrays = equation.params, (*equation.invars, *equation.outvars)
+    if max(params["feature_group_count"], params["batch_group_count"]) > 1:
+        return None
+    if any(v.aval.dtype != jnp.float32 or 0 in v.aval.shape for v in arrays):
+        return None
+    if params["precision"] not in (None, (lax.Precision.DEFAULT,) * 2):
+        return None
+    axes = params["dimension_numbers"]
+    rank = len(axes.lhs_spec)
+    if not 3 <= rank <= 2 + _MOST_AXES or (axes.lhs_spec, axes.rhs_spec, axes.out_spec) == _ordered(rank):
+        return None
+    for axis, sides, dilation in zip(axes.lhs_spec[2:], params["padding"], params["lhs_dilation"], strict=True):
+        cut = sum(min(side, 0) for side in sides)
+        if cut and (dilation > 1 or arrays[0].aval.shape[axis] + cut < 1):
+            return None
+    return {
+        "lhs": tuple(axes.lhs_spec),
+        "rhs": tuple(axes.rhs_spec),
+        "out": tuple(axes.out_spec),
+        "strides": tuple(params["window_strides"]),
+        "padding": tuple(map(tuple, params["padding"])),
+        "lhs_dilation": tuple(params["lhs_dilation"]),
+        "rhs_dilation": tuple(params["rhs_dilation"]),
+    }
+
+
+_of_any: Callable[[Graph, Node], Found | None] = of_equation(_parameters)
+
+
+def _ordered(rank: int) -> lax.ConvDimensionNumbers:
+    """Returns the library's order of axes: (batch, *space, features), and (*space, features, results) of weights."""
+    space = range(1, rank - 1)
+    image = (0, rank - 1, *space)
+    return lax.ConvDimensionNumbers(image, (rank - 1, rank - 2, *range(rank - 2)), image)
+
+
+def _axes(spec: RespellingSpec, name: str) -> tuple[int, ...]:
+    return cast("tuple[int, ...]", spec[name])
+
+
+def _padding(spec: RespellingSpec) -> tuple[tuple[int, int], ...]:
+    return cast("tuple[tuple[int, int], ...]", spec["padding"])
+
+
+def _convolve(
+    spec: RespellingSpec,
+    x: jax.Array,
+    w: jax.Array,
+    padding: Sequence[tuple[int, int]],
+    numbers: lax.ConvDimensionNumbers,
+) -> jax.Array:
+    strides, left, right = (_axes(spec, name) for name in ("strides", "lhs_dilation", "rhs_dilation"))
+    return lax.conv_general_dilated(x, w, strides, padding, left, right, numbers, preferred_element_type=jnp.float32)
+
+
+def _original(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Array]:
+    numbers = lax.ConvDimensionNumbers(_axes(spec, "lhs"), _axes(spec, "rhs"), _axes(spec, "out"))
+    return [_convolve(spec, x, w, _padding(spec), numbers)]
+
+
+def _respelt(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Array]:
+    (batch, features, *space), (results, own, *window) = _axes(spec, "lhs"), _axes(spec, "rhs")
+    x, w = lax.transpose(x, (batch, *space, features)), lax.transpose(w, (*window, own, results))
+    # What negative padding leaves out is cut off first: the library may read beside the array (JAX 0.10).
+    padding, shape = _padding(spec), x.shape
+    low = [0, *(max(-side, 0) for side, _ in padding), 0]
+    high = [0, *(max(-side, 0) for _, side in padding), 0]
+    x = lax.slice(x, low, [size - cut for size, cut in zip(shape, high, strict=True)])
+    numbers = _ordered(x.ndim)
+    found = _convolve(spec, x, w, [(max(before, 0), max(after, 0)) for before, after in padding], numbers)
+    out = dict(zip(_axes(spec, "out"), numbers.out_spec, strict=True))
+    return [lax.transpose(found, [out[axis] for axis in range(x.ndim)])]
+
+
+def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:
+    # One element after the other, the compiler skips the zeros around and among the operand's elements.
+    inserts = max(map(max, _padding(spec))) > 0 or max(_axes(spec, "lhs_dilation")) > 1
+    return ("both operands are finite",) if inserts else ()
+
+
+# ---------------------------------------------------------------------- evidence
+
+
+def _feature(spec: RespellingSpec) -> str:
+    """Returns the axes of space, whether the window is that of a layer, and where elements are left out or inserted."""
+    window = math.prod(spec.operands[1][0][axis] for axis in _axes(spec, "rhs")[2:])
+    size = "a small window" if window <= _FEW else "a large window"
+    between = max(*_axes(spec, "strides"), *_axes(spec, "lhs_dilation"), *_axes(spec, "rhs_dilation")) > 1
+    return f"{len(_axes(spec, 'strides'))} axes, {size}{', strided or dilated' if between else ''}"
+
+
+_SHAPES: tuple[tuple[int, ...], ...] = (
+    (2, 128, 64), (4, 1024, 64), (64, 2048, 32),
+    (1, 16, 16, 64), (4, 32, 32, 64), (16, 128, 128, 16),
+    (1, 8, 8, 8, 32), (2, 16, 16, 16, 32), (4, 64, 64, 32, 8),
+)  # fmt: skip
+"""Shapes of images with the channels last: one of each size for one, two and three axes of space."""
+
+
+def _samples() -> Iterator[tuple[str, Sample]]:
+    """Yields convolutions with the channels first, and the gradients of images and weights, each in a loop."""
+    for shape, stride in itertools.product(_SHAPES, (1, 2)):
+        axes, channels = len(shape) - 2, shape[-1]
+        image = (shape[0], channels, *shape[1:-1])
+        letters = "DHW"[3 - axes :]
+        numbers = (f"NC{letters}", f"OI{letters}", f"NC{letters}")
+
+        def convolve(
+            x: jax.Array,
+            w: jax.Array,
+            strides: tuple[int, ...] = (stride,) * axes,
+            numbers: tuple[str, str, str] = numbers,
+        ) -> jax.Array:
+            return lax.conv_general_dilated(x, w, strides, "SAME", dimension_numbers=numbers)
+
+        x = jax.ShapeDtypeStruct(image, jnp.float32)
+        w = jax.ShapeDtypeStruct((channels, channels, *(3,) * axes), jnp.float32)
+        y = jax.eval_shape(convolve, x, w)
+        name = f"{axes}-stride{stride}-{math.prod(shape)}"
+        yield name, _looped(convolve, x, w)
+        yield f"{name}-dx", _looped(_gradient(convolve, x, 0), y, w)
+        yield f"{name}-dw", _looped(_gradient(convolve, w, 1), y, x)
+
+
+def _gradient(
+    convolve: Callable[[jax.Array, jax.Array], jax.Array], kind: jax.ShapeDtypeStruct, place: int
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns the gradient of a convolution for one of its operands, of (the cotangent, the other one)."""
+
+    def gradient(cotangent: jax.Array, other: jax.Array) -> jax.Array:
+        linear = (lambda x: convolve(x, other)) if place == 0 else (lambda w: convolve(other, w))
+        found: jax.Array = jax.linear_transpose(linear, kind)(cotangent)[0]
+        return found
+
+    return gradient
+
+
+def _looped(function: Callable[[jax.Array, jax.Array], jax.Array], *given: jax.ShapeDtypeStruct) -> Sample:
+    """Returns a sample that computes a function twice, in a loop."""
+    twice = tuple(jax.ShapeDtypeStruct((2, *t.shape), t.dtype) for t in given)
+    return Sample(lambda *arrays: lax.map(lambda each: function(*each), arrays), twice)
+
+
+KIND = Kind(
+    name="looped_convolution",
+    primitives=("conv_general_dilated",),
+    numerics="reordered",
+    assumptions=_assumptions,
+    instead="the convolution with its axes in the order that a library computes",
+    match=_match,
+    original=_original,
+    respelt=_respelt,
+    feature=_feature,
+    samples=_samples,
+    in_loops=True,
+    least_steps=2,
+)
