@@ -160,7 +160,8 @@ def test_spellings_are_found_and_right_in_value_and_gradient(spelling):
 def test_sixteen_bits(spelling, dtype):
     outcome = compare(spelling, operands(dtype, scale=0.5))
     assert outcome.complaints == []
-    assert outcome.counts("linear_attention") == 1
+    overflows = spelling is normalised_before and dtype == "float16"  # a sum that is cast to it may
+    assert outcome.counts("linear_attention") == (not overflows)
 
 
 @pytest.mark.parametrize(("scale", "offset"), [(30.0, 0.0), (1.0, 100.0), (1e-3, 0.0)])
