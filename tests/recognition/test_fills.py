@@ -179,3 +179,25 @@ def test_what_is_not_finite_goes_where_it_went(where, number):
         found, wanted = (compiled(f)(*given.values()) for f in (optimized_like_a_user(both), both))
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+
+
+@pytest.mark.parametrize("scores", ["multiplied", "scaled", "selected"])
+@pytest.mark.parametrize("rows", [(T, 1), (T, T)], ids=str)
+def test_gradients_of_a_bias_that_is_not_a_number_are_none(scores, rows):
+    """Where the sum with the bias is multiplied, too: by the mask, or by a number."""
+    q, k, v = (x[0] for x in qkv(1))
+    bias = jnp.zeros(rows).at[30].set(jnp.nan)
+    spelling = {
+        "multiplied": lambda s, b: (s + b) * seen(s) - (1.0 - seen(s)) * 1e9,
+        "scaled": lambda s, b: (s + b) * 2.0,
+        "selected": lambda s, b: jnp.where(seen(s), s + b, -1e9),
+    }[scores]
+
+    def gradients(q, k, v, b):
+        loss = lambda q, k, v, b: jnp.sin(jax.nn.softmax(spelling(q @ k.mT, b), axis=-1) @ v).sum()  # noqa: E731
+        return jax.grad(loss, (0, 1, 2, 3))(q, k, v, b)
+
+    ours = autopallas.optimize(gradients, objective="always", strict=True, assume_finite=False)
+    for found, wanted in zip(ours(q, k, v, bias), compiled(gradients)(q, k, v, bias), strict=True):
+        np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted))
+    assert ours.report().counts()["attention"] == 1
