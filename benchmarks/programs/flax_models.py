@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.programs.program import Built, Program, images, tokens, train_step
+from benchmarks.programs.program import Built, Program, images, labels, tokens, train_step
 
 __all__ = ["PROGRAMS"]
 
@@ -61,6 +61,37 @@ def _mixture(batch: int, length: int) -> Built:
     return step, (state, ids, jnp.roll(ids, -1, 1))
 
 
+def _classifier(steps: int, batch: int, size: int) -> Built:
+    """Train steps in a loop, as where an epoch is one call."""
+    import optax
+    from flax import linen as nn
+
+    class Classifier(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            for features in (16, 32):
+                x = nn.avg_pool(nn.relu(nn.Conv(features, (3, 3))(x)), (2, 2), (2, 2))
+            return nn.Dense(10)(nn.relu(nn.Dense(128)(x.reshape(x.shape[0], -1))))
+
+    model, optimizer = Classifier(), optax.adam(1e-3)
+    batches = images(steps, batch, size, size, 1), labels(steps * batch, 10).reshape(steps, batch)
+
+    def loss(parameters: Any, x: jax.Array, wanted: jax.Array) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(model.apply(parameters, x), wanted).mean()
+
+    def step(state: Any, given: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+        parameters, moments = state
+        value, gradients = jax.value_and_grad(loss)(parameters, *given)
+        updates, moments = optimizer.update(gradients, moments)
+        return (optax.apply_updates(parameters, updates), moments), value
+
+    def epoch(state: Any, batches: Any) -> Any:
+        return jax.lax.scan(step, state, batches)
+
+    parameters = model.init(jax.random.key(0), batches[0][0])
+    return epoch, ((parameters, optimizer.init(parameters)), batches)
+
+
 PROGRAMS = (
     Program("flax encoder forward B1 T4096 f32", ("flax",), functools.partial(_encoder, 4096, jnp.float32)),
     Program("flax encoder forward B1 T2048 bf16", ("flax",), functools.partial(_encoder, 2048, jnp.bfloat16)),
@@ -68,6 +99,10 @@ PROGRAMS = (
         "flax encoder train B8 T2048 bf16", ("flax",),
         functools.partial(_encoder, 2048, jnp.bfloat16, 8, 1024, 4, True), "gpu",
         functools.partial(_encoder, 16, jnp.bfloat16, 2, 64, 1, True),
+    ),
+    Program(
+        "flax classifier train 8 steps in a loop B32 28x28 f32", ("flax", "optax"),
+        functools.partial(_classifier, 8, 32, 28),
     ),
     Program(
         "nano-moe mixture train B4 T256 f32", ("nano-moe-jax", "flax", "optax"), functools.partial(_mixture, 4, 256)

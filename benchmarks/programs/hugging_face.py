@@ -157,6 +157,21 @@ def _vit(batch: int) -> Built:
     return train_step(loss), (model.params, images(batch, 3, 224, 224), labels(batch, 100))
 
 
+def _regnet(batch: int, size: int) -> Built:
+    import optax
+    from flax.training.common_utils import onehot
+    from transformers import FlaxRegNetForImageClassification, RegNetConfig
+
+    sizes = {"embedding_size": 32, "hidden_sizes": [64, 128, 256, 384], "depths": [1, 2, 2, 1], "groups_width": 16}
+    model = FlaxRegNetForImageClassification(RegNetConfig(num_labels=100, **sizes))
+
+    def loss(parameters: Any, pixels: jax.Array, wanted: jax.Array) -> jax.Array:
+        logits = model(pixels, params=parameters, train=True)[0].logits
+        return optax.softmax_cross_entropy(logits, onehot(wanted, logits.shape[-1])).mean()
+
+    return train_step(loss), (dict(model.params), images(batch, 3, size, size), labels(batch, 100))
+
+
 def _whisper(batch: int, frames: int) -> Built:
     from transformers import FlaxWhisperModel, WhisperConfig
 
@@ -197,6 +212,7 @@ PROGRAMS = (
     _program("transformers CLIP train B32 T64 f32", _clip, 32),
     _program("transformers BART train B4 T512 f32", _bart, 4, 512),
     _program("transformers ViT train B4 T197 f32", _vit, 4),
+    _program("transformers RegNet train B4 96x96 f32", _regnet, 4, 96),
     _program("transformers Whisper encoder forward B1 T1500 f32", _whisper, 1, 3000),
     _of_gpu(
         "transformers GPT-2 train B8 T1024 bf16", _gpt2, 8, 1024,

@@ -1,4 +1,4 @@
-"""Models of keras.applications, and its own layers of attention, on JAX."""
+"""Models of keras.applications, and its own layers of attention and of loops, on JAX."""
 
 from __future__ import annotations
 
@@ -54,6 +54,16 @@ def _transformer(batch: int, length: int) -> Built:
     return _step(keras.Model(given, logits), images(batch, length, width), labels(batch, 100))
 
 
+def _moving_images(batch: int, length: int, size: int) -> Built:
+    keras = _keras()
+    layers = keras.layers
+    given = keras.Input((length, size, size, 1))
+    x = layers.ConvLSTM2D(16, 3, padding="same", return_sequences=True)(given)
+    x = layers.ConvLSTM2D(16, 3, padding="same")(layers.BatchNormalization()(x))
+    logits = layers.Dense(100)(layers.GlobalAveragePooling2D()(x))
+    return _step(keras.Model(given, logits), images(batch, length, size, size, 1), labels(batch, 100))
+
+
 def _program(name: str, build: Any, *arguments: Any, **options: Any) -> Program:
     return Program(name, ("keras",), functools.partial(build, *arguments, **options))
 
@@ -66,4 +76,5 @@ PROGRAMS = (
     ),
     _program("keras EfficientNetB0 train B4 96x96 f32", _application, "EfficientNetB0", 4, 96),
     _program("keras transformer train B4 T512 f32", _transformer, 4, 512),
+    _program("keras ConvLSTM2D train B4 T10 32x32 f32", _moving_images, 4, 10, 32),
 )
