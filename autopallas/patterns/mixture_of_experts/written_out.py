@@ -82,12 +82,18 @@ def _links(graph: Graph, node: Node) -> Iterator[tuple[int, int, int]]:
 
 
 def _is_zero(graph: Graph, number: int) -> bool:
+    number = _restated(graph, number)
+    return number in graph.literals and not graph.literals[number].any()
+
+
+def _restated(graph: Graph, number: int) -> int:
+    """Returns the value that a value restates."""
     for _ in range(_BEHIND):
         node = graph.definitions.get(number)
         if node is None or node.name not in _SAME:
             break
         (number, *_) = node.inputs
-    return number in graph.literals and not graph.literals[number].any()
+    return number
 
 
 def _compared(graph: Graph, condition: int) -> int | None:
@@ -102,12 +108,7 @@ def _compared(graph: Graph, condition: int) -> int | None:
         graph.steps.spend()
         if node.name == "eq":
             for other in node.inputs:
-                for _ in range(_BEHIND):
-                    made = graph.definitions.get(other)
-                    if made is None or made.name not in _SAME:
-                        break
-                    (other, *_) = made.inputs
-                literal = graph.literals.get(other)
+                literal = graph.literals.get(_restated(graph, other))
                 if literal is not None and literal.size == 1 and literal.dtype.kind in "iu":
                     return int(literal.reshape(()))
         elif node.name in _CONDITIONS:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -21,6 +21,7 @@ from jax import lax
 
 from autopallas.compat import Dtype, JaxprEqn
 from autopallas.kernels.loop_carries import filled
+from autopallas.kernels.respelling.gradients import gradient_of
 from autopallas.kernels.respelling.inserted_zeros import assumed_finite
 from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
@@ -400,21 +401,8 @@ def _samples() -> Iterator[tuple[str, Sample]]:
             w = jax.ShapeDtypeStruct((*window, shape[-1] // groups, shape[-1]), jnp.float32)
             y = jax.eval_shape(convolve, x, w)
             yield base, Sample(convolve, (x, w))
-            yield f"{base}-dx", Sample(_transposed(convolve, x, 0), (w, y))
-            yield f"{base}-dw", Sample(_transposed(convolve, w, 1), (x, y))
-
-
-def _transposed(
-    convolve: Callable[[jax.Array, jax.Array], jax.Array], kind: jax.ShapeDtypeStruct, place: int
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns the gradient of a convolution for one of its operands, of (the other one, the cotangent)."""
-
-    def gradient(other: jax.Array, cotangent: jax.Array) -> jax.Array:
-        linear = (lambda x: convolve(x, other)) if place == 0 else (lambda w: convolve(other, w))
-        found: jax.Array = jax.linear_transpose(linear, kind)(cotangent)[0]
-        return found
-
-    return gradient
+            yield f"{base}-dx", Sample(gradient_of(convolve, x, 0), (w, y))
+            yield f"{base}-dw", Sample(gradient_of(convolve, w, 1), (x, y))
 
 
 KIND = Kind(

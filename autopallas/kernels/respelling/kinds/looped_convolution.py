@@ -18,6 +18,7 @@ from jax import lax
 
 from autopallas.compat import JaxprEqn
 from autopallas.graph import Graph, Node
+from autopallas.kernels.respelling.gradients import gradient_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample, of_equation
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 
@@ -166,21 +167,8 @@ def _samples() -> Iterator[tuple[str, Sample]]:
         name = f"{axes}-{order}-stride{stride}-{math.prod(shape)}"
         if order == "first":
             yield name, _looped(convolve, x, w)
-        yield f"{name}-dx", _looped(_gradient(convolve, x, 0), y, w)
-        yield f"{name}-dw", _looped(_gradient(convolve, w, 1), y, x)
-
-
-def _gradient(
-    convolve: Callable[[jax.Array, jax.Array], jax.Array], kind: jax.ShapeDtypeStruct, place: int
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns the gradient of a convolution for one of its operands, of (the cotangent, the other one)."""
-
-    def gradient(cotangent: jax.Array, other: jax.Array) -> jax.Array:
-        linear = (lambda x: convolve(x, other)) if place == 0 else (lambda w: convolve(other, w))
-        found: jax.Array = jax.linear_transpose(linear, kind)(cotangent)[0]
-        return found
-
-    return gradient
+        yield f"{name}-dx", _looped(gradient_of(convolve, x, 0), w, y)
+        yield f"{name}-dw", _looped(gradient_of(convolve, w, 1), x, y)
 
 
 def _looped(function: Callable[[jax.Array, jax.Array], jax.Array], *given: jax.ShapeDtypeStruct) -> Sample:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.compat import Dtype, JaxprEqn
+from autopallas.kernels.respelling.gradients import gradient_of
 from autopallas.kernels.respelling.inserted_zeros import assumed_finite
 from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
@@ -325,17 +326,7 @@ def _samples() -> Iterator[tuple[str, Sample]]:
                 return run(x, w, strides, "SAME", dimension_numbers=numbers)
 
             y = jax.eval_shape(convolve, x, w)
-            yield f"{name}-{order}-{math.prod(place)}", Sample(_gradient(convolve, w), (x, y))
-
-
-def _gradient(convolve: Callable[..., jax.Array], kind: jax.ShapeDtypeStruct) -> Callable[..., jax.Array]:
-    """Returns the gradient of a convolution for its weights, of (x, the cotangent)."""
-
-    def gradient(x: jax.Array, cotangent: jax.Array) -> jax.Array:
-        found: jax.Array = jax.linear_transpose(lambda w: convolve(x, w), kind)(cotangent)[0]
-        return found
-
-    return gradient
+            yield f"{name}-{order}-{math.prod(place)}", Sample(gradient_of(convolve, w, 1), (x, y))
 
 
 KIND = Kind(
