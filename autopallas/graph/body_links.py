@@ -8,7 +8,7 @@ from autopallas.compat import Literal
 from autopallas.graph.flatten import Body
 from autopallas.graph.numbering import Graph
 
-__all__ = ["linked", "may_be_given"]
+__all__ = ["is_at_hand", "linked", "may_be_given"]
 
 
 def linked(graph: Graph, source: Body, target: Body) -> bool:
@@ -36,6 +36,13 @@ def linked(graph: Graph, source: Body, target: Body) -> bool:
         case _:
             alike = False
     return alike and linked(graph, outer, other)
+
+
+def is_at_hand(graph: Graph, number: int, home: Body, body: Body) -> bool:
+    """Returns whether a body has a variable for a value, or can be given that of a body before it."""
+    if number in graph.positions[body]:
+        return True
+    return number in graph.positions[home] and linked(graph, home, body)
 
 
 def may_be_given(graph: Graph, number: int, body: Body) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 from autopallas.graph import Body, Graph, Ref
-from autopallas.graph.body_links import linked
+from autopallas.graph.body_links import is_at_hand
 from autopallas.graph.labels import Atom, Dimension
 from autopallas.numerics.casts import counts_exactly
 from autopallas.patterns.advice import DIAGONAL, IN_THE_BODY
@@ -26,7 +26,7 @@ def is_available(graph: Graph, value: int, homes: Sequence[Body], body: Body, ac
     ``homes``."""
     if value in graph.positions[body]:
         return True
-    return across and any(value in graph.positions[home] and linked(graph, home, body) for home in homes)
+    return across and any(is_at_hand(graph, value, home, body) for home in homes)
 
 
 def fewest_side_elements(graph: Graph, attempt: Callable[[bool], Match], enough: int) -> Match:

@@ -75,4 +75,5 @@ def _match(graph: Graph, node: Node, kind: Kind, place: Found) -> Match | None:
         original=jaxpr_of(graph, nodes, place.operands, place.results),
         body=node.body,
         location=jaxprs.location(node.equation),
+        homes=() if place.home is None else (place.home,),
     )

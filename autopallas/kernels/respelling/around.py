@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from autopallas.compat import ClosedJaxpr
 from autopallas.graph import Body, Graph, Node
+from autopallas.graph.body_links import is_at_hand
 from autopallas.graph.edit import surviving
 from autopallas.graph.extract import jaxpr_of
 from autopallas.graph.program_digests import digest
@@ -64,6 +65,7 @@ def around(
     axis: int,
     whole: Sequence[int] = (),
     known: Collection[int] = (),
+    home: Body | None = None,
 ) -> tuple[Around, tuple[int, ...], tuple[int, ...]] | None:
     """Finds what can be computed in a loop from ``needed`` to ``given``, arrays of one shape.
 
@@ -74,6 +76,7 @@ def around(
       axis: the axis of the steps in both.
       whole: those of ``needed`` that are read as they are.
       known: values that other loops give.
+      home: a body that has what the recurrence reads, if the one that has its results lacks some of it.
 
     Returns:
       What is computed in the loop, the operands and the results of the whole; None where the program expands nothing
@@ -89,11 +92,10 @@ def around(
     after = search.below(given, axis)
     if after is None or not before and not after:
         return None
-    there = graph.positions[body]
     inner = {n for node in before for n in node.outputs} | {n for node in after for n in node.outputs} | set(given)
     read = [n for node in (*before, *after) for n in node.inputs]
     operands = tuple(dict.fromkeys(n for n in (*whole, *needed, *read) if n not in inner and n not in graph.literals))
-    if any(n not in there for n in operands):
+    if not all(is_at_hand(graph, n, home or body, body) for n in operands):
         return None
     results = search.results(given, after)
     first, last = jaxpr_of(graph, before, operands, needed), jaxpr_of(graph, after, (*given, *operands), results)

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas.graph import Graph, Node
+from autopallas.graph.body_links import is_at_hand
 from autopallas.graph.edit import surviving
 from autopallas.graph.loop_slices import is_zero, uniform
 from autopallas.kernels.respelling.lanes import LAYOUTS, STEPS, Lanes, Layout, axes_moved, laid_alike, lanes_of
@@ -118,6 +119,12 @@ class Backward:
         """The results of both."""
         return (self.scan.result,) if self.products is None else (self.scan.result, self.products[0].result)
 
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """What the gradients are computed from, and what is added to them."""
+        own = (*self.scan.inputs, *self.cotangents, *(self.scanned if self.reads_result else ()))
+        return (*own, *(n for n, _ in self.added if n is not None))
+
 
 _REMEMBERED: WeakKeyDictionary[Graph, Mapping[int, Forward | Backward]] = WeakKeyDictionary()
 
@@ -155,11 +162,14 @@ def _together(regions: _Regions, scans: Sequence[_Scan]) -> list[_Scan]:
     left = list(scans)
     for _ in range(_MOST_ROUNDS):
         nodes = set[int]().union(*(regions_of[scan.result][1] for scan, _ in left))
-        still = [one for one in left if not regions.escapes(regions_of[one[0].result][0], nodes)]
+        leaving = regions.leaving(set[int]().union(*(regions_of[scan.result][0] for scan, _ in left)), left)
+        still = [one for one in left if not regions.escapes(regions_of[one[0].result][0], nodes, leaving)]
         if len(still) == len(left):
             return still
         left = still
-    return [one for one in left if not regions.escapes(*regions_of[one[0].result])]
+    return [
+        one for one in left if not regions.escapes(*(own := regions_of[one[0].result]), regions.leaving(own[0], [one]))
+    ]
 
 
 def _halves(node: Node) -> bool:
@@ -618,8 +628,9 @@ class _Regions:
             laid = [self._of_results[n] for n in one.results]
             layouts = tuple(self._of_cotangents[each] for each in own), tuple(layout for layout, _, _ in laid)
             one = replace(one, layouts=layouts, added=tuple((more, layout) for _, more, layout in laid))
-            beside = self._known_beside(one.results[0])
-            found.append(replace(one, reads_result=all(n in alive and n in beside for n in one.scanned)))
+            home, body = (self.graph.definitions[n].body for n in (scan.result, one.results[0]))
+            at_hand = all(n in alive and is_at_hand(self.graph, n, home, body) for n in one.scanned)
+            found.append(replace(one, reads_result=at_hand))
         return found
 
     def value(self, number: int, axis: int, point: int) -> Array | None:
@@ -675,23 +686,34 @@ class _Regions:
         """Returns whether a node moves the axes of an input, which costs nothing to do once more."""
         return node.name in LAYOUTS and len(node.inputs) == 1 and node.inputs[0] not in self.moved
 
-    def escapes(self, inside: set[int], nodes: set[int]) -> bool:
-        """Returns whether the program needs a value elsewhere than in some nodes."""
+    def leaving(self, inside: set[int], scans: Sequence[_Scan]) -> set[int]:
+        """Returns those of some values that leave their body, and that the program needs beside scans and gradients.
+
+        What a loop over layers stacks, and its backward reads step by step, leaves the loop's body too.
+        """
+        found = inside & self.graph.returned
+        if not found or self.graph.has_plain_bodies:
+            return found
+        reads: dict[int, tuple[int, ...]] = {}
+        for scan, backwards in scans:
+            reads[scan.result] = scan.inputs
+            for one in backwards:
+                reads.update(dict.fromkeys(one.results, one.reads))
+        return found & surviving(self.graph, reads, reads)
+
+    def escapes(self, inside: set[int], nodes: set[int], leaving: set[int]) -> bool:
+        """Returns whether the program needs a value elsewhere than in some nodes; ``leaving`` are those that it needs
+        outside of their body."""
         return any(
-            n in self.graph.returned
+            n in leaving
             or any(id(user) not in nodes and not self._alive.isdisjoint(user.outputs) for user in self.graph.users[n])
             for n in inside
         )
 
     def reaches(self, backward: Backward) -> bool:
-        """Returns whether the body with the gradients has all that they are computed from."""
-        known = self._known_beside(backward.results[0])
-        added = [n for n, _ in backward.added if n is not None]
-        return all(n in known for n in (*backward.scan.inputs, *backward.cotangents, *added))
-
-    def _known_beside(self, number: int) -> Mapping[int, object]:
-        """Returns the values of the body that computes a value."""
-        return self.graph.positions[self.graph.definitions[number].body]
+        """Returns whether the body with the gradients has all that they are computed from, or can be given it."""
+        own, body = self.graph.definitions, self.graph.definitions[backward.results[0]].body
+        return all(is_at_hand(self.graph, n, own[backward.scan.result].body, body) for n in backward.reads)
 
     def function(self, name: str, point: int, *inputs: _Leaf) -> Array:
         """Returns a recurrence of inputs, or its gradient, at a point of the field."""

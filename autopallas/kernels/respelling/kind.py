@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from autopallas.compat import ArrayFunction, JaxprEqn
-from autopallas.graph import Graph, Node
+from autopallas.graph import Body, Graph, Node
 from autopallas.kernels.respelling.spec import Parameters, Plain, RespellingSpec
 from autopallas.numerics.classes import Numerics
 
@@ -24,11 +24,13 @@ class Found:
       parameters: what the kind needs to know beyond the types.
       operands: the numbers of the values that it reads.
       results: the numbers of the values that it gives.
+      home: a body that has those of the operands which the body with the results lacks and can be given.
     """
 
     parameters: Parameters
     operands: tuple[int, ...]
     results: tuple[int, ...]
+    home: Body | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,6 +201,89 @@ def test_in_layers_and_after_second_derivatives():
     assert compare(FORMS["usual"], (random(T, D), random(T, D, seed=1))).complaints == []
 
 
+def through_layers(layer):
+    """A loop over layers, each with decays of its own; its backward reads, step by step, what the forward stacked."""
+    return lambda a, b: lax.scan(lambda x, a: (layer(a, x), None), b, a)[0]
+
+
+def read_out(a, x):
+    """The states of a state-space model, expanded and read out again."""
+    rate, write = jnp.exp(jnp.arange(4.0) / 4), jnp.sin(x[:, :1] * jnp.arange(4.0))
+    decay = jnp.exp(-jax.nn.softplus(a)[..., None] * rate)
+    return jnp.einsum("tdn,tn->td", scanned(decay, x[..., None] * write[:, None]), write) + x
+
+
+LAYERS = {
+    "usual": lambda a, x: jnp.sin(scanned(jnp.tanh(a), x)),
+    "reversed": lambda a, x: jnp.sin(scanned(jnp.tanh(a), x, reverse=True)),
+    "with a residual": lambda a, x: x + scanned(jnp.exp(-jnp.abs(a * x)), a * x),
+    "both inputs are computed": lambda a, x: jnp.sin(scanned(jax.nn.sigmoid(a * x), (1 - jax.nn.sigmoid(a * x)) * x)),
+    "mapped over channels": lambda a, x: jnp.sin(jax.vmap(scanned, 1, 1)(jnp.tanh(a), x)),
+    "expanded and read out": read_out,
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_in_layers_the_backward_is_given_what_it_reads(name):
+    a, b = random(2, T, D), random(T, D, seed=1)
+    run = trained(through_layers(LAYERS[name]))
+    judged(run, a, b, wanted=(0, 2))
+    judged(trained(through_layers(jax.checkpoint(LAYERS[name]))), a, b, wanted=(0, 2))
+
+
+def test_in_layers_with_complex_numbers():
+    def layer(a, x):
+        return jnp.sin(jnp.real(scanned(jnp.exp((1j - 1) * jnp.abs(a)), x + 0j)))
+
+    a, b = random(2, T, D), random(T, D, seed=1)
+    run = trained(through_layers(layer))
+    assert found(run, a, b) == [0, 2]
+    optimized = autopallas.optimize(run, objective="always", strict=True)
+    for one, other in zip(jax.tree.leaves(jax.jit(run)(a, b)), jax.tree.leaves(optimized(a, b)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)  # as without layers
+
+
+def test_in_layers_nothing_of_the_tree_is_stacked():
+    a, b = random(2, T, D), random(T, D, seed=1)
+    run = trained(through_layers(LAYERS["usual"]))
+    half = f"float32[2,{T // 2},{D}]"
+    plain, own = (
+        jax.make_jaxpr(program)(a, b).pretty_print(use_color=False).replace("f32", "float32")
+        for program in (run, autopallas.optimize(run, objective="always", strict=True))
+    )
+    assert (half in plain, half in own) == (True, False)
+
+
+def test_in_layers_of_layers_and_of_examples():
+    a, b = random(2, 2, T, D), random(T, D, seed=1)
+    judged(trained(through_layers(through_layers(LAYERS["usual"]))), a, b, wanted=(0, 2))
+    layers = through_layers(LAYERS["usual"])
+    judged(trained(lambda a, b: jax.vmap(layers, (None, 0))(a, b)), a[0], random(3, T, D, seed=1), wanted=(0, 2))
+
+
+@pytest.mark.parametrize("name", ["another composition", "a value on the way"])
+def test_in_layers_look_alikes_are_left_alone(name):
+    """What another loop reads of the tree has to be stacked."""
+
+    def other(a, x):
+        wrong = REFUSED["a factor"](jnp.tanh(a), x)
+        return jnp.sin(wrong)
+
+    def on_the_way(a, b):
+        def layer(x, a):
+            pairs = jnp.tanh(a), x
+            states = scanned(*pairs)
+            return jnp.sin(states), pairs[0][1::2][: T // 2] * pairs[0][::2][: T // 2]
+
+        x, products = lax.scan(layer, b, a)
+        return lax.scan(lambda c, p: (c + jnp.sum(jnp.cos(p)), None), jnp.sum(x), products)[0]
+
+    a, b = random(2, T, D), random(T, D, seed=1)
+    run = through_layers(other) if name == "another composition" else on_the_way
+    assert found(trained(run), a, b) == []
+    assert compare(trained(run), (a, b), gradients=False).complaints == []
+
+
 def test_scans_with_the_same_decays():
     """The program has the products of decays once; all of the scans that read them are replaced, or none."""
 

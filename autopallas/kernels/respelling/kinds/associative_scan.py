@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeAlias, cast
 
 import jax
@@ -22,7 +23,7 @@ from jax import lax
 
 from autopallas import compat
 from autopallas.compat import Dtype
-from autopallas.graph import Graph, Node
+from autopallas.graph import Body, Graph, Node
 from autopallas.kernels.example import is_float
 from autopallas.kernels.respelling.around import Around, around
 from autopallas.kernels.respelling.doubling import Backward, Forward, scans_of
@@ -57,9 +58,10 @@ def _match(graph: Graph, node: Node) -> Found | None:
         own = tuple(sorted((*own, ("added", tuple(None if n is None else layout for n, layout in scan.added)))))
         read += tuple(n for n, _ in added)
     layouts = (*forward.layouts, *scan.layouts[0])
+    home = graph.definitions[forward.result].body
     if laid := _laid_out(graph, forward, needed, layouts, scan.results, scan.layouts[1], added):
-        return Found(tuple(sorted((*own, laid))), (*needed, *read), scan.results)
-    return _with_around(graph, forward, own, needed, read, scan.results)
+        return Found(tuple(sorted((*own, laid))), (*needed, *read), scan.results, home)
+    return replace(_with_around(graph, forward, own, needed, read, scan.results, home), home=home)
 
 
 def _laid_out(
@@ -91,14 +93,20 @@ def _results(scan: Forward | Backward) -> tuple[int, ...]:
 
 
 def _with_around(
-    graph: Graph, scan: Forward, own: Parameters, needed: Sequence[int], read: Sequence[int], results: tuple[int, ...]
+    graph: Graph,
+    scan: Forward,
+    own: Parameters,
+    needed: Sequence[int],
+    read: Sequence[int],
+    results: tuple[int, ...],
+    home: Body | None = None,
 ) -> Found:
     """Returns a scan, or its gradients, with what the loop can compute beside it."""
     operands = (*needed, *read)
     if dict(own).keys() & {"added", "both", "products"}:
         return Found(own, operands, results)
     known = {n for scan in scans_of(graph).values() for n in _results(scan)}
-    found = around(graph, operands, results, scan.axis, read, known)
+    found = around(graph, operands, results, scan.axis, read, known, home)
     if found is None:
         return Found(own, operands, results)
     return Found((("around", found[0]), *own), found[1], found[2])
