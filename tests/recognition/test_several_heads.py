@@ -204,6 +204,95 @@ def test_the_logits_of_all_heads_are_one_site(name):
     assert report.near_misses == ()
 
 
+G = 3
+
+
+def grouped(dtype=jnp.float32):
+    """x [N, D], w [D, G V], y [N, E], u [E, G V]: several distributions for each row."""
+    shapes = (N, D), (D, G * V), (N, E), (E, G * V)
+    return tuple(array(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes))
+
+
+def in_groups(x, w):
+    return (x @ w).reshape(-1, G, V)
+
+
+def mixed_with_uniform(x, w):
+    return 0.99 * softmax(in_groups(x, w)) + 0.01 / V
+
+
+def balanced(x, w, y, u):
+    """As world models of reinforcement learning have it: each side is drawn to the other one, which stands still."""
+    p, q = mixed_with_uniform(x, w), mixed_with_uniform(y, u)
+    still_p, still_q = lax.stop_gradient(p), lax.stop_gradient(q)
+    of = (still_p * (jnp.log(still_p) - jnp.log(q))).sum((-1, -2)), (p * (jnp.log(p) - jnp.log(still_q))).sum((-1, -2))
+    return 0.5 * jnp.maximum(1.0, of[0]).mean() + 0.1 * jnp.maximum(1.0, of[1]).mean()
+
+
+def of_matrices(w):
+    return w.reshape(-1, G, V)
+
+
+GROUPS = {
+    "columns": lambda x, w, y, u: divergence(log_softmax(in_groups(x, w)), log_softmax(in_groups(y, u))).mean(),
+    "balanced": balanced,
+    "an axis of the weights": lambda x, w, y, u: divergence(
+        log_softmax(jnp.einsum("nd,dgv->ngv", x, of_matrices(w))),
+        log_softmax(jnp.einsum("ne,egv->vgn", y, of_matrices(u)).T),
+    ).sum(),
+    "one head has rows of each group": lambda x, w, y, u: divergence(
+        log_softmax(in_groups(x, w)),
+        log_softmax(jnp.einsum("nge,egv->ngv", y[:, None] * jnp.arange(1.0, G + 1)[:, None], of_matrices(u))),
+    ).sum(),
+    "the first head has rows of each group": lambda x, w, y, u: divergence(
+        log_softmax(jnp.einsum("ngd,dgv->ngv", x[:, None] * jnp.arange(1.0, G + 1)[:, None], of_matrices(w))),
+        log_softmax(in_groups(y, u)),
+    ).sum(),
+    "mapped over heads": lambda x, w, y, u: jax.vmap(
+        lambda w, u: divergence(log_softmax(x @ w), log_softmax(y @ u)), (1, 1)
+    )(of_matrices(w), of_matrices(u)).mean(),
+    "in a loop": lambda x, w, y, u: lax.scan(
+        lambda total, rows: (total + balanced(rows[0], w, rows[1], u), None),
+        0.0,
+        (jnp.stack([x, x * 2]), jnp.stack([y, -y])),
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_heads_that_give_several_distributions_for_each_row(name):
+    compared = compare(GROUPS[name], grouped())
+    assert compared.counts("cross_entropy") == 1, compared.reasons()
+    assert compared.complaints == []
+    report = check(jax.value_and_grad(GROUPS[name], (0, 1, 2, 3)), grouped(), op="cross_entropy", sizes=(N, V))
+    assert report.near_misses == ()
+
+
+GROUPS_REFUSED = {
+    "groups in another order": lambda x, w, y, u: divergence(
+        log_softmax(in_groups(x, w)), log_softmax(jnp.flip(in_groups(y, u), 1))
+    ),
+    "groups as the words of the other": lambda x, w, y, u: divergence(
+        log_softmax(in_groups(x, w)[..., :G]), log_softmax(in_groups(y, u)[..., :G].mT)
+    ),
+    "one distribution for all groups of the other": lambda x, w, y, u: divergence(
+        log_softmax(in_groups(x, w)), log_softmax(y @ u[:, :V])[:, None]
+    ),
+    "one normaliser for all groups": lambda x, w, y, u: divergence(
+        in_groups(x, w) - logsumexp(in_groups(x, w), (1, 2), keepdims=True), log_softmax(in_groups(y, u))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS_REFUSED)
+def test_groups_that_are_other_groups(name):
+    def total(*args):
+        return jnp.sin(GROUPS_REFUSED[name](*args)).sum()
+
+    assert compare(total, grouped()).complaints == []
+    assert compare(jax.value_and_grad(total, (0, 1, 2, 3)), grouped(), gradients=False).complaints == []
+
+
 @pytest.mark.parametrize("of", [(0, 1), (2, 3)], ids=["the one", "the other"])
 @pytest.mark.parametrize("name", ["of_log_probabilities", "jensen_shannon", "hard_and_soft_labels"])
 def test_of_one_head_alone_no_logits_are_left_either(name, of):

@@ -269,7 +269,7 @@ class Region:
             apart = set(self.apart)
             for x, w in ((left, right), (right, left)):
                 own = [space.atoms(operand) - set(space.resolve(hidden)) for operand in (x, w)]
-                if own[0] == rows and own[1] == vocabulary | apart:
+                if rows - apart <= own[0] <= rows and own[1] == vocabulary | apart:
                     kinds = {self.graph.dtype(n) for n in (at.value, self.logits)}
                     if np.float64 in kinds and len(kinds) > 1:
                         raise Mismatch(
