@@ -13,7 +13,7 @@ from autopallas.sites.block_sizes import block_sizes_class
 from autopallas.sites.declared import DeclaredOperation
 from autopallas.sites.spec import Dtype, Sizes, Spec
 
-__all__ = ["OPERATION", "DecayForm", "LinearAttentionSpec", "Spelling", "reference", "seen"]
+__all__ = ["OPERATION", "DecayForm", "LinearAttentionSpec", "Spelling", "reference", "scaled", "seen"]
 
 Spelling: TypeAlias = Literal["scores", "states"]
 """What a program stores for all steps: the scores of all pairs of steps, or the sums of outer products."""
@@ -30,7 +30,8 @@ class LinearAttentionSpec(Spec):
 
     ``score[t, s]`` is ``factor * (query[t] . key[s])``, times the decay between both steps, and where normalised over
     ``epsilon`` plus the sum of these.
-    Operands: query, key [B|1, T|1, N]; value [B|1, T|1, P]; decay [B|1] or log_decays [B|1, T|1] or none; floating.
+    Operands: query, key [B|1, T|1, N]; value [B|1, T|1, P]; decay [B|1] or log_decays [B|1, T|1] or none; query_factor
+    and key_factor [B|1, T|1], by which queries and keys are multiplied, or none; floating.
     Of a captured array that tells masks, positions or a number, captured [B|1] is one element, of any dtype.
     """
 
@@ -57,6 +58,10 @@ class LinearAttentionSpec(Spec):
     decay_dtype: Dtype | None = None
     log_decays_dtype: Dtype | None = None
     captured_dtype: Dtype | None = None
+    query_factor_dtype: Dtype | None = None
+    key_factor_dtype: Dtype | None = None
+    divided: tuple[str, ...] = ()
+    """Which of "query" and "key" are divided by their factors."""
     decay_form: DecayForm | None = None
     """How scores decay, if they do: by a "number", the rate; by a decay for all steps; or by logarithms."""
     rate: float = 1.0
@@ -65,15 +70,22 @@ class LinearAttentionSpec(Spec):
     """Whether sequences with decays of their own have the same queries and keys, whose products an original shares."""
 
     def assumptions(self) -> tuple[str, ...]:
-        stated = "queries, keys and values are finite, and so are sums of their products (assume_finite)"
+        times = ", also times factors of their steps" if self.has_factors else ""
+        stated = f"queries, keys and values are finite{times}, and so are sums of their products (assume_finite)"
         decays = "decays are finite, also between steps that the mask hides (assume_finite)"
         return (stated,) if self.decay_form is None else (stated, decays)
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether queries or keys have factors."""
+        return self.query_factor_dtype is not None or self.key_factor_dtype is not None
 
     def __str__(self) -> str:
         order = ", from the last step" if self.reverse else ""
         order += ", without the own step" if self.strict else ""
         order += ", normalised" if self.normalised else ""
         order += "" if self.decay_form is None else f", decays by {self.decay_form}"
+        order += ", factors of steps" if self.has_factors else ""
         sizes = f"B={self.batch} T={self.steps} N={self.features} P={self.columns}"
         return f"linear_attention {sizes} {self.query_dtype}, by {self.spelling}{order}"
 
@@ -85,12 +97,21 @@ def seen(count: int, reverse: bool, strict: bool) -> jax.Array:
     return s < t if strict else s <= t
 
 
+def scaled(spec: LinearAttentionSpec, name: str, x: jax.Array, by: jax.Array | None) -> jax.Array:
+    """Returns queries or keys in the dtype in which they are summed, times the factors of their steps or over these."""
+    x = x.astype(spec.accumulation_dtype)
+    factors = 1 if by is None else by.astype(x.dtype)[..., None]
+    return x / factors if name in spec.divided else x * factors
+
+
 def reference(
     spec: LinearAttentionSpec, query: jax.Array, key: jax.Array, value: jax.Array,
     decay: jax.Array | None = None, log_decays: jax.Array | None = None, captured: jax.Array | None = None,
+    query_factor: jax.Array | None = None, key_factor: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Computes the formula of :class:`LinearAttentionSpec` as ``spec.spelling`` says; the result is [B, T, P]."""
-    wide = (x.astype(spec.accumulation_dtype) for x in (query, key, value))
+    own = scaled(spec, "query", query, query_factor), scaled(spec, "key", key, key_factor)
+    wide = (*own, value.astype(spec.accumulation_dtype))
     q, k, v = (jnp.broadcast_to(x, (spec.batch, spec.steps, x.shape[-1])) for x in wide)
     high = lax.Precision.HIGHEST
     if spec.spelling == "scores" or spec.decay_form is not None:
@@ -140,20 +161,21 @@ _FLOAT32 = jnp.dtype(jnp.float32)
 _SAMPLE = LinearAttentionSpec(8, 1024, 64, 64, _FLOAT32, _FLOAT32, _FLOAT32, _FLOAT32)
 _VARIANTS = {"states": replace(_SAMPLE, spelling="states"), "normalised": replace(_SAMPLE, normalised=True)}
 _VARIANTS |= {"number": replace(_SAMPLE, decay_form="number", rate=-0.1)}
+_OPERANDS = {"query": "B T N", "key": "B T N", "value": "B T P", "decay": "B", "log_decays": "B T", "captured": "B"}
+_OPERANDS |= {"query_factor": "B T", "key_factor": "B T"}
 
 OPERATION = DeclaredOperation(
     "linear_attention",
     reference=reference,
-    operands={"query": "B T N", "key": "B T N", "value": "B T P", "decay": "B", "log_decays": "B T", "captured": "B"},
+    operands=_OPERANDS,
     result="B T P",
     sizes={"B": "batch", "T": "steps", "N": "features", "P": "columns"},
     rows="B",
     sample=_SAMPLE,
     variants=_VARIANTS
     | {form: replace(_SAMPLE, decay_form=form, decay_dtype=_FLOAT32) for form in ("rates", "powers")}
-    | {form: replace(_SAMPLE, decay_form=form, log_decays_dtype=_FLOAT32) for form in ("steps", "sums")},
-    measured_sizes=tuple(
-        {"B": 8, "T": steps, "N": width, "P": width} for steps, width in ((512, 64), (2048, 64), (1024, 32))
-    ),
+    | {form: replace(_SAMPLE, decay_form=form, log_decays_dtype=_FLOAT32) for form in ("steps", "sums")}
+    | {"factors": replace(_SAMPLE, query_factor_dtype=_FLOAT32, key_factor_dtype=_FLOAT32, divided=("query",))},
+    measured_sizes=tuple({"B": 8, "T": t, "N": n, "P": n} for t, n in ((512, 64), (2048, 64), (1024, 32))),
     block_sizes=block_sizes_class("linear_attention", {"chunk": 64}, _candidates),
 )

@@ -7,6 +7,7 @@ that of the queries sees the steps that the result sees, and those of keys and v
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.kernels.linear_attention import xla_decays
-from autopallas.kernels.linear_attention.operation import LinearAttentionSpec, seen
+from autopallas.kernels.linear_attention.operation import LinearAttentionSpec, scaled, seen
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.index_notation import summed_to
@@ -25,6 +26,8 @@ __all__ = ["NUMERICS", "backward", "forward", "running_sizes", "supports"]
 
 NUMERICS: Numerics = "tolerance"
 """How its results relate to the original's."""
+_SCALED = ("query", "key")
+"""Operands that may have factors."""
 
 
 def supports(spec: LinearAttentionSpec, device: Device) -> Supported | Unsupported:
@@ -72,15 +75,23 @@ def backward(
         found = {"query": given.query, "key": given.key, "value": given.value[..., : spec.columns]}
         if given.decay is not None:
             found[name] = given.decay.reshape(operands[name].shape)
-        found = {name: x for name, x in found.items() if name in wanted}
     else:
-        if "query" in wanted:
+        if not wanted.isdisjoint(("query", "query_factor")):
             found["query"] = _summed(spec, block_sizes, dy, v, k, spec.reverse)
-        if "key" in wanted:
+        if not wanted.isdisjoint(("key", "key_factor")):
             found["key"] = _summed(spec, block_sizes, v, dy, q, not spec.reverse)
         if "value" in wanted:
             found["value"] = _summed(spec, block_sizes, k, q, dy[..., : spec.columns], not spec.reverse)
-    return {name: summed_to(x, operands[name].shape).astype(operands[name].dtype) for name, x in found.items()}
+    for name in _SCALED:
+        if name in found and f"{name}_factor" in operands:
+            of_factor = functools.partial(_scaled, spec, name)
+            _, pull = jax.vjp(of_factor, operands[name], operands[f"{name}_factor"])
+            found[name], found[f"{name}_factor"] = pull(found[name])
+    return {
+        name: summed_to(x, operands[name].shape).astype(operands[name].dtype)
+        for name, x in found.items()
+        if name in wanted
+    }
 
 
 def _sums(
@@ -105,8 +116,14 @@ def _decay(spec: LinearAttentionSpec, operands: Mapping[str, jax.Array]) -> jax.
 
 def _wide(spec: LinearAttentionSpec, operands: Mapping[str, jax.Array]) -> list[jax.Array]:
     """Returns queries, keys and values of all sequences and steps, in the dtype in which they are summed."""
-    given = (operands[name].astype(spec.accumulation_dtype) for name in ("query", "key", "value"))
-    return [jnp.broadcast_to(x, (spec.batch, spec.steps, x.shape[-1])) for x in given]
+    q, k = (_scaled(spec, name, operands[name], operands.get(f"{name}_factor")) for name in _SCALED)
+    v = operands["value"].astype(spec.accumulation_dtype)
+    return [q, k, jnp.broadcast_to(v, (spec.batch, spec.steps, v.shape[-1]))]
+
+
+def _scaled(spec: LinearAttentionSpec, name: str, x: jax.Array, by: jax.Array | None) -> jax.Array:
+    """Returns queries or keys of all sequences and steps, times the factors of their steps."""
+    return jnp.broadcast_to(scaled(spec, name, x, by), (spec.batch, spec.steps, x.shape[-1]))
 
 
 def _centred(values: jax.Array) -> tuple[jax.Array, jax.Array]:

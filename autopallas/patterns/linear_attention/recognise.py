@@ -24,14 +24,14 @@ from autopallas.graph.extract import nodes_between
 from autopallas.graph.labels import Atom, Dimension, is_product
 from autopallas.kernels.linear_attention.operation import OPERATION, LinearAttentionSpec, Spelling
 from autopallas.numerics.casts import is_floating, keeps_range, rounds, widens
-from autopallas.patterns.advice import LINEAR_SCORES, LINEAR_STATES
+from autopallas.patterns.advice import LINEAR_ROWS, LINEAR_SCORES, LINEAR_STATES
 from autopallas.patterns.declared_match import declared_match
 from autopallas.patterns.escapes import complete
-from autopallas.patterns.expressions import Scope
+from autopallas.patterns.expressions import Scope, computed_from
 from autopallas.patterns.forward import COPIES, LAYOUT, in_backward
 from autopallas.patterns.linear_attention.masks import COMPARISONS, Seen
 from autopallas.patterns.linear_attention.weights import Factor, Unread, Weights, read_weights
-from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
+from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, describe_reason
 
 __all__ = ["find"]
 
@@ -195,18 +195,20 @@ class _Place:
         given = {"query": parts.query, "key": parts.key, "value": parts.value}
         if weights.decay is not None:
             given["log_decays" if weights.form in ("steps", "sums") else "decay"] = weights.decay
+        factors = {"query": weights.of_t, "key": weights.of_s}
+        given |= {f"{name}_factor": own.ref for name, own in factors.items() if own is not None}
         read_as = {name: self._before_casts(ref) for name, ref in given.items()}
         result = [own for _, own in space.view(self.whole.view)]
         ordered = [atom for own in result for atom in own]
         steps = space.resolve(weights.steps)
         features = [atom for _, own in parts.features for atom in space.resolve(own)]
         read = {name: space.atoms(ref) for name, ref in read_as.items()}
-        decaying = read.get("decay", frozenset()) | read.get("log_decays", frozenset())
-        shared = read["query"] | read["key"] | decaying
+        shared = frozenset[Atom]().union(*(own for name, own in read.items() if name != "value"))
         columns = [a for a in ordered if a in read["value"] and a not in shared | {*steps}]
         batch = [a for a in ordered if a not in columns and a not in steps]
         allowed = {"query": {*batch, *steps, *features}, "key": {*batch, *steps, *features}, "decay": {*batch}}
-        allowed |= {"value": {*batch, *steps, *columns}, "log_decays": {*batch, *steps}}
+        allowed |= {"value": {*batch, *steps, *columns}}
+        allowed |= {name: {*batch, *steps} for name in ("log_decays", "query_factor", "key_factor")}
         if any(not own <= allowed[name] for name, own in read.items()):
             raise _Unlike
         if not {*features} <= read["query"] & read["key"]:
@@ -232,6 +234,7 @@ class _Place:
             0, 0, 0, 0, **dtypes, result_dtype=result_dtype, factor=self.factor * weights.factor,
             reverse=weights.seen.reverse, strict=strict, normalised=self.normalised, epsilon=self.epsilon,
             spelling=parts.spelling, decay_form=weights.form, rate=weights.rate,
+            divided=tuple(name for name, own in factors.items() if own is not None and own.divides),
             shared=weights.form is not None and not {*batch} <= read["query"] | read["key"],
         )  # fmt: skip
         operands = {name: Ref(ref.value, space.view(ref.view)) for name, ref in read_as.items()}
@@ -267,7 +270,7 @@ class _Place:
                 return self._of_states(at)
             products = self.space.contraction(at) if factors else None
             if products is not None:
-                return self._of_scores(products, factors)
+                return self._of_scores(products, factors, at.value)
             operands = self.space.operands(at) if name in _PEELED else None
             if operands is None:
                 raise _Unlike
@@ -277,10 +280,11 @@ class _Place:
                 at = self._selected(operands, factors)
             elif (further := self._scaled(operands, name)) is not None:
                 at = further
-            elif name == "div" and not factors and self.factor == 1 and not self.normalised:
+            elif name == "div":
                 at = self.space.canonical(operands[0])
-                if not self._is_total(operands[1], at):
-                    raise _Unlike
+                first = not factors and self.factor == 1 and not self.normalised
+                if not first or not self._is_total(operands[1], at):
+                    factors.append(Factor(operands[1], divides=True))
             elif name == "mul":
                 at = self._multiplied(operands, factors)
             else:
@@ -327,8 +331,10 @@ class _Place:
         inner, keys = ([a for _, own in d for a in space.resolve(own)] for d in (dimensions, self.summed))
         if [space.sizes[a] for a in inner] != [space.sizes[a] for a in keys] or {*inner} & space.atoms(scores):
             return False
+        if not space.same(self._renamed(summed, dict(zip(inner, keys, strict=True))), scores):
+            return False
         self.normalised, self.epsilon = True, epsilon
-        return space.same(self._renamed(summed, dict(zip(inner, keys, strict=True))), scores)
+        return True
 
     def _cast(self, ref: Ref) -> Ref:
         """Returns what is cast from another floating type; neither may be quantised, nor make a number infinite."""
@@ -370,16 +376,18 @@ class _Place:
 
     # ------------------------------------------------------------------ the two spellings
 
-    def _of_scores(self, products: tuple[Ref, Ref, list[Dimension]], factors: Sequence[Factor]) -> _Parts:
-        """Returns the parts of masked products that are multiplied by values."""
+    def _of_scores(self, products: tuple[Ref, Ref, list[Dimension]], factors: Sequence[Factor], number: int) -> _Parts:
+        """Returns the parts of masked products, whose number is given, that are multiplied by values."""
         space = self.space
         first, second, features = products
         first, second, value = (space.canonical(x) for x in (first, second, self.other))
         keys = tuple(a for _, own in self.summed for a in space.resolve(own))
         if not {*keys} <= space.atoms(value):
             raise _Unlike
+        known = {number: True}
+        of_scores = [f for f in factors if computed_from(self.graph, f.ref.value, known, number)]
         try:
-            weights = read_weights(self.scope, factors, keys)
+            weights = read_weights(self.scope, [f for f in factors if f not in of_scores], keys)
         except Unread as unread:
             if not unread.reason:
                 raise _Unlike from None
@@ -397,8 +405,14 @@ class _Place:
             raise _Unlike
         if {*steps} & (space.atoms(key) | space.atoms(value)):
             raise _Unlike
+        if of_scores:
+            reason = "the products of queries and keys are divided or multiplied by what is computed from all of a row"
+            raise Mismatch(describe_reason(self.graph, reason, of_scores[0].ref.value), advice=LINEAR_ROWS)
         names = dict(zip(keys, steps, strict=True))
         key, value = (self._renamed(x, names) for x in (key, value))
+        if weights.of_s is not None:
+            own = weights.of_s._replace(ref=self._renamed(weights.of_s.ref, names))
+            weights = weights._replace(of_s=own)
         return _Parts(query, key, value, features, weights, "scores")
 
     def _renamed(self, ref: Ref, names: dict[Atom, Atom]) -> Ref:

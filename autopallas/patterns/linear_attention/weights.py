@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -26,7 +27,7 @@ from autopallas.patterns.expressions import Scope
 from autopallas.patterns.linear_attention.captured import captured_decay, captured_difference, captured_steps
 from autopallas.patterns.linear_attention.masks import COMPARISONS, MaskReader, Seen, Triangle
 
-__all__ = ["Factor", "Unread", "Weights", "read_weights"]
+__all__ = ["Factor", "OwnFactor", "Unread", "Weights", "read_weights"]
 
 _DEEPEST = 24
 """Longest chain of elementwise equations that is looked at."""
@@ -48,11 +49,19 @@ class Unread(Exception):
 
 
 class Factor(NamedTuple):
-    """What scores are multiplied by; or a mask with which they are selected, where ``kept`` is not None: whether they
-    are kept where it is true."""
+    """What scores are multiplied by, or divided; or a mask with which they are selected, where ``kept`` is not None:
+    whether they are kept where it is true."""
 
     ref: Ref
     kept: bool | None = None
+    divides: bool = False
+
+
+class OwnFactor(NamedTuple):
+    """An array by which scores are multiplied, or divided, and which varies with one of both steps at most."""
+
+    ref: Ref
+    divides: bool = False
 
 
 class Weights(NamedTuple):
@@ -65,6 +74,7 @@ class Weights(NamedTuple):
       form, rate: how scores decay, as the operation's spec has it.
       decay: the array that tells the decays, under the labels of t where it varies with the steps.
       rounding: the relative error with which it holds them, where it is a captured one.
+      of_t, of_s: arrays that vary with one of both steps at most.
     """
 
     seen: Seen
@@ -74,6 +84,8 @@ class Weights(NamedTuple):
     rate: float = 1.0
     decay: Ref | None = None
     rounding: float = 0.0
+    of_t: OwnFactor | None = None
+    of_s: OwnFactor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,17 +156,22 @@ class _Sum(NamedTuple):
 
 
 class _Product(NamedTuple):
-    """A factor: ``number * exp(terms)``, 0 for pairs of steps that one of ``seen`` lacks, and anything for those that
-    one of ``hidden`` lacks."""
+    """A factor: ``number * exp(terms)`` times ``arrays``, 0 for pairs of steps that one of ``seen`` lacks, and anything
+    for those that one of ``hidden`` lacks."""
 
     terms: tuple[_Term, ...] = ()
     number: float = 1.0
     seen: tuple[Seen, ...] = ()
     hidden: tuple[Seen, ...] = ()
+    arrays: tuple[OwnFactor, ...] = ()
 
     def times(self, other: _Product) -> _Product:
         return _Product(
-            self.terms + other.terms, self.number * other.number, self.seen + other.seen, self.hidden + other.hidden
+            self.terms + other.terms,
+            self.number * other.number,
+            self.seen + other.seen,
+            self.hidden + other.hidden,
+            self.arrays + other.arrays,
         )
 
 
@@ -174,13 +191,25 @@ def read_weights(scope: Scope, factors: Sequence[Factor], keys: Sequence[Atom]) 
     if steps is None:
         raise Unread
     reader = _Reader(masks, steps)
+    try:
+        return reader.weights(_read(reader, factors))
+    except Unread as unread:  # exponentials may be no decays, but arrays of one step each
+        reader.decays_alone = False
+        with suppress(Unread):
+            return reader.weights(_read(reader, factors))
+        raise unread
+
+
+def _read(reader: _Reader, factors: Sequence[Factor]) -> _Product:
     product = _Product()
     for factor in factors:
-        if factor.kept is None:
+        if factor.divides:
+            product = product.times(reader.divisor(factor.ref))
+        elif factor.kept is None:
             product = product.times(reader.factor(factor.ref))
         else:
             product = product.times(_Product(seen=(reader.mask(factor.ref, factor.kept),)))
-    return reader.weights(product)
+    return product
 
 
 def _steps(masks: MaskReader, refs: Iterable[Ref]) -> tuple[Atom, ...] | None:
@@ -215,6 +244,8 @@ class _Reader:
     def __init__(self, masks: MaskReader, steps: tuple[Atom, ...]):
         self.masks, self.scope, self.space, self.graph = masks, masks.scope, masks.space, masks.graph
         self.steps = steps
+        self.decays_alone = True
+        """Whether exponentials are read as decays, also those that vary with one of both steps."""
         self._known: dict[tuple[int, View], _Sum | Unread] = {}
         self.largest = self.space.extent(steps)
 
@@ -242,7 +273,38 @@ class _Reader:
     # ------------------------------------------------------------------ factors
 
     def factor(self, ref: Ref, depth: int = 0) -> _Product:
-        """Returns what a value is as a factor."""
+        """Returns what a value is as a factor: of one that varies with one of both steps at most, a decay, or an array
+        as it is."""
+        if not self._is_array(ref):
+            return self._factor(ref, depth)
+        own = _Product(arrays=(OwnFactor(self._nearest(ref)),))
+        if not self.decays_alone:
+            return own
+        try:
+            found = self._factor(ref, depth)
+        except Unread:
+            return own
+        return own if found.arrays and not found.terms else found
+
+    def _nearest(self, ref: Ref) -> Ref:
+        """Returns the last of the values that hold an array as the scores are multiplied by it, repeated along no axis:
+        the program has its cotangent by itself, while those of values further back may be added up."""
+        atoms = self.space.atoms(self.space.canonical(ref))
+        held = (at for use in self.space.met(ref) for at in self.space.chain(use) if self.space.atoms(at) == atoms)
+        return max(held, key=lambda at: at.value, default=ref)
+
+    def _is_array(self, ref: Ref) -> bool:
+        """Returns whether a value is no number, and varies with one of both steps at most."""
+        floating = is_floating(self.graph.dtype(ref.value))
+        return floating and self.scope.number(ref) is None and len(self.roles(self.space.canonical(ref))) < 2
+
+    def divisor(self, ref: Ref) -> _Product:
+        """Returns what scores are multiplied by that are divided by an array."""
+        if not self._is_array(ref):
+            raise Unread("they are divided by an array of pairs of steps")
+        return _Product(arrays=(OwnFactor(self._nearest(ref), True),))
+
+    def _factor(self, ref: Ref, depth: int) -> _Product:
         ref = self.space.canonical(ref)
         number = self.scope.number(ref)
         if number is not None:
@@ -270,6 +332,8 @@ class _Reader:
             case "div" if (number := self.scope.number(operands[1])) is not None and number != 0:
                 found = self.factor(operands[0], further)
                 return found._replace(number=found.number / number)
+            case "div" if self._is_array(operands[1]):
+                return self.factor(operands[0], further).times(self.divisor(operands[1]))
             case "select_n" if len(operands) == 3:
                 return self._selected(operands, further)
             case "exp" | "exp2":
@@ -546,6 +610,14 @@ class _Reader:
             raise Unread("decays are hidden by another mask than the scores")
         factor, terms = self._without_counts(product, seen)
         weights = Weights(seen, self.space.resolve(self.steps), factor)
+        for own in product.arrays:
+            at = "of_s" if "s" in self.roles(own.ref) else "of_t"
+            if getattr(weights, at) is not None:
+                raise Unread("several arrays are factors of the same step")
+            weights = weights._replace(of_t=own) if at == "of_t" else weights._replace(of_s=own)
+        if not self.decays_alone and weights.of_t is not None and weights.of_s is not None:
+            # Such exponentials may be far apart from one, and their products near to it.
+            raise Unread("exponentials at both steps are no decays between them")
         if not math.isfinite(factor) or factor == 0:
             raise Unread("a factor is zero or not finite")
         if not terms:
