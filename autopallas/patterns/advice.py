@@ -124,6 +124,10 @@ ROWS_BEFORE = (
     "Select, pad, reorder or join rows of the activations, before the product that gives the logits; or the losses of "
     "the tokens, after it."
 )
+OF_PIXELS = (
+    "Write a convolution whose kernel has one pixel as the product that it is: x @ kernel[0, 0] for x of pixels and "
+    "channels, or a dense layer in the place of the convolution."
+)
 SIGMOIDS = (
     "A loss of sigmoids is left to the compiler, which keeps its logits. Where they take too much memory, compute it "
     "for a block of rows at a time: jax.lax.map over jax.checkpoint of the loss of a block."

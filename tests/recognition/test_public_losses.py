@@ -342,3 +342,45 @@ def test_sums_over_examples_that_are_summed_over_their_rows(weigh):
     compared = compare(gradient_of_the_repeated_bias(weigh), arguments(), gradients=False)
     assert compared.counts("cross_entropy") == 1, compared.reasons()
     assert compared.complaints == []
+
+
+def convolved(size):
+    """The mean loss of the pixels of images whose logits a convolution gives."""
+
+    def program(kernel, x, labels):
+        logits = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return -picked(log_softmax(logits), labels).mean()
+
+    labels = jnp.arange(2 * 4 * 4).reshape(2, 4, 4) % V
+    return program, (array(size, size, D, V), array(2, 4, 4, D, seed=1), labels)
+
+
+def test_logits_that_a_convolution_of_one_pixel_gives_are_a_near_miss():
+    program, args = convolved(1)
+    for run in (program, jax.value_and_grad(program, (0, 1))):
+        compared = compare(run, args, gradients=False)
+        assert compared.complaints == []
+        (miss,) = compared.report.near_misses
+        assert (miss.op, miss.reason) == ("cross_entropy", "a convolution gives the logits")
+        assert "x @ kernel[0, 0]" in miss.advice
+
+
+def test_as_products_they_are_a_site():
+    def program(kernel, x, labels):
+        return -picked(log_softmax(x @ kernel[0, 0]), labels).mean()
+
+    own, args = convolved(1)
+    compared = compare(program, args)
+    assert compared.counts("cross_entropy") == 1
+    np.testing.assert_allclose(own(*args), program(*args), rtol=1e-6)
+
+
+def test_logits_that_another_convolution_gives_are_none():
+    program, args = convolved(3)
+    assert compare(program, args).reasons() == []
+
+    def weighed(kernel, x, labels):
+        logits = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return (softmax(logits) * labels[..., None]).sum()
+
+    assert compare(weighed, convolved(1)[1]).reasons() == []

@@ -35,6 +35,7 @@ from autopallas.patterns.advice import (
     JOINED,
     LOGITS_APART,
     LOGITS_RETURNED,
+    OF_PIXELS,
     ROWS_BEFORE,
 )
 from autopallas.patterns.cross_entropy.flows import Flows
@@ -131,6 +132,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             *_rearranged(graph, exponents, alive),
             *_in_parts(graph, apart),
             *_of_devices(graph, exponents, alive),
+            *_of_pixels(graph, exponents, alive),
         ]
     with contained():
         of_sigmoids = [miss for miss in sigmoid_losses(graph, needed) if miss.value not in given]
@@ -206,6 +208,24 @@ def _of_devices(graph: Graph, exponents: Set[int], alive: Set[int]) -> Iterator[
                 where = jaxprs.location(node.equation)
                 reason = f"the loss is outside of the shard_map that computes its logits, at {where}"
                 yield NearMiss("cross_entropy", jaxprs.location(dot.equation), reason, dot.outputs[0], IN_SHARD_MAP)
+
+
+def _of_pixels(graph: Graph, exponents: Set[int], alive: Set[int]) -> Iterator[NearMiss]:
+    """Yields a near miss for logits that a convolution of one pixel gives: it is a product, but for its spelling."""
+    left = _READINGS * len(graph.avals)
+    for node in graph.nodes:
+        if node.name != "conv_general_dilated" or node.outputs[0] not in exponents or left < 0:
+            continue
+        kernel, given = graph.shape(node.inputs[1]), node.params
+        plain = given["feature_group_count"] == 1 and {*given["window_strides"]} == {1}
+        if not plain or any(kernel[d] != 1 for d in given["dimension_numbers"].rhs_spec[2:]):
+            continue
+        inside, ends = _flow(graph, node.outputs, alive)
+        left -= len(inside)
+        found = any(_picks(end) or takes_logarithm(graph, end) for end in ends.values())
+        if found and any(graph.name(n) in ("exp", "exp2") for n in inside):
+            where = jaxprs.location(node.equation)
+            yield NearMiss("cross_entropy", where, "a convolution gives the logits", node.outputs[0], OF_PIXELS)
 
 
 def _left_on_devices(graph: Graph, node: Node) -> list[int]:
