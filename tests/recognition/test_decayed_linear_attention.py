@@ -258,6 +258,20 @@ def test_decays_above_one(spelling):
     assert outcome.complaints == []
 
 
+def test_what_grows_over_a_short_sequence_stays_finite_as_in_the_program():
+    """The chunk has as many steps as the sequence, of which no two are that far apart."""
+
+    def short(q, k, v, gamma):
+        t, s = jnp.arange(12)[:, None], jnp.arange(12)[None]
+        return attended(q, k, v, jnp.where(t >= s, heads(gamma) ** jnp.maximum(t - s, 0), 0))
+
+    q, k, v, _ = operands(False)
+    q, k, v = (x[:, :12] for x in (q, k, v))
+    # The eleventh power is 6e36, and the twelfth is infinite.
+    outcome = compare(short, (1e-3 * q, k, v, jnp.full(H, 2200.0)))
+    assert outcome.complaints == []
+
+
 def test_steps_of_which_nothing_is_left():
     q, k, v, logs = operands(True)
     outcome = compare(segments, (q, k, v, jnp.where(jnp.arange(T) % 13 == 5, -1e30, logs)))

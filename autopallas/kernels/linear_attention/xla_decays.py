@@ -168,8 +168,9 @@ def _logs(spec: LinearAttentionSpec, decay: Array, before: Array) -> _Logs:
         last = lax.stop_gradient(decay[:, -1:])
         between = decay[:, :, None] - decay[:, None, :]
         return _Logs(between, decay - before[:, None], last - decay, last[:, 0] - before)
-    one = decay[:, :1]
-    return _Logs(one[..., None] * (t - s), one * (t[:, 0] + 1), one * (size - 1 - t[:, 0]), one[:, 0] * size)
+    one, most = decay[:, :1], spec.steps - 1  # no pair is further apart: beyond, what grows may be infinite
+    until = one * jnp.minimum(t[:, 0] + 1, most)
+    return _Logs(one[..., None] * (t - s), until, one * (size - 1 - t[:, 0]), one[:, 0] * min(size, most))
 
 
 # ---------------------------------------------------------------------- from the site's arrays to chunks, and back
