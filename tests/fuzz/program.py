@@ -12,7 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import arrays, attention, dispatched, gated, linear, losses, mixtures, pairs, recurrences, respellings, stacks
+from . import (
+    arrays,
+    attention,
+    convolutions,
+    dispatched,
+    gated,
+    linear,
+    losses,
+    mixtures,
+    pairs,
+    recurrences,
+    respellings,
+    stacks,
+)
 from .altered import altered
 from .choices import Choices
 from .writing import Argument, Writer
@@ -40,6 +53,8 @@ _FIRST_LINEAR = 140_000
 """From here on a tenth are linear attentions."""
 _FIRST_ALTERED = 160_000
 """From here on one equation of a derivative gives something else."""
+_FIRST_CONVOLUTION = 180_000
+"""From here on a tenth are convolutions, and derivatives are JAX's again."""
 _MEMORY: dict[str, Mapping[str, Any]] = {
     "usual": {},
     "checkpoint": {"ops": ("scan_checkpoint",)},
@@ -75,7 +90,7 @@ class RandomProgram:
     @property
     def is_altered(self) -> bool:
         """Whether its derivative is another one than JAX's."""
-        return self.seed >= _FIRST_ALTERED and self.gradients > 0
+        return _FIRST_ALTERED <= self.seed < _FIRST_CONVOLUTION and self.gradients > 0
 
     def every_option(self) -> dict[str, Any]:
         """Returns the options with which it is optimized."""
@@ -144,6 +159,8 @@ def random_program(
         family = "gated"
     if seed >= _FIRST_LINEAR and place == 8:
         family = "linear"
+    if seed >= _FIRST_CONVOLUTION and place == 9:
+        family = "convolution"
     options: Mapping[str, Any] = {}
     if seed >= _FIRST_MEMORY and family == "recurrence":
         name = c.pick("options", {name: name for name in _MEMORY}, 0.5)
@@ -173,6 +190,9 @@ def random_program(
     elif family == "linear":
         form, core = linear.operands(w, "k")
         head, write = "attend", lambda: linear.body(w, "k", form, *core)
+    elif family == "convolution":
+        sizes, core = convolutions.operands(w, "v")
+        head, write = "convolve", lambda: convolutions.body(w, "v", sizes, *core)
     elif family == "dispatch":
         size, core = dispatched.operands(w, "d")
         head, write = "mix", lambda: dispatched.body(w, "d", size, *core)

@@ -51,6 +51,12 @@ def test_random_linear_attentions_compute_what_they_did():
     assert any(v.applied.get("linear_attention") for v in found)
 
 
+def test_random_convolutions_compute_what_they_did():
+    found = [judge(random_program(seed)) for seed in range(180_009, 180_209, 20)]
+    assert [v.complaints for v in found] == [[]] * len(found)
+    assert sum(bool(v.applied.get("respelling")) for v in found) > 1
+
+
 def test_derivatives_that_are_not_quite_those_of_the_program_stay_what_they_are():
     programs = [random_program(seed) for seed in range(160_000, 160_010)]
     found = [judge(program) for program in programs if program.gradients]
