@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import cast
 
 from autopallas import compat, jaxprs
-from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Var
+from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, ShapedArray, Var
 from autopallas.graph.numbering import Graph, Node
 
-__all__ = ["closed", "copied", "jaxpr_of", "nodes_between"]
+__all__ = ["closed", "copied", "jaxpr_of", "nodes_between", "with_further_inputs"]
 
 
 def nodes_between(graph: Graph, operands: Sequence[int], results: Sequence[int]) -> tuple[list[Node], list[int]]:
@@ -73,3 +73,11 @@ def closed(inputs: Sequence[Var], results: Sequence[JaxprAtom], equations: Seque
     if not compat.varying_axes([atom.aval for atom in (*inputs, *results)]):
         return found
     return cast("ClosedJaxpr", jaxprs.without_casts(found))
+
+
+def with_further_inputs(program: ClosedJaxpr, types: Sequence[ShapedArray]) -> ClosedJaxpr:
+    """Returns a closed jaxpr without constants with further inputs, which it does not read."""
+    if not types:
+        return program
+    jaxpr, _ = jaxprs.open_jaxpr(program)
+    return closed([*jaxpr.invars, *map(Var, types)], jaxpr.outvars, jaxpr.eqns)

@@ -18,6 +18,7 @@ from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.body_links import may_be_given
 from autopallas.graph.edit import surviving
+from autopallas.graph.extract import with_further_inputs
 from autopallas.patterns.backward import Backward, Lookup, Search, settle
 from autopallas.patterns.carry import is_available
 from autopallas.patterns.examples import of_examples
@@ -150,6 +151,9 @@ def _with_backward(match: Match, search: Search, beside: Beside) -> Match | None
     """Returns the match with the backwards that were found, and with one operand for each use."""
     graph, forward = beside.graph, search.forward
     numbers = [use.number for use in forward.uses]
+    # What is made of literals alone, such as decays before a loop, the forward computes by itself.
+    further = [number for number in match.operands if number not in numbers]
+    numbers += further
     homes = _homes(graph, match, numbers)
     backwards = []
     for backward in search.found:
@@ -167,12 +171,14 @@ def _with_backward(match: Match, search: Search, beside: Beside) -> Match | None
         site=replace(site, uses=tuple(match.operands.index(number) for number in numbers)),
         direction="forward+backward",
         operands=tuple(numbers),
-        original=forward.jaxpr(),
+        original=with_further_inputs(forward.jaxpr(), [graph.avals[number] for number in further]),
         backwards=tuple(backwards),
         homes=homes,
     )
     if not isinstance(forward, PerExample):
         return whole
+    if further:
+        return None
     with suppress(Mismatch):
         return of_examples(whole, forward, search.found)
     return None

@@ -112,6 +112,30 @@ def test_they_are_found_and_right_in_value_and_gradient(program):
     assert compare(whole, arguments, gradients=False).complaints == []
 
 
+@pytest.mark.parametrize("divided", [False, True], ids=["decays", "decays and factors"])
+@pytest.mark.parametrize("wrapped", [lambda f: f, jax.checkpoint], ids=["plain", "checkpointed"])
+def test_layers_share_decays_that_are_no_arguments(divided, wrapped):
+    """They are made of numbers in the source alone, before the loop."""
+
+    def layers(q, k, v):
+        d = powers()
+        d = d / jnp.sqrt(d.sum(-1, keepdims=True)) if divided else d
+
+        def layer(v, w):
+            return jnp.tanh(weighted(scores(q * w, k) * d, v)), None
+
+        return jax.lax.scan(wrapped(layer), v, jnp.arange(1.0, 3) / T)[0]
+
+    arguments = operands()[:3]
+    outcome = compare(layers, arguments)
+    assert outcome.complaints == []
+    assert outcome.counts("linear_attention") == 1
+    whole = compare(with_gradients(layers, arguments), arguments, gradients=False)
+    assert whole.complaints == []
+    sites = [(site.direction, site.verdict) for site in whole.report.sites if site.op == "linear_attention"]
+    assert sites == [("forward+backward", "applied")]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("program", [of_keys, divided_queries], ids=lambda f: f.__name__)
 def test_sixteen_bits(program, dtype):
