@@ -90,6 +90,31 @@ def test_rows_that_padding_leaves_out(padding, strides):
     agree(run, x, w)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_sixteen_bits(dtype, order):
+    """Sums are rounded to 16 bits once, also those over many elements of a weight's gradient."""
+    numbers, shapes = {
+        "first": (("NCHW", "OIHW", "NCHW"), ((4, 8, 24, 24), (8, 8, 3, 3))),
+        "last": (IMAGES, ((4, 24, 24, 8), (3, 3, 8, 8))),
+    }[order]
+    x, w = random(STEPS, *shapes[0]).astype(dtype), (0.1 * random(*shapes[1])).astype(dtype)
+
+    def step(w, x):
+        loss = lambda w, x: jnp.sum(convolve(x, w, numbers).astype(jnp.float32) ** 2)  # noqa: E731
+        return w, (loss(w, x), *jax.grad(loss, (0, 1))(w, x))
+
+    run = lambda w, x: lax.scan(step, w, x)  # noqa: E731
+    agree(run, w, x, count=len(kinds(run, w, x)), gradients=False)
+    exact = run(w.astype(jnp.float32), x.astype(jnp.float32))[1][1:]
+    ours = autopallas.optimize(run, objective="always", strict=True, ops=NAME)(w, x)[1][1:]
+    assert kinds(run, w, x)
+    for found_, wanted in zip(ours, exact, strict=True):
+        largest = float(jnp.abs(wanted).max())
+        tolerance = 3 * float(jnp.finfo(dtype).eps) * largest  # of the result, the convolution and its cotangent
+        np.testing.assert_allclose(found_.astype(jnp.float32), wanted, rtol=0, atol=tolerance)
+
+
 def test_inserted_zeros_between_elements():
     x, w = random(STEPS, 2, 3, 6, 5), random(STEPS, 4, 3, 3, 2)
     run = looped(lambda x, w: convolve(x, w, ("NCHW", "OIHW", "NCHW"), (1, 1), ((2, 2), (1, 1)), lhs_dilation=(2, 3)))
@@ -127,7 +152,7 @@ def test_what_is_left_alone():
     assert alone(random(STEPS, 2, 7, 7, 4), random(STEPS, 3, 3, 4, 6), IMAGES), "they are in order"
     assert alone(x, w[:, :, :2], feature_group_count=2)
     assert alone(x, w, precision="highest")
-    assert alone(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))
+    assert alone(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), preferred_element_type=jnp.float32), "of two dtypes"
     assert alone(x[:, :0], w)
     assert alone(x, w, padding=((-1, 2), (0, 0)), lhs_dilation=(2, 1)), "what is left out are inserted zeros in part"
 

@@ -24,6 +24,7 @@ from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 
 __all__ = ["KIND"]
 
+_DTYPES = frozenset(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 _MOST_AXES = 3
 """Axes of space up to which the library computes a convolution."""
 _FEW = 64
@@ -42,7 +43,8 @@ def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
     params, arrays = equation.params, (*equation.invars, *equation.outvars)
     if max(params["feature_group_count"], params["batch_group_count"]) > 1:
         return None
-    if any(v.aval.dtype != jnp.float32 or 0 in v.aval.shape for v in arrays):
+    dtypes = {v.aval.dtype for v in arrays}
+    if len(dtypes) > 1 or not dtypes <= _DTYPES or any(0 in v.aval.shape for v in arrays):
         return None
     if params["precision"] not in (None, (lax.Precision.DEFAULT,) * 2):
         return None
@@ -91,7 +93,7 @@ def _convolve(
     numbers: lax.ConvDimensionNumbers,
 ) -> jax.Array:
     strides, left, right = (_axes(spec, name) for name in ("strides", "lhs_dilation", "rhs_dilation"))
-    return lax.conv_general_dilated(x, w, strides, padding, left, right, numbers, preferred_element_type=jnp.float32)
+    return lax.conv_general_dilated(x, w, strides, padding, left, right, numbers)
 
 
 def _original(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Array]:
@@ -139,12 +141,21 @@ _SHAPES: tuple[tuple[int, ...], ...] = (
     (1, 8, 8, 8, 32), (2, 16, 16, 16, 32), (4, 64, 64, 32, 8),
 )  # fmt: skip
 """Shapes of images with the channels last: one of each size for one, two and three axes of space."""
+_NARROW = tuple(
+    (dtype, shape, 1, order)
+    for dtype in (jnp.bfloat16, jnp.float16)
+    for shape in _SHAPES[:5]
+    if shape != _SHAPES[2]
+    for order in ("first", "last")
+)
+"""What is measured in 16 bits: dtype, shape, stride, and where the channels stand."""
 
 
 def _samples() -> Iterator[tuple[str, Sample]]:
     """Yields convolutions with the channels first, and the gradients of images and weights in both orders, each in a
     loop."""
-    for shape, stride, order in itertools.product(_SHAPES, (1, 2), ("first", "last")):
+    wide = itertools.product((jnp.float32,), _SHAPES, (1, 2), ("first", "last"))
+    for dtype, shape, stride, order in (*wide, *_NARROW):
         axes, channels = len(shape) - 2, shape[-1]
         image = shape if order == "last" else (shape[0], channels, *shape[1:-1])
         window = (channels, channels, *(3,) * axes) if order == "first" else (*(3,) * axes, channels, channels)
@@ -162,9 +173,10 @@ def _samples() -> Iterator[tuple[str, Sample]]:
         ) -> jax.Array:
             return lax.conv_general_dilated(x, w, strides, "SAME", dimension_numbers=numbers)
 
-        x, w = jax.ShapeDtypeStruct(image, jnp.float32), jax.ShapeDtypeStruct(window, jnp.float32)
+        x, w = jax.ShapeDtypeStruct(image, dtype), jax.ShapeDtypeStruct(window, dtype)
         y = jax.eval_shape(convolve, x, w)
-        name = f"{axes}-{order}-stride{stride}-{math.prod(shape)}"
+        narrow = f"{jnp.dtype(dtype).name}-" if dtype != jnp.float32 else ""
+        name = f"{narrow}{axes}-{order}-stride{stride}-{math.prod(shape)}"
         if order == "first":
             yield name, _looped(convolve, x, w)
         yield f"{name}-dx", _looped(gradient_of(convolve, x, 0), w, y)
@@ -188,6 +200,7 @@ KIND = Kind(
     respelt=_respelt,
     feature=_feature,
     samples=_samples,
+    may_round_sums=True,
     elsewhere_from=1.5,  # measured with AVX-512 alone: what gains little there may lose with other extensions
     in_loops=True,
     least_steps=2,
