@@ -9,7 +9,7 @@ slices that later steps read in place of the array.  Which arrays these are, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,13 +20,15 @@ from jax import lax
 
 from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Var
+from autopallas.graph import Graph, Node, flatten
 from autopallas.graph.array_slices import Place, plus_slices, slices_at, with_axis, with_slices
 from autopallas.graph.indexed_arrays import Action, IndexedArrays, Plan, Steps
-from autopallas.graph.known_integers import Array
+from autopallas.graph.known_integers import Array, KnownIntegers
+from autopallas.graph.loop_slices import is_zero
 from autopallas.graph.program_digests import bits, digest
 from autopallas.graph.tables import Table
 
-__all__ = ["IndexedLoop", "key_of", "planned"]
+__all__ = ["IndexedLoop", "key_of", "loop_of", "planned"]
 
 _ROUNDS = 8
 """How often a plan is made anew without the arrays that turned out to be neither sums nor tables."""
@@ -89,17 +91,24 @@ class IndexedLoop:
 
     def as_written(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the loop's results, as the program computes them."""
+        ends, results = self.stacked(operands, lambda result: result)
+        return [*ends, *results]
+
+    def stacked(
+        self, operands: Sequence[jax.Array], as_: Callable[[jax.Array], jax.Array]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Returns what the loop carries in the end, and the stacks of each step's results after a function of each."""
         given = self.given(operands)
         last = self.constants + self.carried
 
         def one(carried: list[jax.Array], own: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
             found = compat.jaxpr_as_fun(self.step)(*given[: self.constants], *carried, *own)
-            return list(found[: self.carried]), list(found[self.carried :])
+            return list(found[: self.carried]), list(map(as_, found[self.carried :]))
 
-        ends, results = lax.scan(
+        found: tuple[list[jax.Array], list[jax.Array]] = lax.scan(
             one, given[self.constants : last], given[last:], self.length, self.reverse, unroll=self.unroll
         )
-        return [*ends, *results]
+        return found
 
     def by_slices(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the same, from a loop that is given slices and gives slices."""
@@ -172,6 +181,35 @@ def planned(loop: IndexedLoop) -> Plan | None:
             return plan if plan.whole_sums else None
         candidates -= analysis.refused
     return None
+
+
+def loop_of(graph: Graph, node: Node) -> tuple[IndexedLoop, tuple[int, ...]]:
+    """Returns the loop of a scan, whose tables and sums are not known yet, and the numbers of its operands."""
+    params = node.equation.params
+    body = flatten(params["jaxpr"])
+    info = jaxprs.debug_info("indexed_loop", len(body.invars), len(body.outvars))
+    jaxpr = compat.new_jaxpr(body.constvars, body.invars, body.outvars, body.equations, frozenset(), info)
+    numbers = tuple(dict.fromkeys(number for number in node.inputs if number not in graph.literals))
+    places = {number: position for position, number in enumerate(numbers)}
+    operands = [places[n] if n in places else np.asarray(graph.literals[n], graph.dtype(n)) for n in node.inputs]
+    integers = KnownIntegers(graph)
+    known = [(position, integers.of(number)) for number, position in places.items()]
+    constants, carried = compat.scan_parts(node.equation)
+    loop = IndexedLoop(
+        key="",
+        step=ClosedJaxpr(jaxpr, body.consts),
+        constants=constants,
+        carried=carried,
+        length=int(params["length"]),
+        reverse=bool(params["reverse"]),
+        unroll=int(params["unroll"]),
+        operands=tuple(operands),
+        zeros=frozenset(i for i, n in enumerate(node.inputs[:constants]) if is_zero(graph, n)),
+        known=tuple((position, array) for position, array in known if array is not None),
+        tables=(),
+        sums=(),
+    )
+    return loop, numbers
 
 
 def key_of(loop: IndexedLoop) -> str:

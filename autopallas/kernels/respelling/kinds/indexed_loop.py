@@ -17,11 +17,9 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat, jaxprs
-from autopallas.compat import ClosedJaxpr, JaxprEqn, Var
-from autopallas.graph import Graph, Node, flatten
-from autopallas.graph.known_integers import KnownIntegers
-from autopallas.graph.loop_slices import is_zero
-from autopallas.kernels.respelling.indexed import IndexedLoop, key_of, planned
+from autopallas.compat import JaxprEqn, Var
+from autopallas.graph import Graph, Node
+from autopallas.kernels.respelling.indexed import IndexedLoop, key_of, loop_of, planned
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.spec import RespellingSpec
 
@@ -34,39 +32,16 @@ _PLACED = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter_
 
 def _match(graph: Graph, node: Node) -> Found | None:
     equation = node.equation
-    length = int(equation.params["length"])
-    if length < 2 or not _adds_what_is_placed(equation):
+    if int(equation.params["length"]) < 2 or not _adds_what_is_placed(equation):
         return None
-    body = flatten(equation.params["jaxpr"])
-    info = jaxprs.debug_info("indexed_loop", len(body.invars), len(body.outvars))
-    jaxpr = compat.new_jaxpr(body.constvars, body.invars, body.outvars, body.equations, frozenset(), info)
-    numbers = list(dict.fromkeys(number for number in node.inputs if number not in graph.literals))
-    places = {number: position for position, number in enumerate(numbers)}
-    operands = [places[n] if n in places else np.asarray(graph.literals[n], graph.dtype(n)) for n in node.inputs]
-    integers = KnownIntegers(graph)
-    known = [(position, integers.of(number)) for number, position in places.items()]
-    constants, carried = compat.scan_parts(equation)
-    loop = IndexedLoop(
-        key="",
-        step=ClosedJaxpr(jaxpr, body.consts),
-        constants=constants,
-        carried=carried,
-        length=length,
-        reverse=bool(equation.params["reverse"]),
-        unroll=int(equation.params["unroll"]),
-        operands=tuple(operands),
-        zeros=frozenset(i for i, n in enumerate(node.inputs[:constants]) if is_zero(graph, n)),
-        known=tuple((position, array) for position, array in known if array is not None),
-        tables=(),
-        sums=(),
-    )
+    loop, numbers = loop_of(graph, node)
     plan = planned(loop)
     results = tuple(n for n in dict.fromkeys(node.outputs) if graph.definitions.get(n) is node)
     if plan is None or not results:
         return None
     kept = tuple(node.outputs.index(n) for n in results)
     loop = replace(loop, key=key_of(loop), tables=plan.tables, sums=plan.sums)
-    return Found((("loop", loop), ("results", kept)), tuple(numbers), results)
+    return Found((("loop", loop), ("results", kept)), numbers, results)
 
 
 def _adds_what_is_placed(equation: JaxprEqn) -> bool:
