@@ -199,6 +199,24 @@ def recurrent() -> tuple[Model, Arrays, jax.Array]:
     return model, _weights(**{"in": (64, 64), "state": (64, 64)}), jax.random.normal(_KEY, (512, 8, 64))
 
 
+def cells() -> tuple[Model, Arrays, jax.Array]:
+    """An LSTM in bfloat16."""
+
+    def model(w: Arrays, x: jax.Array) -> jax.Array:
+        def step(carried: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+            h, c = carried
+            i, f, g, o = jnp.split(x @ w["in"] + h @ w["state"], 4, axis=-1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            return (h, c), h
+
+        first = jnp.zeros_like(x[0])
+        return lax.scan(step, (first, first), x)[1].astype(jnp.float32)
+
+    w = {name: x.astype(jnp.bfloat16) for name, x in _weights(**{"in": (64, 256), "state": (64, 256)}).items()}
+    return model, w, jax.random.normal(_KEY, (512, 16, 64), jnp.bfloat16)
+
+
 def dropped() -> tuple[Model, Arrays, jax.Array]:
     """Three residual layers with dropout, whose key depends on the batch."""
 
@@ -408,14 +426,15 @@ MODELS = {
     for f in (
         *(mobilenet, convnext, resnext, mamba, embedding, sampler, pooled, running, quantile, recurrent),
         *(dropped, walks, generator, residual, neighbours, kinematics, kalman, densities, siren, particles),
-        *(mamba2, rwkv6, evidential, periodic),
+        *(mamba2, rwkv6, evidential, periodic, cells),
     )
 }
 """``sampler`` has the kinds argmax and sort, ``embedding`` one_hot, ``mamba`` associative_scan, ``recurrent``
 indexed_loop, ``pooled`` pooling, ``running`` cumulative, ``dropped`` and ``walks`` threefry, ``generator`` and
 ``residual`` weight_gradient and pooling_gradient, ``neighbours`` squared_distances, ``kinematics`` and ``kalman``
 batched_product, ``densities`` both that and triangular_solve, ``siren``, ``particles``, ``evidential`` and
-``periodic`` elementwise, ``mamba2`` and ``rwkv6`` four recurrences; the others have convolution."""
+``periodic`` elementwise, ``cells`` stacked_bfloat16 (with JAX 0.10), ``mamba2`` and ``rwkv6`` four recurrences; the
+others have convolution."""
 _WITHOUT_GRADIENT = ("sampler",)
 
 

@@ -310,7 +310,15 @@ def test_settings_in_force_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None
     for name, value in environment.ALLOCATOR_SETTINGS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("XLA_FLAGS", "--xla_some_flag")
+    monkeypatch.setenv("AUTOPALLAS_CACHE_DIR", "/a/folder/of/this/machine")
     recorded = environment.flags()
+    assert "AUTOPALLAS_CACHE_DIR" not in recorded
     assert recorded.items() >= environment.ALLOCATOR_SETTINGS.items()
     assert recorded["XLA_FLAGS"] == "--xla_some_flag"
     assert not environment.ALLOCATOR_SETTINGS.keys() & environment.without_allocator_settings().keys()
+
+
+def test_recorded_rows_name_no_folder_of_a_machine() -> None:
+    results = Path(environment.__file__).parent / "results"
+    for path in results.glob("*-*"):
+        assert '"/' not in path.read_text(), path.name

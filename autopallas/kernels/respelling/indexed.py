@@ -183,10 +183,16 @@ def planned(loop: IndexedLoop) -> Plan | None:
     return None
 
 
-def loop_of(graph: Graph, node: Node) -> tuple[IndexedLoop, tuple[int, ...]]:
-    """Returns the loop of a scan, whose tables and sums are not known yet, and the numbers of its operands."""
+def loop_of(graph: Graph, node: Node) -> tuple[IndexedLoop, tuple[int, ...]] | None:
+    """Returns the loop of a scan, whose tables and sums are not known yet, and the numbers of its operands.
+
+    Of a loop of parts for each device it returns None: the casts between such types, which a step may have, hold in the
+    body of a ``shard_map`` alone.
+    """
     params = node.equation.params
     body = flatten(params["jaxpr"])
+    if compat.varying_axes([v.aval for v in (*body.invars, *body.outvars)]):
+        return None
     info = jaxprs.debug_info("indexed_loop", len(body.invars), len(body.outvars))
     jaxpr = compat.new_jaxpr(body.constvars, body.invars, body.outvars, body.equations, frozenset(), info)
     numbers = tuple(dict.fromkeys(number for number in node.inputs if number not in graph.literals))

@@ -379,6 +379,27 @@ def test_a_loop_without_whole_sums_is_left_alone():
     assert loops(run, random(D), random(T, D)) == []
 
 
+def test_parts_for_each_device_are_left_alone():
+    def gradients(decay, x):
+        return jax.grad(lambda *given: jnp.sum(jnp.sin(_running(*given))), (0, 1))(decay, x)
+
+    def _running(decay, x):
+        def step(i, carried):
+            state, results = carried
+            state = decay * state + x[i]
+            return state, results.at[i].set(state)
+
+        return lax.fori_loop(0, len(x), step, (jnp.zeros_like(x[0]), jnp.zeros_like(x)))[1]
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("i",))
+    rows, columns = jax.P("i"), jax.P(None, "i")
+    parts = jax.shard_map(gradients, mesh=mesh, in_specs=(rows, columns), out_specs=(rows, columns))
+    optimized = autopallas.optimize(parts, objective="always", strict=True, ops="indexed_loop")
+    given = random(D), random(T, D, seed=1)
+    for found, expected in zip(optimized(*given), jax.jit(parts)(*given), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 def test_a_site_inside_the_loop_is_not_lost():
     """Layers whose weights are indexed: the loop stays a loop of attentions where these are replaced."""
 

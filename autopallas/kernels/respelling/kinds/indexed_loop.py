@@ -34,7 +34,10 @@ def _match(graph: Graph, node: Node) -> Found | None:
     equation = node.equation
     if int(equation.params["length"]) < 2 or not _adds_what_is_placed(equation):
         return None
-    loop, numbers = loop_of(graph, node)
+    place = loop_of(graph, node)
+    if place is None:
+        return None
+    loop, numbers = place
     plan = planned(loop)
     results = tuple(n for n in dict.fromkeys(node.outputs) if graph.definitions.get(n) is node)
     if plan is None or not results:

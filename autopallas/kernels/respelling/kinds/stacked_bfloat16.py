@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopallas import compat, jaxprs
+from autopallas import jaxprs
 from autopallas.graph import Graph, Node
 from autopallas.kernels.respelling.indexed import IndexedLoop, key_of, loop_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
@@ -45,7 +45,10 @@ def _match(graph: Graph, node: Node) -> Found | None:
         return None
     if int(equation.params["length"]) < _LEAST_STEPS or all(v.aval.dtype != _BFLOAT16 for v in equation.outvars):
         return None
-    loop, numbers = loop_of(graph, node)
+    place = loop_of(graph, node)
+    if place is None:
+        return None
+    loop, numbers = place
     results = tuple(n for n in dict.fromkeys(node.outputs) if graph.definitions.get(n) is node)
     kept = tuple(node.outputs.index(n) for n in results)
     if not any(i >= loop.carried and graph.dtype(n) == _BFLOAT16 for i, n in zip(kept, results, strict=True)):
@@ -53,8 +56,6 @@ def _match(graph: Graph, node: Node) -> Found | None:
     step, _ = jaxprs.open_jaxpr(loop.step)
     if any(jaxprs.bodies(e) or e.primitive.name in _APART or e.effects for e in step.eqns):
         return None
-    if compat.varying_axes([v.aval for v in (*step.invars, *step.outvars)]):
-        return None  # a part for each device: the casts between such types hold in the body of a shard_map alone
     loop = replace(loop, known=(), zeros=frozenset())
     return Found((("loop", replace(loop, key=key_of(loop))), ("results", kept)), numbers, results)
 
