@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +28,9 @@ from autopallas.graph.known_integers import Array, KnownIntegers
 from autopallas.graph.loop_slices import is_zero
 from autopallas.graph.program_digests import bits, digest
 from autopallas.graph.tables import Table
+from autopallas.kernels.respelling.spec import RespellingSpec
 
-__all__ = ["IndexedLoop", "key_of", "loop_of", "planned"]
+__all__ = ["IndexedLoop", "chosen", "key_of", "loop_in", "loop_of", "planned", "results_of"]
 
 _ROUNDS = 8
 """How often a plan is made anew without the arrays that turned out to be neither sums nor tables."""
@@ -216,6 +218,22 @@ def loop_of(graph: Graph, node: Node) -> tuple[IndexedLoop, tuple[int, ...]] | N
         sums=(),
     )
     return loop, numbers
+
+
+def results_of(graph: Graph, node: Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the numbers of what a loop alone gives, and their positions among its results."""
+    results = tuple(n for n in dict.fromkeys(node.outputs) if graph.definitions.get(n) is node)
+    return results, tuple(node.outputs.index(n) for n in results)
+
+
+def loop_in(spec: RespellingSpec) -> IndexedLoop:
+    """Returns the loop of a spec."""
+    return cast(IndexedLoop, spec["loop"])
+
+
+def chosen(spec: RespellingSpec, results: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns those of a loop's results that a spec has."""
+    return [results[i] for i in cast(tuple[int, ...], spec["results"])]
 
 
 def key_of(loop: IndexedLoop) -> str:

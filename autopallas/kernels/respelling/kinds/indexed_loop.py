@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jax import lax
 from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn, Var
 from autopallas.graph import Graph, Node
-from autopallas.kernels.respelling.indexed import IndexedLoop, key_of, loop_of, planned
+from autopallas.kernels.respelling.indexed import chosen, key_of, loop_in, loop_of, planned, results_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.spec import RespellingSpec
 
@@ -39,10 +38,9 @@ def _match(graph: Graph, node: Node) -> Found | None:
         return None
     loop, numbers = place
     plan = planned(loop)
-    results = tuple(n for n in dict.fromkeys(node.outputs) if graph.definitions.get(n) is node)
+    results, kept = results_of(graph, node)
     if plan is None or not results:
         return None
-    kept = tuple(node.outputs.index(n) for n in results)
     loop = replace(loop, key=key_of(loop), tables=plan.tables, sums=plan.sums)
     return Found((("loop", loop), ("results", kept)), numbers, results)
 
@@ -65,25 +63,17 @@ def _adds_what_is_placed(equation: JaxprEqn) -> bool:
 # ---------------------------------------------------------------------- what is computed
 
 
-def _loop(spec: RespellingSpec) -> IndexedLoop:
-    return cast(IndexedLoop, spec["loop"])
-
-
-def _chosen(spec: RespellingSpec, results: Sequence[jax.Array]) -> list[jax.Array]:
-    return [results[i] for i in cast(tuple[int, ...], spec["results"])]
-
-
 def _original(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
-    return _chosen(spec, _loop(spec).as_written(operands))
+    return chosen(spec, loop_in(spec).as_written(operands))
 
 
 def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
-    return _chosen(spec, _loop(spec).by_slices(operands))
+    return chosen(spec, loop_in(spec).by_slices(operands))
 
 
 def _fill(spec: RespellingSpec, random: np.random.Generator, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Returns the arrays with the positions that the program has."""
-    known = dict(_loop(spec).known)
+    known = dict(loop_in(spec).known)
     return [known.get(i, array) for i, array in enumerate(arrays)]
 
 
@@ -92,7 +82,7 @@ def _fill(spec: RespellingSpec, random: np.random.Generator, arrays: Sequence[np
 
 def _feature(spec: RespellingSpec) -> str:
     """Returns whether the loop has few steps or many."""
-    return "few steps" if _loop(spec).length < 64 else "many steps"
+    return "few steps" if loop_in(spec).length < 64 else "many steps"
 
 
 def _samples() -> Iterator[tuple[str, Sample]]:

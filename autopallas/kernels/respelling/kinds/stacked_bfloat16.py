@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from jax import lax
 
 from autopallas import jaxprs
 from autopallas.graph import Graph, Node
-from autopallas.kernels.respelling.indexed import IndexedLoop, key_of, loop_of
+from autopallas.kernels.respelling.indexed import chosen, key_of, loop_in, loop_of, results_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.kinds import scan_checkpoint
 from autopallas.kernels.respelling.spec import RespellingSpec
@@ -49,8 +48,7 @@ def _match(graph: Graph, node: Node) -> Found | None:
     if place is None:
         return None
     loop, numbers = place
-    results = tuple(n for n in dict.fromkeys(node.outputs) if graph.definitions.get(n) is node)
-    kept = tuple(node.outputs.index(n) for n in results)
+    results, kept = results_of(graph, node)
     if not any(i >= loop.carried and graph.dtype(n) == _BFLOAT16 for i, n in zip(kept, results, strict=True)):
         return None
     step, _ = jaxprs.open_jaxpr(loop.step)
@@ -63,23 +61,15 @@ def _match(graph: Graph, node: Node) -> Found | None:
 # ---------------------------------------------------------------------- what is computed
 
 
-def _loop(spec: RespellingSpec) -> IndexedLoop:
-    return cast(IndexedLoop, spec["loop"])
-
-
-def _chosen(spec: RespellingSpec, results: list[jax.Array]) -> list[jax.Array]:
-    return [results[i] for i in cast(tuple[int, ...], spec["results"])]
-
-
 def _original(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
-    return _chosen(spec, _loop(spec).as_written(operands))
+    return chosen(spec, loop_in(spec).as_written(operands))
 
 
 def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
-    ends, stacks = _loop(spec).stacked(operands, _bits)
-    types = _loop(spec).step.out_avals[len(ends) :]
+    ends, stacks = loop_in(spec).stacked(operands, _bits)
+    types = loop_in(spec).step.out_avals[len(ends) :]
     given = [_of_bits(x) if type_.dtype == _BFLOAT16 else x for x, type_ in zip(stacks, types, strict=True)]
-    return _chosen(spec, [*ends, *given])
+    return chosen(spec, [*ends, *given])
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -97,7 +87,7 @@ def _of_bits(x: jax.Array) -> jax.Array:
 
 def _feature(spec: RespellingSpec) -> str:
     """Returns whether the steps have matrix products, and how many there are."""
-    loop = _loop(spec)
+    loop = loop_in(spec)
     step, _ = jaxprs.open_jaxpr(loop.step)
     products = any(e.primitive.name == "dot_general" for e in step.eqns)
     steps = "64 to 255" if loop.length < 256 else "256 or more"
