@@ -1,5 +1,7 @@
 """Grouped convolutions as sums over taps: depthwise ones and their gradients, and the gradients of grouped weights.
 
+A convolution from one channel to one, such as a stencil, a filter or a blurred image, is depthwise too, of one group.
+
 A convolution has taps where its window is small (``w``): each adds a shifted slice of x times one weight.  Where the
 result is small instead, as that of a weight's gradient, each of its elements is one product of x, shifted, with the
 whole window (``y``).  Padding and the zeros between dilated elements are multiplied like any other element, as in the
@@ -20,15 +22,19 @@ import numpy as np
 from jax import lax
 
 from autopallas.compat import Dtype, JaxprEqn
+from autopallas.graph import Graph, Node
 from autopallas.kernels.loop_carries import filled
 from autopallas.kernels.respelling.gradients import gradient_of
 from autopallas.kernels.respelling.inserted_zeros import assumed_finite
-from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
+from autopallas.kernels.respelling.kind import Found, Kind, Sample, of_equation
+from autopallas.kernels.respelling.library_order import in_a_loop_or_branch, is_ordered
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 
 __all__ = ["KIND"]
 
 _MOST_TAPS = 64
+_MOST_TAPS_OF_ONE = 4096
+"""Taps of a window over one channel, which stand in a loop."""
 _WEIGHTS_UNROLLED = 25
 """Weights above which a loop over the first axis of the window keeps the program short."""
 _SUMS_UNROLLED = 12
@@ -80,7 +86,8 @@ class _Convolution:
         result even where the window is as small."""
         if self.of_batch and self.per_group == 1 and self.examples == 1:
             return math.prod(self.result) > _MOST_TAPS
-        return math.prod(self.window) <= min(math.prod(self.result), _MOST_TAPS)
+        most = _MOST_TAPS_OF_ONE if self.groups == 1 else _MOST_TAPS
+        return math.prod(self.window) <= min(math.prod(self.result), most)
 
     @property
     def elementwise(self) -> bool:
@@ -122,17 +129,40 @@ def _of(spec: RespellingSpec) -> _Convolution:
     )
 
 
+def _match(graph: Graph, node: Node) -> Found | None:
+    """Returns a grouped convolution, or one of one channel, that one of the two sums computes with few taps."""
+    params = _parameters(node.equation)
+    if params is not None and params["groups"] == 1 and _sums_singly(node):
+        window = math.prod(node.equation.invars[1].aval.shape)
+        if window <= _WEIGHTS_UNROLLED:
+            return None  # the compiler fuses such sums with what is around them
+        params = {**params, "skips_zeros": True}
+    return of_equation(lambda equation: params)(graph, node)
+
+
+def _sums_singly(node: Node) -> bool:
+    """Returns whether the compiler sums up the taps of a convolution one after the other, as in a loop."""
+    return in_a_loop_or_branch(node) and not is_ordered(node.equation.params["dimension_numbers"])
+
+
 def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
-    """Returns the parameters of a grouped convolution that one of the two sums computes with few taps."""
     params = equation.params
     groups = max(params["feature_group_count"], params["batch_group_count"])
     floats = all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in (*equation.invars, *equation.outvars))
-    if groups == 1 or not floats or any(0 in v.aval.shape for v in (*equation.invars, *equation.outvars)):
+    if not floats or any(0 in v.aval.shape for v in (*equation.invars, *equation.outvars)):
         return None
     sizes = params["dimension_numbers"]
-    window = math.prod(equation.invars[1].aval.shape[axis] for axis in sizes.rhs_spec[2:])
+    if len(sizes.lhs_spec) == 2:
+        return None
+    results, features, *windows = (equation.invars[1].aval.shape[axis] for axis in sizes.rhs_spec)
+    window = math.prod(windows)
     result = math.prod(equation.outvars[0].aval.shape[axis] for axis in sizes.out_spec[2:])
-    if len(sizes.lhs_spec) == 2 or min(window, result) > _MOST_TAPS:
+    if groups == 1:
+        known = len({v.aval.dtype for v in (*equation.invars, *equation.outvars)}) == 1
+        few = 1 < window <= min(result, _MOST_TAPS_OF_ONE) and math.prod(windows[1:]) <= _MOST_TAPS
+        if not (known and few and features == results == 1):
+            return None
+    elif min(window, result) > _MOST_TAPS:
         return None
     return {
         "lhs": tuple(sizes.lhs_spec),
@@ -216,15 +246,22 @@ def _weighted(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
 
     if own.taps <= _WEIGHTS_UNROLLED:
         return lax.transpose(some(x, weights), _order(own.lhs, own.out))
-    axis, reach = own.lhs[2], (own.result[0] - 1) * own.strides[0] + 1
+    axis, rows = own.lhs[2], _WEIGHTS_UNROLLED if len(own.window) == 1 else 1
 
-    def add(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
-        part = _from(x, row * own.rhs_dilation[0], reach, axis)
-        return lax.add(total, some(part, _from(weights, row, 1, 0))), None
+    def of_rows(first: int | jax.Array, rows: int) -> jax.Array:
+        reach = (own.result[0] - 1) * own.strides[0] + (rows - 1) * own.rhs_dilation[0] + 1
+        part = _from(x, first * own.rhs_dilation[0], reach, axis)
+        return some(part, _from(weights, first, rows, 0))
+
+    def add(total: jax.Array, step: jax.Array) -> tuple[jax.Array, None]:
+        return lax.add(total, of_rows(step * rows, rows)), None
 
     sizes = dict(zip(own.lhs, (own.examples, own.groups, *own.result), strict=True))
     start = filled([sizes[a] for a in range(x.ndim)], own.accumulation)
-    total, _ = lax.scan(add, start, jnp.arange(own.window[0], dtype=jnp.int32))
+    steps, left = divmod(own.window[0], rows)
+    total, _ = lax.scan(add, start, jnp.arange(steps, dtype=jnp.int32))
+    if left:
+        total = lax.add(total, of_rows(steps * rows, left))
     return lax.transpose(total, _order(own.lhs, own.out))
 
 
@@ -331,6 +368,8 @@ def _contracted(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
 
 def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:
     own = _of(spec)
+    if dict(spec.parameters).get("skips_zeros") and (max(map(max, own.padding)) > 0 or max(own.lhs_dilation) > 1):
+        return ("both operands are finite",)
     return assumed_finite((dtype for _, dtype in (*spec.operands, *spec.results)), own.padding, own.lhs_dilation)
 
 
@@ -342,9 +381,11 @@ def _feature(spec: RespellingSpec) -> str:
     have channels in fours, which XLA computes on vectors (JAX 0.10)."""
     own = _of(spec)
     many = "" if own.elementwise else ", many groups" if own.groups > 16 else ", few groups"
-    taps = next(limit for limit in (4, 9, 25, _MOST_TAPS) if own.taps <= limit)
+    taps = next(limit for limit in (4, 9, 25, _MOST_TAPS, _MOST_TAPS_OF_ONE) if own.taps <= limit)
     order = "channels last" if own.lhs[0 if own.of_batch else 1] == len(own.lhs) - 1 else "channels first"
     dilated = ", dilated" if max(own.lhs_dilation) > 1 else ", strided" if max(own.strides) > 1 else ""
+    if own.groups == 1:
+        return f"one channel, {len(own.window)} axes, {taps} taps{dilated}"
     what = "depthwise" if own.elementwise else "grouped"
     where = "window" if own.few_weights else "result"
     given = spec.operands[0][0][own.lhs[1]] // own.groups
@@ -369,6 +410,15 @@ _WINDOWS: tuple[tuple[str, tuple[int, ...], int, int | None, tuple[tuple[int, ..
     ("causal-few", (4,), 1, 8, _LINES),
 )
 """Name, window, stride, groups (None: one for each channel) and shapes of each sample."""
+_SIGNALS, _PICTURES = ((4, 4096), (16, 16384), (16, 131072)), ((1, 96, 96), (4, 256, 256), (4, 1024, 1024))
+"""Shapes of one channel."""
+_OF_ONE: tuple[tuple[tuple[int, ...], int, tuple[tuple[int, ...], ...]], ...] = (
+    *(((taps,), 1, _SIGNALS) for taps in (4, 9, 25, 64, 500)),
+    ((9,), 2, _SIGNALS),
+    *(((side, side), 1, _PICTURES) for side in (2, 3, 5, 8, 13)),
+    ((3, 3), 2, _PICTURES),
+)
+"""Window, stride and shapes of each sample of one channel."""
 
 
 def _samples() -> Iterator[tuple[str, Sample]]:
@@ -405,15 +455,31 @@ def _samples() -> Iterator[tuple[str, Sample]]:
             yield f"{base}-dw", Sample(gradient_of(convolve, w, 1), (x, y))
 
 
+def _samples_of_one() -> Iterator[tuple[str, Sample]]:
+    """Yields convolutions from one channel to one; the gradients of images are such too."""
+    for window, stride, shapes in _OF_ONE:
+        for shape in shapes:
+
+            def convolve(x: jax.Array, w: jax.Array, strides: tuple[int, ...] = (stride,) * len(window)) -> jax.Array:
+                return lax.conv_general_dilated(x, w, strides, "SAME")
+
+            x = jax.ShapeDtypeStruct((shape[0], 1, *shape[1:]), jnp.float32)
+            w = jax.ShapeDtypeStruct((1, 1, *window), jnp.float32)
+            name = f"one-{'x'.join(map(str, window))}{'-stride' if stride > 1 else ''}-{math.prod(shape)}"
+            yield name, Sample(convolve, (x, w))
+            if stride > 1:
+                yield f"{name}-dx", Sample(gradient_of(convolve, x, 0), (w, jax.eval_shape(convolve, x, w)))
+
+
 KIND = Kind(
     name="convolution",
     primitives=("conv_general_dilated",),
     numerics="reordered",
     assumptions=_assumptions,
     instead="a sum over the taps of the window, or of the result, of shifted slices times weights",
-    match=of_equation(_parameters),
+    match=_match,
     original=_original,
     respelt=_respelt,
     feature=_feature,
-    samples=_samples,
+    samples=lambda: itertools.chain(_samples(), _samples_of_one()),
 )

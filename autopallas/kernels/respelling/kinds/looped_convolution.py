@@ -20,22 +20,22 @@ from autopallas.compat import JaxprEqn
 from autopallas.graph import Graph, Node
 from autopallas.kernels.respelling.gradients import gradient_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample, of_equation
+from autopallas.kernels.respelling.library_order import MOST_AXES, in_a_loop_or_branch, is_ordered, ordered
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 
 __all__ = ["KIND"]
 
 _DTYPES = frozenset(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
-_MOST_AXES = 3
-"""Axes of space up to which the library computes a convolution."""
 _FEW = 64
 """Positions of a window up to which it is that of a layer, not of a weight's gradient."""
+_FEW_SUMS, _FEW_RESULTS = 64, 32
+"""Channels times results of a layer, and results of a weight's gradient, below which the library arranges more than it
+multiplies: a stencil over one channel takes it up to 50 times as long as sums of one element after the other."""
 
 
 def _match(graph: Graph, node: Node) -> Found | None:
     """Returns a convolution in the body of a loop or in a branch."""
-    if not any(part.startswith(("scan", "while", "cond")) for part in node.body.path):
-        return None
-    return _of_any(graph, node)
+    return _of_any(graph, node) if in_a_loop_or_branch(node) else None
 
 
 def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
@@ -50,7 +50,7 @@ def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
         return None
     axes = params["dimension_numbers"]
     rank = len(axes.lhs_spec)
-    if not 3 <= rank <= 2 + _MOST_AXES or (axes.lhs_spec, axes.rhs_spec, axes.out_spec) == _ordered(rank):
+    if not 3 <= rank <= 2 + MOST_AXES or is_ordered(axes):
         return None
     for axis, sides, dilation in zip(axes.lhs_spec[2:], params["padding"], params["lhs_dilation"], strict=True):
         cut = sum(min(side, 0) for side in sides)
@@ -68,13 +68,6 @@ def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
 
 
 _of_any: Callable[[Graph, Node], Found | None] = of_equation(_parameters)
-
-
-def _ordered(rank: int) -> lax.ConvDimensionNumbers:
-    """Returns the library's order of axes: (batch, *space, features), and (*space, features, results) of weights."""
-    space = range(1, rank - 1)
-    image = (0, rank - 1, *space)
-    return lax.ConvDimensionNumbers(image, (rank - 1, rank - 2, *range(rank - 2)), image)
 
 
 def _axes(spec: RespellingSpec, name: str) -> tuple[int, ...]:
@@ -109,7 +102,7 @@ def _respelt(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Array
     low = [0, *(max(-side, 0) for side, _ in padding), 0]
     high = [0, *(max(-side, 0) for _, side in padding), 0]
     x = lax.slice(x, low, [size - cut for size, cut in zip(shape, high, strict=True)])
-    numbers = _ordered(x.ndim)
+    numbers = ordered(x.ndim)
     found = _convolve(spec, x, w, [(max(before, 0), max(after, 0)) for before, after in padding], numbers)
     out = dict(zip(_axes(spec, "out"), numbers.out_spec, strict=True))
     return [lax.transpose(found, [out[axis] for axis in range(x.ndim)])]
@@ -125,12 +118,15 @@ def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:
 
 
 def _feature(spec: RespellingSpec) -> str:
-    """Returns the axes of space, where they stand, whether the window is that of a layer, and where elements are left
-    out or inserted."""
+    """Returns the axes of space, where they stand, whether the window is that of a layer, and where channels are few or
+    elements are left out or inserted."""
     space = _axes(spec, "lhs")[2:]
     order = "channels first" if len(space) + 1 in space else "channels last"
     window = math.prod(spec.operands[1][0][axis] for axis in _axes(spec, "rhs")[2:])
     size = "a small window" if window <= _FEW else "a large window"
+    results, channels = (spec.operands[1][0][axis] for axis in _axes(spec, "rhs")[:2])
+    if results < _FEW_RESULTS if window > _FEW else results * channels < _FEW_SUMS:
+        return f"{len(space)} axes, {order}, {size}, few channels"
     between = max(*_axes(spec, "strides"), *_axes(spec, "lhs_dilation"), *_axes(spec, "rhs_dilation")) > 1
     return f"{len(space)} axes, {order}, {size}{', strided or dilated' if between else ''}"
 
@@ -139,8 +135,9 @@ _SHAPES: tuple[tuple[int, ...], ...] = (
     (2, 128, 64), (4, 1024, 64), (64, 2048, 32),
     (1, 16, 16, 64), (4, 32, 32, 64), (16, 128, 128, 16),
     (1, 8, 8, 8, 32), (2, 16, 16, 16, 32), (4, 64, 64, 32, 8),
+    (8, 2048, 1), (64, 8192, 1), (1, 96, 96, 1), (8, 256, 256, 1),
 )  # fmt: skip
-"""Shapes of images with the channels last: one of each size for one, two and three axes of space."""
+"""Shapes of images with the channels last: one of each size for one, two and three axes of space, and of one channel."""
 _NARROW = tuple(
     (dtype, shape, 1, order)
     for dtype in (jnp.bfloat16, jnp.float16)
@@ -156,6 +153,8 @@ def _samples() -> Iterator[tuple[str, Sample]]:
     loop."""
     wide = itertools.product((jnp.float32,), _SHAPES, (1, 2), ("first", "last"))
     for dtype, shape, stride, order in (*wide, *_NARROW):
+        if shape[-1] == 1 and stride > 1:
+            continue  # the same evidence
         axes, channels = len(shape) - 2, shape[-1]
         image = shape if order == "last" else (shape[0], channels, *shape[1:-1])
         window = (channels, channels, *(3,) * axes) if order == "first" else (*(3,) * axes, channels, channels)
