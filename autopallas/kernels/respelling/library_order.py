@@ -1,8 +1,8 @@
 """Knows which convolutions XLA's CPU compiler hands to a library as they stand.
 
-The library computes convolutions of up to three axes of space with the channels last.  The compiler puts the axes of others
-into that order, but only outside of loops and branches (JAX 0.10 to 0.12): inside, it sums them up one element after the
-other.
+The library computes convolutions of up to three axes of space with the channels last.  The compiler puts the axes of
+others into that order, but only outside of loops and branches (JAX 0.10 to 0.12): inside, it sums them up one element
+after the other.
 """
 
 from __future__ import annotations

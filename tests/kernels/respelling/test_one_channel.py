@@ -42,7 +42,12 @@ def agree(function, *arguments, names=(NAME,), **options):
 @pytest.mark.parametrize("size", [(2, 2), (3, 3), (1, 5), (6, 7), (11, 3)], ids=str)
 @pytest.mark.parametrize(
     ("strides", "padding", "dilation"),
-    [((1, 1), "SAME", (1, 1)), ((2, 1), "VALID", (1, 1)), ((1, 1), ((3, 0), (-1, 2)), (1, 1)), ((1, 1), "SAME", (1, 2))],
+    [
+        ((1, 1), "SAME", (1, 1)),
+        ((2, 1), "VALID", (1, 1)),
+        ((1, 1), ((3, 0), (-1, 2)), (1, 1)),
+        ((1, 1), "SAME", (1, 2)),
+    ],
     ids=str,
 )
 def test_windows_over_one_channel(numbers, size, strides, padding, dilation):

@@ -135,9 +135,9 @@ _SHAPES: tuple[tuple[int, ...], ...] = (
     (2, 128, 64), (4, 1024, 64), (64, 2048, 32),
     (1, 16, 16, 64), (4, 32, 32, 64), (16, 128, 128, 16),
     (1, 8, 8, 8, 32), (2, 16, 16, 16, 32), (4, 64, 64, 32, 8),
-    (8, 2048, 1), (64, 8192, 1), (1, 96, 96, 1), (8, 256, 256, 1),
+    (8, 2048, 1), (4, 131072, 1), (1, 96, 96, 1), (8, 256, 256, 1),
 )  # fmt: skip
-"""Shapes of images with the channels last: one of each size for one, two and three axes of space, and of one channel."""
+"""Shapes of images with the channels last, of each size for one, two and three axes of space, and of one channel."""
 _NARROW = tuple(
     (dtype, shape, 1, order)
     for dtype in (jnp.bfloat16, jnp.float16)
