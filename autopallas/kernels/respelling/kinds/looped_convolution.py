@@ -28,9 +28,11 @@ __all__ = ["KIND"]
 _DTYPES = frozenset(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 _FEW = 64
 """Positions of a window up to which it is that of a layer, not of a weight's gradient."""
-_FEW_SUMS, _FEW_RESULTS = 64, 32
-"""Channels times results of a layer, and results of a weight's gradient, below which the library arranges more than it
-multiplies: a stencil over one channel takes it up to 50 times as long as sums of one element after the other."""
+_FEW_SUMS = 64
+"""Channels times results of a layer below which the library arranges more than it multiplies: a stencil over one
+channel takes it up to 50 times as long as sums of one element after the other."""
+_FEW_RESULTS, _MANY_EXAMPLES = 32, 16
+"""Results of a weight's gradient below which the same holds, but with many examples half of them."""
 
 
 def _match(graph: Graph, node: Node) -> Found | None:
@@ -125,7 +127,8 @@ def _feature(spec: RespellingSpec) -> str:
     window = math.prod(spec.operands[1][0][axis] for axis in _axes(spec, "rhs")[2:])
     size = "a small window" if window <= _FEW else "a large window"
     results, channels = (spec.operands[1][0][axis] for axis in _axes(spec, "rhs")[:2])
-    if results < _FEW_RESULTS if window > _FEW else results * channels < _FEW_SUMS:
+    least = _FEW_RESULTS if channels < _MANY_EXAMPLES else _FEW_RESULTS // 2
+    if results < least if window > _FEW else results * channels < _FEW_SUMS:
         return f"{len(space)} axes, {order}, {size}, few channels"
     between = max(*_axes(spec, "strides"), *_axes(spec, "lhs_dilation"), *_axes(spec, "rhs_dilation")) > 1
     return f"{len(space)} axes, {order}, {size}{', strided or dilated' if between else ''}"
@@ -135,7 +138,7 @@ _SHAPES: tuple[tuple[int, ...], ...] = (
     (2, 128, 64), (4, 1024, 64), (64, 2048, 32),
     (1, 16, 16, 64), (4, 32, 32, 64), (16, 128, 128, 16),
     (1, 8, 8, 8, 32), (2, 16, 16, 16, 32), (4, 64, 64, 32, 8),
-    (8, 2048, 1), (4, 131072, 1), (1, 96, 96, 1), (8, 256, 256, 1),
+    (6, 2048, 1), (4, 131072, 1), (1, 96, 96, 1), (8, 256, 256, 1),
 )  # fmt: skip
 """Shapes of images with the channels last, of each size for one, two and three axes of space, and of one channel."""
 _NARROW = tuple(
