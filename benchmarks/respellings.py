@@ -217,6 +217,37 @@ def cells() -> tuple[Model, Arrays, jax.Array]:
     return model, w, jax.random.normal(_KEY, (512, 16, 64), jnp.bfloat16)
 
 
+def generation() -> tuple[Model, Arrays, jax.Array]:
+    """Two layers that attend to caches of keys and values in bfloat16, for one token after the other."""
+    layers, heads, size, length = 2, 8, 64, 512
+    width = heads * size
+
+    def attended(
+        w: jax.Array, x: jax.Array, i: jax.Array, caches: list[jax.Array]
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        query, *new = (x @ w).reshape(3, x.shape[0], heads, size)
+        keys, values = caches = [cache.at[:, :, i].set(own) for cache, own in zip(caches, new, strict=True)]
+        scores = jnp.einsum("bhd,bhsd->bhs", query, keys).astype(jnp.float32) / size**0.5
+        weights = jax.nn.softmax(jnp.where(jnp.arange(length) <= i, scores, -1e9)).astype(x.dtype)
+        return jnp.einsum("bhs,bhsd->bhd", weights, values).reshape(x.shape), caches
+
+    def model(w: Arrays, x: jax.Array) -> jax.Array:
+        def step(carried: tuple[jax.Array, list[list[jax.Array]]], i: jax.Array) -> tuple[Any, jax.Array]:
+            x, caches = carried
+            for layer in range(layers):
+                read, caches[layer] = attended(w[f"in{layer}"], x, i, caches[layer])
+                x = jnp.tanh(x + read @ w[f"out{layer}"])
+            return (x, caches), x
+
+        caches = [[jnp.zeros((x.shape[0], heads, length, size), x.dtype)] * 2 for _ in range(layers)]
+        return lax.scan(step, (x, caches), jnp.arange(length))[1].astype(jnp.float32)
+
+    shapes: dict[str, tuple[int, ...]] = {f"in{i}": (3, width, width) for i in range(layers)}
+    shapes |= {f"out{i}": (width, width) for i in range(layers)}
+    w = {name: x.astype(jnp.bfloat16) for name, x in _weights(**shapes).items()}
+    return model, w, jax.random.normal(_KEY, (1, width), jnp.bfloat16)
+
+
 def dropped() -> tuple[Model, Arrays, jax.Array]:
     """Three residual layers with dropout, whose key depends on the batch."""
 
@@ -426,16 +457,16 @@ MODELS = {
     for f in (
         *(mobilenet, convnext, resnext, mamba, embedding, sampler, pooled, running, quantile, recurrent),
         *(dropped, walks, generator, residual, neighbours, kinematics, kalman, densities, siren, particles),
-        *(mamba2, rwkv6, evidential, periodic, cells),
+        *(mamba2, rwkv6, evidential, periodic, cells, generation),
     )
 }
 """``sampler`` has the kinds argmax and sort, ``embedding`` one_hot, ``mamba`` associative_scan, ``recurrent``
 indexed_loop, ``pooled`` pooling, ``running`` cumulative, ``dropped`` and ``walks`` threefry, ``generator`` and
 ``residual`` weight_gradient and pooling_gradient, ``neighbours`` squared_distances, ``kinematics`` and ``kalman``
 batched_product, ``densities`` both that and triangular_solve, ``siren``, ``particles``, ``evidential`` and
-``periodic`` elementwise, ``cells`` stacked_bfloat16 (with JAX 0.10), ``mamba2`` and ``rwkv6`` four recurrences; the
-others have convolution."""
-_WITHOUT_GRADIENT = ("sampler",)
+``periodic`` elementwise, ``cells`` and ``generation`` looped_bfloat16 (with JAX 0.10), ``mamba2`` and ``rwkv6`` four
+recurrences; the others have convolution."""
+_WITHOUT_GRADIENT = ("sampler", "generation")
 
 
 def _step(model: Model) -> Callable[[Arrays, jax.Array], Any]:

@@ -30,7 +30,7 @@ from autopallas.graph.program_digests import bits, digest
 from autopallas.graph.tables import Table
 from autopallas.kernels.respelling.spec import RespellingSpec
 
-__all__ = ["IndexedLoop", "chosen", "key_of", "loop_in", "loop_of", "planned", "results_of"]
+__all__ = ["IndexedLoop", "chosen", "evaluated", "key_of", "loop_in", "loop_of", "planned", "results_of"]
 
 _ROUNDS = 8
 """How often a plan is made anew without the arrays that turned out to be neither sums nor tables."""
@@ -93,22 +93,35 @@ class IndexedLoop:
 
     def as_written(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the loop's results, as the program computes them."""
-        ends, results = self.stacked(operands, lambda result: result)
+        run = compat.jaxpr_as_fun(self.step)
+        ends, results = self.computed(
+            operands, lambda constants, carried, slices: run(*constants, *carried, *slices), lambda _, first: first
+        )
         return [*ends, *results]
 
-    def stacked(
-        self, operands: Sequence[jax.Array], as_: Callable[[jax.Array], jax.Array]
+    def computed(
+        self,
+        operands: Sequence[jax.Array],
+        step: Callable[[Sequence[jax.Array], Sequence[jax.Array], Sequence[jax.Array]], Sequence[jax.Array]],
+        first: Callable[[int, jax.Array], jax.Array],
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Returns what the loop carries in the end, and the stacks of each step's results after a function of each."""
+        """Returns what the loop carries in the end, and what it stacks.
+
+        Args:
+          operands: the site's.
+          step: from constants, carried values and slices to carried values and results.
+          first: of the number of a carried value, and of the value itself, what the first step is given.
+        """
         given = self.given(operands)
         last = self.constants + self.carried
 
         def one(carried: list[jax.Array], own: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-            found = compat.jaxpr_as_fun(self.step)(*given[: self.constants], *carried, *own)
-            return list(found[: self.carried]), list(map(as_, found[self.carried :]))
+            found = step(given[: self.constants], carried, own)
+            return list(found[: self.carried]), list(found[self.carried :])
 
+        begin = [first(i, x) for i, x in enumerate(given[self.constants : last])]
         found: tuple[list[jax.Array], list[jax.Array]] = lax.scan(
-            one, given[self.constants : last], given[last:], self.length, self.reverse, unroll=self.unroll
+            one, begin, given[last:], self.length, self.reverse, unroll=self.unroll
         )
         return found
 
@@ -226,6 +239,17 @@ def results_of(graph: Graph, node: Node) -> tuple[tuple[int, ...], tuple[int, ..
     return results, tuple(node.outputs.index(n) for n in results)
 
 
+def evaluated(equation: JaxprEqn, given: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Returns the results of an equation."""
+    inputs = [Var(v.aval) for v in equation.invars]
+    outputs = [Var(v.aval) for v in equation.outvars]
+    info = jaxprs.debug_info("loop", len(inputs), len(outputs))
+    alone = equation.replace(invars=inputs, outvars=outputs)
+    program = ClosedJaxpr(compat.new_jaxpr([], inputs, outputs, [alone], equation.effects, info), [])
+    found: Sequence[jax.Array] = compat.jaxpr_as_fun(program)(*given)
+    return found
+
+
 def loop_in(spec: RespellingSpec) -> IndexedLoop:
     """Returns the loop of a spec."""
     return cast(IndexedLoop, spec["loop"])
@@ -315,12 +339,7 @@ class _Step:
             given = [
                 self.values[v] if isinstance(v, Var) else jnp.asarray(v.val, v.aval.dtype) for v in equation.invars
             ]
-            inputs = [Var(v.aval) for v in equation.invars]
-            outputs = [Var(v.aval) for v in equation.outvars]
-            info = jaxprs.debug_info("indexed_loop", len(inputs), len(outputs))
-            alone = equation.replace(invars=inputs, outvars=outputs)
-            program = ClosedJaxpr(compat.new_jaxpr([], inputs, outputs, [alone], equation.effects, info), [])
-            self.values.update(zip(equation.outvars, compat.jaxpr_as_fun(program)(*given), strict=True))
+            self.values.update(zip(equation.outvars, evaluated(equation, given), strict=True))
         return self.values[atom]
 
     def ends(self, kept: Sequence[int]) -> list[jax.Array]:

@@ -14,7 +14,7 @@ from support.respellings import random
 
 import autopallas
 
-NAME = "stacked_bfloat16"
+NAME = "looped_bfloat16"
 STEPS = 64
 
 
