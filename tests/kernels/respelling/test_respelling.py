@@ -108,6 +108,20 @@ def test_grouped_convolutions_with_channels_in_fours_have_evidence_of_their_own(
     assert feature(3) == feature(5) != feature(4) == feature(8)
 
 
+@pytest.mark.parametrize("length", [2, 3, 8])
+def test_short_sums_along_an_axis_and_few_classes_have_evidence_of_their_own(length):
+    """Loops over so few steps, and sums by index into so few rows, take up to four times as long as the original."""
+    picks = lambda ids, x: jax.nn.one_hot(ids, length - 1).T @ x  # noqa: E731
+    for run, *arrays in (
+        (lambda x: lax.cumsum(x, axis=1), jnp.ones((8, length, 4096))),
+        (lambda x: lax.cumsum(x, axis=1), jnp.ones((8, length, 4096), jnp.int32)),
+        (picks, jnp.zeros(65536, jnp.int32), jnp.ones((65536, 1))),
+    ):
+        report = autopallas.explain(run, *arrays)
+        assert len(report.sites) == 1
+        assert report.counts() == {}
+
+
 def test_no_platform_but_cpus_has_rows():
     table = cases_of("respelling").table_grid
     assert table("tpu") == table("gpu") == ()

@@ -25,6 +25,8 @@ __all__ = ["KIND"]
 
 _LONGEST_PRODUCT = 1024
 """Elements above which the roundings of a product one by one would add up to more than the tolerance."""
+_TINY = 16
+"""Elements below which a tree has so few levels that a loop may take twice as long, if a step computes little."""
 _STEPS: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "cumsum": lax.add,
     "cumprod": lax.mul,
@@ -149,7 +151,8 @@ def _feature(spec: RespellingSpec) -> str:
     ((shape, dtype),) = spec.operands
     axis = cast(int, spec["axis"])
     others = math.prod(shape) // shape[axis]
-    length = "short" if shape[axis] < 64 else "long"
+    tiny = shape[axis] < _TINY and spec["function"] != "cumlogsumexp"
+    length = "tiny" if tiny else "short" if shape[axis] < 64 else "long"
     inner = math.prod(shape[axis + 1 :])
     place, few = ("minor", others < 64) if inner == 1 else ("outer", inner < 16)
     where = "alone" if others == 1 else f"{place}, few beside it" if few else place

@@ -28,6 +28,8 @@ __all__ = ["KIND"]
 
 _BLOCK = 512
 """Rows that are added up one by one: of equal numbers, such sums lose the more digits the longer they are."""
+_TINY = 8
+"""Classes below which a product sums the rows of each class sooner than they are added one by one."""
 
 
 def _match(graph: Graph, node: Node) -> Found | None:
@@ -173,7 +175,8 @@ def _summed(index: jax.Array, rows: jax.Array, classes: int, dtype: Dtype) -> ja
 def _feature(spec: RespellingSpec) -> str:
     """Returns the direction, and how many rows and classes there are."""
     rows, classes = math.prod(spec.operands[0][0]), cast(int, spec["classes"])
-    many = "few" if classes < 64 else "some" if classes < 2048 else "many"
+    tiny = classes < _TINY and not spec["picks"]
+    many = "tiny" if tiny else "few" if classes < 64 else "some" if classes < 2048 else "many"
     return f"{'picks' if spec['picks'] else 'sums'}, {many} classes, {'many' if rows >= 64 else 'few'} rows"
 
 
