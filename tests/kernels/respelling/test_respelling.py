@@ -108,6 +108,15 @@ def test_grouped_convolutions_with_channels_in_fours_have_evidence_of_their_own(
     assert feature(3) == feature(5) != feature(4) == feature(8)
 
 
+def test_windows_along_one_axis_stay_in_loops():
+    x = random(3, 64, 512)
+    lines = lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 7), (1, 1), "VALID")  # noqa: E731
+    images = lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (3, 7), (1, 1), "VALID")  # noqa: E731
+    kinds = lambda run, x: [site.spec.kind for site in sites(run, x)]  # noqa: E731
+    assert kinds(lines, x[0]) == kinds(images, x[0]) == kinds(lambda x: lax.map(images, x), x) == ["pooling"]
+    assert kinds(lambda x: lax.map(lines, x), x) == []
+
+
 @pytest.mark.parametrize("length", [2, 3, 8])
 def test_short_sums_along_an_axis_and_few_classes_have_evidence_of_their_own(length):
     """Loops over so few steps, and sums by index into so few rows, take up to four times as long as the original."""
