@@ -158,7 +158,7 @@ def _read_by_nothing_else(graph: Graph, candidates: Sequence[_Candidate]) -> lis
             if number in others or any(not u.outputs or not alive.isdisjoint(u.outputs) for u in users):
                 _leave(candidate, number)
     for _ in range(_ROUNDS if candidates else 0):
-        reads = {n: _read_again(candidate) for candidate in candidates for n in candidate.backward.outputs}
+        reads = {n: _read_again(c) for c in candidates for n in c.backward.outputs if _is_given(graph, c.backward, n)}
         still = surviving(graph, reads, reads)
         needed = [(c, n) for c in candidates for n in c.residuals if n in still]
         if not needed:
@@ -166,6 +166,11 @@ def _read_by_nothing_else(graph: Graph, candidates: Sequence[_Candidate]) -> lis
         for candidate, number in needed:
             _leave(candidate, number)
     return []
+
+
+def _is_given(graph: Graph, node: Node, number: int) -> bool:
+    """Returns whether a result of a loop is computed there: what a loop stacks of its slices is the array of these."""
+    return graph.definitions.get(number) is node
 
 
 def _leave(candidate: _Candidate, number: int) -> None:
@@ -211,8 +216,11 @@ def _match(graph: Graph, candidate: _Candidate, alive: frozenset[int], location:
     if not all(is_available(graph, n, (forward.body,), body, across=True) for n in read):
         raise Mismatch("what the loop reads cannot be brought to where its backward is", advice=WHOLE_GRADIENT)
     chunk = _chunk(graph, candidate, length, alive)
-    needed = tuple(i for i, n in enumerate(forward.outputs) if n in alive and n not in candidate.residuals)
-    given = tuple(i for i, n in enumerate(backward.outputs) if n in alive)
+    needed, given = (
+        tuple(i for i, n in enumerate(node.outputs) if n in alive and _is_given(graph, node, n))
+        for node in (forward, backward)
+    )
+    needed = tuple(i for i in needed if forward.outputs[i] not in candidate.residuals)
     stacks, slices = _stacked(forward), _slices(backward)
     first = {n: i for i, n in reversed([*enumerate(stacks)])}
     pair = CheckpointedScan(

@@ -315,6 +315,20 @@ def test_what_is_read_elsewhere_too_is_stacked():
     assert len(pair.needed) == 3
 
 
+def added_slices(w, x):
+    """A loop whose backward stacks the cotangents that it is given as slices."""
+
+    def step(h, now):
+        h = now[1] * h + 1
+        return h, h + now[0]
+
+    return jnp.sum(jnp.sin(lax.scan(step, jnp.zeros_like(x[0]), (x, w))[1]))
+
+
+def test_what_the_backward_stacks_of_its_slices_is_no_result_of_it():
+    judged(added_slices, *(random(2 * T, B, H, seed=n) for n in range(2)))
+
+
 def test_a_smoother_is_a_pair_though_nothing_is_differentiated():
     def smooth(a, x):
         def forward(mean, x):
