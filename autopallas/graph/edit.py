@@ -239,6 +239,10 @@ def _survivors(graph: Graph, given: frozenset[int], reads: Mapping[int, Iterable
             elif equation.primitive.name == "scan":  # the values that it returns are read from elsewhere
                 places = graph.positions[body]
                 for variable in (v for v in equation.outvars if numbers[v] in given):
+                    _, first = places.get(numbers[variable], (0, variable))
+                    if first is not variable:  # it stacks its slices as they are: that array, and no further result
+                        edits[body].renamed[variable] = edits[body].renamed.get(first, first)
+                        continue
                     other = edits[body].renamed[variable] = Var(variable.aval)
                     read = [places[n][1] for n in reads.get(numbers[variable], ()) if n in places]
                     edits[body].added.append(jaxprs.reader(equation, read, other))

@@ -181,3 +181,22 @@ def test_look_alikes_are_left_alone(name):
 def test_a_floor_and_a_choice_are_near_misses_that_say_so(name, reason):
     report = autopallas.explain(LOOK_ALIKES[name], array(2, 7, N), array(N, seed=1))
     assert [(miss.op, reason in miss.reason) for miss in report.near_misses] == [("rms_norm", True)]
+
+
+def test_rows_that_a_loop_stacks_as_it_is_given_them():
+    def state_space(k, v):
+        k = k / (1 + norm(k))
+
+        def step(i, carried):
+            state, results = carried
+            state = 0.9 * state + k[i][:, None] * v[i]
+            return state, results.at[i].set(k[i] @ state)
+
+        first = jnp.zeros((k.shape[1], v.shape[1])), jnp.zeros_like(v)
+        return jnp.sum(jnp.sin(lax.fori_loop(0, k.shape[0], step, first)[1]))
+
+    function, given = jax.value_and_grad(state_space, (0, 1)), (array(64, 16), array(64, 8))
+    run = autopallas.optimize(function, objective="always", strict=True)
+    for a, b in zip(jax.tree.leaves(run(*given)), jax.tree.leaves(jax.jit(function)(*given)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())  # sums in another order
+    assert not run.report().failures
