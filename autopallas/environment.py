@@ -22,6 +22,7 @@ from autopallas.sites.operation import IMPLEMENTATIONS, implementation_names, op
 __all__ = [
     "OBJECTIVES",
     "OPERATIONS",
+    "REMATERIALISATION",
     "SELECTED",
     "VARIABLES",
     "Environment",
@@ -35,7 +36,9 @@ __all__ = [
 OPERATIONS = operation_names()
 """Names of the operations that can be looked for: the folders of ``kernels``."""
 _OPERATION_OF = {kind: name for name in OPERATIONS for kind in operation_named(name).kinds}
-_NAMES = (*OPERATIONS, *_OPERATION_OF)
+REMATERIALISATION = "rematerialisation"
+"""Word that selects what is computed again for a backward, which is no operation."""
+_NAMES = (*OPERATIONS, *_OPERATION_OF, REMATERIALISATION)
 SELECTED = (*_NAMES, *(f"-{name}" for name in _NAMES))
 """Words that select operations, and kinds of their sites; one with "-" in front leaves out what it names."""
 OBJECTIVES = ("time", "memory", "always")

@@ -212,7 +212,7 @@ class Optimized(Generic[P, R]):
         self._watch(options, live)
         self._publish(live)
         report = live()
-        if (report.sites or report.failures) and not self._dry:
+        if (report.sites or report.rematerialised or report.failures) and not self._dry:
             reason = disagreement(program, rewritten, arrays, shardings)
             if reason is not None:
                 rewritten = _left(program, live, f"it is run by several processes together: {reason}")
@@ -255,7 +255,7 @@ class Optimized(Generic[P, R]):
     def _publish(self, report: LiveReport) -> None:
         if is_bisecting():
             return
-        self._replaced = self._replaced or bool(report.counts())
+        self._replaced = self._replaced or bool(report.counts() or report().rematerialised)
         with self._lock:
             self._report = report
         at_exit.record(getattr(self._function, "__qualname__", repr(self._function)), report)

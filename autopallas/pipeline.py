@@ -12,11 +12,12 @@ from autopallas.autotune.probe import Prober
 from autopallas.autotune.tuner import Tuner
 from autopallas.compat import ArrayFunction, ClosedJaxpr
 from autopallas.custom.check import without_nested
+from autopallas.environment import REMATERIALISATION
 from autopallas.errors import RequirementError, warn
-from autopallas.fallback.bisect import only_allowed
+from autopallas.fallback.bisect import is_bisecting, only_allowed
 from autopallas.fallback.splice import splice_what_can_be
 from autopallas.fallback.warn import warn_not_used, warn_passed_over
-from autopallas.faults import MEANT, collecting, in_words
+from autopallas.faults import MEANT, collecting, contained, in_words
 from autopallas.gc_pause import paused
 from autopallas.graph import Graph, flatten, move_heads_out, move_selections
 from autopallas.numerics.classes import allows
@@ -24,14 +25,16 @@ from autopallas.numerics.promote import usual_promotion
 from autopallas.options import Options
 from autopallas.passes import Passes
 from autopallas.patterns import Match, NearMiss, find
-from autopallas.plan.allowed_places import deny_places, selecting_nothing
+from autopallas.patterns.selection import looks_for
+from autopallas.plan.allowed_places import deny_places, names_places, selecting_nothing
 from autopallas.plan.choose_implementation import plan
 from autopallas.plan.decision import Decision, size_unknown
-from autopallas.plan.exclusions import without_left_out
-from autopallas.report import Failure, Report, Site
+from autopallas.plan.exclusions import leaving_out, without_left_out
+from autopallas.report import Failure, Rematerialised, Report, Site
 from autopallas.report import NearMiss as NearMissRecord
 from autopallas.report.describe import Describer
 from autopallas.report.live_report import LiveReport
+from autopallas.rewrite.rematerialise import rematerialise
 from autopallas.sharding.call_shardings import Shardings
 from autopallas.sharding.shard_sites import shard_sites
 from autopallas.sites.device import Device
@@ -109,6 +112,7 @@ def rewritten(
     misses: list[NearMiss] = []
     decisions: list[Decision] = []
     notes: tuple[str, ...] = ()
+    again: tuple[Rematerialised, ...] = ()
     with collecting(options.strict) as failures, usual_promotion():
         try:
             graph, matches, misses = find_sites(run, program, options, shardings is not None)
@@ -126,6 +130,12 @@ def rewritten(
                 result, decisions = run(
                     "rewrite", "splice", splice_what_can_be, program, graph, matches, decisions, options.strict
                 )
+            if _asks_to_rematerialise(options) and not (disabled or leaving_out.value or is_bisecting()):
+                if obstacle := _keeps_all(options, device, shardings):
+                    notes = (*notes, f"{REMATERIALISATION}: {obstacle}")
+                else:
+                    with contained(op=REMATERIALISATION, stage="rewrite"):
+                        result, again = run("rewrite", "rematerialise", rematerialise, result)
             sites = run("rewrite", "record sites", describer.records, matches, decisions)
             if failures:
                 WARNED.once(str(failures), in_words(failures))
@@ -138,12 +148,30 @@ def rewritten(
         except Exception as error:
             if options.strict:
                 raise
-            result, sites, decisions = program, (), []
+            result, sites, decisions, again = program, (), [], ()
             failures.append(Failure(run.stage, f"{type(error).__name__}: {error}"))
             warn(f"autopallas left a program as it was: {run.stage} failed with {type(error).__name__}: {error}")
-    report = _report(sites, misses, failures, tuner, device, run, notes)
+    report = _report(sites, misses, failures, tuner, device, run, notes, again)
     require(report, options)
     return result, LiveReport(report, [decision.entry for decision in decisions])
+
+
+def _asks_to_rematerialise(options: Options) -> bool:
+    named = options.ops is not None and REMATERIALISATION in options.ops
+    return named or options.objective == "memory" and looks_for(options.ops, REMATERIALISATION)
+
+
+def _keeps_all(options: Options, device: Device, shardings: Shardings | None) -> str:
+    """Returns why nothing is computed again, though that is asked for; an empty string if nothing is in the way."""
+    if device.platform != "cpu":
+        return f"it was not measured on {device.platform}"
+    if shardings is not None:
+        return "arrays are spread over several devices"
+    if not allows(options.numerics, "reordered"):
+        return "a compiler may round what is computed again otherwise, and results have to be identical"
+    if names_places(options):
+        return "places are denied, and what is computed again stands at many"
+    return "" if options.fuel is None else "the number of sites is limited"
 
 
 def _unknown_sizes(program: ClosedJaxpr) -> str:
@@ -160,6 +188,7 @@ def _report(
     device: Device,
     run: Passes,
     notes: tuple[str, ...],
+    again: tuple[Rematerialised, ...] = (),
 ) -> Report:
     return Report(
         sites=sites,
@@ -171,6 +200,7 @@ def _report(
         versions={**compat.versions(), **processor.told(device)},
         trace=tuple(run.done),
         notes=notes,
+        rematerialised=again,
     )
 
 

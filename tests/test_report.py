@@ -78,7 +78,7 @@ def test_json_holds_every_field_and_the_schema_version():
     data = json.loads(REPORT.to_json())
     assert set(data) == {field.name for field in dataclasses.fields(Report)}
     assert set(data["sites"][0]) == {field.name for field in dataclasses.fields(Site)}
-    assert data["schema_version"] == 7
+    assert data["schema_version"] == 8
 
 
 def test_a_report_of_an_earlier_version_has_near_misses_without_advice():

@@ -16,7 +16,7 @@ from autopallas.patterns.match import Match
 from autopallas.place_selectors import Places, first_that_selects, selector_of
 from autopallas.tuning import lock as lockfile
 
-__all__ = ["deny_places", "selecting_nothing"]
+__all__ = ["deny_places", "names_places", "selecting_nothing"]
 
 
 def deny_places(graph: Graph, matches: Sequence[Match], options: Options) -> list[Match]:
@@ -51,6 +51,11 @@ def selecting_nothing(graph: Graph, matches: Sequence[Match], options: Options) 
         for text in texts
         if not any(selector_of(text).selects(places) for places in every)
     )
+
+
+def names_places(options: Options) -> bool:
+    """Returns whether options or the lockfile name places that are denied, or alone are allowed."""
+    return bool(_settings(options))
 
 
 _Setting: TypeAlias = tuple[tuple[str, ...], tuple[str, ...], str]

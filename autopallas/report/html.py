@@ -158,6 +158,10 @@ def _report(title: str, report: Report) -> Iterator[str]:
         yield from _site(report.sites[numbers[0] - 1], numbers, position < _OPEN_AT_FIRST and len(groups) <= 8)
     for kind in text.kinds(report.sites):
         yield _kind(kind)
+    if report.rematerialised:
+        head, lines = text.rematerialised(report)
+        yield f"<h3>{escape(head)}</h3>"
+        yield from (f"<p>{escape(line)}</p>" for line in lines)
     if report.near_misses:
         yield '<h3 data-kind="miss">Near misses: close to a known computation, left as they are</h3>'
         for miss, count in Counter(report.near_misses).items():
@@ -173,7 +177,7 @@ def _report(title: str, report: Report) -> Iterator[str]:
         head, lines = text.canary(report.canary)
         yield f"<h3>{escape(head)}</h3>"
         yield from (f"<p>{escape(line)}</p>" for line in lines)
-    if not (report.sites or report.near_misses or report.failures):
+    if text.is_empty(report):
         yield f'<p class="nothing">{escape(text.nothing_found(report))}</p>'
     yield from _passes(report)
     yield "</section>"

@@ -117,8 +117,8 @@ class LiveReport:
         self._report = replace(self._report, failures=(*self._report.failures, *failures))
 
     def leave(self, reason: str) -> None:
-        """Records for every replaced site that the original runs."""
+        """Records that the original runs: for every replaced site, and for what was rematerialised."""
         sites = tuple(
             without_kernel(site, reason) if site.verdict == "applied" else site for site in self._report.sites
         )
-        self._report = replace(self._report, sites=sites)
+        self._report = replace(self._report, sites=sites, rematerialised=())

@@ -14,9 +14,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["SCHEMA_VERSION", "Attempt", "Canary", "Failure", "NearMiss", "Pass", "Report", "Site", "in_order", "plain"]
+__all__ = [
+    "SCHEMA_VERSION",
+    "Attempt",
+    "Canary",
+    "Failure",
+    "NearMiss",
+    "Pass",
+    "Rematerialised",
+    "Report",
+    "Site",
+    "in_order",
+    "plain",
+]
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """Version number, which rises whenever the fields of the records, or their meaning, change."""
 
 Attempt: TypeAlias = tuple[str, str, str]
@@ -109,6 +121,18 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class Rematerialised:
+    """Arrays that a backward computes again from others, in place of keeping them from the forward."""
+
+    location: str
+    """"file:line (function)" of the user's code."""
+    arrays: int
+    """Number of arrays that need not be kept."""
+    bytes: int
+    """By how much less is kept, as estimated from the sizes of arrays."""
+
+
+@dataclass(frozen=True, slots=True)
 class Pass:
     """A pass of the pipeline over the program, and what it left."""
 
@@ -160,6 +184,8 @@ class Report:
     versions: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     """What was asked for without effect, such as a place under ``deny`` that is no site's."""
+    rematerialised: tuple[Rematerialised, ...] = ()
+    """What backwards compute again, in place of keeping it."""
     schema_version: int = SCHEMA_VERSION
     canary: Canary | None = field(default=None, compare=False)
     """What compared calls of the function gave so far; None without them."""
@@ -233,6 +259,9 @@ class Report:
         return text.render(self)
 
 
+_RECORDS = (Report, Site, NearMiss, Failure, Canary, Pass, Rematerialised)
+
+
 def plain(value: object) -> Json:
     """Returns ``value`` in JSON's types; a value without such a form becomes its text, also infinities and NaNs."""
     if value is None or isinstance(value, (bool, int, str)):
@@ -243,7 +272,7 @@ def plain(value: object) -> Json:
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
         return [plain(item) for item in value]
-    if isinstance(value, (Report, Site, NearMiss, Failure, Canary, Pass)):
+    if isinstance(value, _RECORDS):
         return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         return plain(value.item())
@@ -277,7 +306,7 @@ def _parsed(kind: Any, data: object, where: str) -> Any:  # neither an annotatio
         if not isinstance(data, dict):
             raise wrong("an object")
         return {str(key): _parsed(arguments[1], item, f"{where}[{key!r}]") for key, item in data.items()}
-    if origin is None and kind in (Report, Site, NearMiss, Failure, Canary, Pass):
+    if origin is None and kind in _RECORDS:
         if not isinstance(data, dict):
             raise wrong("an object")
         hints = get_type_hints(kind)

@@ -131,6 +131,9 @@ def _lines(title: str, report: Report, machine: bool) -> list[tuple[str, str]]:
                 kept.setdefault(site.reason, []).extend([number] if site.kind else group.numbers)
     told = [f"{text.ranges(sorted(numbers))}: {relative(reason)}" for reason, numbers in kept.items()]
     lines += _listed("Kept:", told)
+    if report.rematerialised:
+        head_of_arrays, arrays = text.rematerialised(report)
+        lines += _listed(head_of_arrays, [relative(line) for line in arrays])
     misses: dict[tuple[str, str, str], list[str]] = {}
     for miss in report.near_misses:
         places = misses.setdefault((miss.op, miss.reason, miss.advice), [])
@@ -143,7 +146,7 @@ def _lines(title: str, report: Report, machine: bool) -> list[tuple[str, str]]:
     lines += _listed("Failures:", failures)
     if report.canary is not None:
         lines += _listed(*text.canary(report.canary))
-    if not (groups or misses or failures):
+    if text.is_empty(report):
         lines += [("", ""), *((line, "") for line in textwrap.wrap(text.nothing_found(report), WIDTH))]
     return lines
 

@@ -14,10 +14,12 @@ __all__ = [
     "canary",
     "gains",
     "headline",
+    "is_empty",
     "kinds",
     "nothing_found",
     "passes",
     "ranges",
+    "rematerialised",
     "render",
     "second_start",
     "site_rows",
@@ -47,6 +49,9 @@ def render(report: Report) -> str:
         head.append(tuned)
     blocks = ["\n".join(head)]
     blocks += list(_sites(report.sites))
+    if report.rematerialised:
+        head_of_arrays, arrays = rematerialised(report)
+        blocks.append("\n".join([_wrapped(head_of_arrays), *(_wrapped(f"- {line}", "  ") for line in arrays)]))
     if report.near_misses:
         blocks.append("\n".join(_near_misses(report.near_misses)))
     if report.failures:
@@ -56,7 +61,7 @@ def render(report: Report) -> str:
     if report.canary is not None:
         head_of_calls, lines = canary(report.canary)
         blocks.append("\n".join([_wrapped(head_of_calls), *(_wrapped(f"- {line}", "  ") for line in lines)]))
-    if not (report.sites or report.near_misses or report.failures):
+    if is_empty(report):
         blocks.append(_wrapped(nothing_found(report)))
     return "\n\n".join(blocks)
 
@@ -70,11 +75,33 @@ def headline(report: Report) -> str:
         parts.append(f"{applied} site{'s' * (applied > 1)} replaced")
     if kept:
         parts.append(f"{kept} kept" if parts else f"{kept} site{'s' * (kept > 1)} kept")
+    if arrays := sum(one.arrays for one in report.rematerialised):
+        parts.append(f"{arrays} array{'s' * (arrays > 1)} rematerialised")
     if misses := len(report.near_misses):
         parts.append(f"{misses} near miss{'es' * (misses > 1)}")
     if failures := len(report.failures):
         parts.append(f"{failures} failure{'s' * (failures > 1)}")
     return ", ".join(parts) or ("nothing found" if report.platform else "nothing traced yet")
+
+
+def is_empty(report: Report) -> bool:
+    """Returns whether there is nothing to tell of a program."""
+    return not (report.sites or report.rematerialised or report.near_misses or report.failures)
+
+
+def rematerialised(report: Report) -> tuple[str, list[str]]:
+    """Returns what backwards compute again, in place of keeping it: a headline, and a line for each place."""
+    arrays, sizes = Counter[str](), Counter[str]()
+    for one in report.rematerialised:
+        arrays[one.location] += one.arrays
+        sizes[one.location] += one.bytes
+    head = (
+        f"Rematerialised (computed again for a backward; {sizes.total() / 2**20:.3g} MiB less are kept, as estimated):"
+    )
+    return head, [
+        f"{count} array{'s' * (count > 1)}, {sizes[place] / 2**20:.3g} MiB, at {place}"
+        for place, count in arrays.items()
+    ]
 
 
 def where(report: Report) -> str:
