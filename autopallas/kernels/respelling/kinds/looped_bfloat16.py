@@ -49,9 +49,7 @@ _CALLS = CUSTOM_RULES | {"jit", "pjit"}
 
 def _match(graph: Graph, node: Node) -> Found | None:
     equation = node.equation
-    # Where less memory is wanted, a loop that stacks less of its results goes before one that stacks them faster.
-    elsewhere = _IN_PLACE or graph.objective == "memory" or scan_checkpoint.KIND.name in graph.named
-    if elsewhere and KIND.name not in graph.named:
+    if _IN_PLACE and KIND.name not in graph.named:
         return None
     length = int(equation.params["length"])
     if length < _LEAST_CARRIED or all(v.aval.dtype != BFLOAT16 for v in equation.outvars):
@@ -61,7 +59,11 @@ def _match(graph: Graph, node: Node) -> Found | None:
         return None
     loop, numbers = place
     results, kept = results_of(graph, node)
-    stacks = any(i >= loop.carried and graph.dtype(n) == BFLOAT16 for i, n in zip(kept, results, strict=True))
+    stacked = [n for i, n in zip(kept, results, strict=True) if i >= loop.carried]
+    for_memory = graph.objective == "memory" or scan_checkpoint.KIND.name in graph.named
+    if stacked and for_memory and KIND.name not in graph.named:
+        return None  # a loop that stacks less of its results goes before one that stacks them faster
+    stacks = any(graph.dtype(number) == BFLOAT16 for number in stacked)
     carried, whole = set_by_slices(loop)
     if not carried and not (stacks and length >= _LEAST_STACKED) or not _is_plain(loop.step):
         return None
