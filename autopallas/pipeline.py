@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.autotune.probe import Prober
 from autopallas.autotune.tuner import Tuner
 from autopallas.compat import ArrayFunction, ClosedJaxpr
@@ -35,6 +35,7 @@ from autopallas.report import NearMiss as NearMissRecord
 from autopallas.report.describe import Describer
 from autopallas.report.live_report import LiveReport
 from autopallas.rewrite.rematerialise import rematerialise
+from autopallas.rewrite.sites import splice
 from autopallas.sharding.call_shardings import Shardings
 from autopallas.sharding.shard_sites import shard_sites
 from autopallas.sites.device import Device
@@ -135,7 +136,7 @@ def rewritten(
                     notes = (*notes, f"{REMATERIALISATION}: {obstacle}")
                 else:
                     with contained(op=REMATERIALISATION, stage="rewrite"):
-                        result, again = run("rewrite", "rematerialise", rematerialise, result)
+                        result, again = run("rewrite", "rematerialise", _with_less_kept, program, graph, result)
             sites = run("rewrite", "record sites", describer.records, matches, decisions)
             if failures:
                 WARNED.once(str(failures), in_words(failures))
@@ -159,6 +160,15 @@ def rewritten(
 def _asks_to_rematerialise(options: Options) -> bool:
     named = options.ops is not None and REMATERIALISATION in options.ops
     return named or options.objective == "memory" and looks_for(options.ops, REMATERIALISATION)
+
+
+def _with_less_kept(
+    program: ClosedJaxpr, graph: Graph, result: ClosedJaxpr
+) -> tuple[ClosedJaxpr, tuple[Rematerialised, ...]]:
+    """Rematerialises in what became of a program, with calls inlined also where no site was replaced."""
+    flat = result if result is not program else jaxprs.with_weak_types(splice(graph, (), ()), program)
+    found, again = rematerialise(flat)
+    return (found, again) if again else (result, ())
 
 
 def _keeps_all(options: Options, device: Device, shardings: Shardings | None) -> str:

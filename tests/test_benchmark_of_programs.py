@@ -120,6 +120,24 @@ def test_first_steps_alone_take_the_place_of_those_in_a_row(tmp_path, monkeypatc
         programs_cli.main(["--first-steps"])
 
 
+def test_smallest_memory_alone_takes_the_place_of_that_in_a_row(tmp_path, monkeypatch, capsys) -> None:
+    file, name = tmp_path / "rows.json", "transformers GPT-2 train B4 T512 f32"
+    monkeypatch.setattr(programs_cli, "missing", lambda program: [])
+    monkeypatch.setattr(programs_cli.environment, "vector_extensions", lambda: "avx2")
+    monkeypatch.setattr(measure, "_child", lambda what, *_, **__: {"smallest": 7} if what == "memory" else {})
+    before = row(program=name, versions={"jax": jax.__version__}, difference=2.0)
+    programs_cli._write([before], file)
+    arguments = ["--smallest-memory", "--filter", "gpt-2 b4", "--output", str(file)]
+    assert programs_cli.main(arguments) == 0
+    (found,) = json.loads(file.read_text())
+    assert found["temporary_bytes"] == {**before["temporary_bytes"], "memory": 7}
+    assert found["difference"] == 2.0
+    for wrong in (["--smallest-memory"], ["--first-steps", *arguments]):
+        with pytest.raises(SystemExit):
+            programs_cli.main(wrong)
+    assert "give one of the two" in capsys.readouterr().err
+
+
 def test_what_falls_short_is_named() -> None:
     assert measure.verdicts(row()) == []
     assert "slower" in measure.verdicts(row(cpu_ratio=[0.96, 0.9, 1.0]))[0]

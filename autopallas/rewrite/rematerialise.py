@@ -27,7 +27,7 @@ from jax import lax
 
 from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn, JaxprLike, Var
-from autopallas.graph.custom_rules import ELEMENTWISE
+from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.report.records import Rematerialised
 
 __all__ = ["rematerialise"]
@@ -53,6 +53,8 @@ _LEAST_GAIN = 0.05
 """Part of the largest number of bytes that are needed at once, as estimated, by which it has to be smaller at least."""
 _SMALL = 8
 """How many times as large an array is as one that costs next to nothing to keep for it, such as the mean of a row."""
+_SOURCES = 16
+"""Most arrays that are kept to compute another one again."""
 _LONGEST = 128
 """Most equations that are computed again for one array, or searched for a number of the backward."""
 _ROUNDS = 8
@@ -132,8 +134,8 @@ class _Body:
       equations: the equations.
       defined: for each value, the position of its equation.
       readers: for each value, the positions of the equations that read it.
-      stored: elementwise values that are stored, since something other than an elementwise equation reads them, or
-        since it takes long to compute them for each reader.
+      stored: elementwise values that are stored: what something other than an elementwise equation or a sum reads, and
+        what has several readers and is long to compute for each, or computed from several large arrays.
       until: for each value, the position at which it is last needed, by itself or to compute what is not stored.
       peak: the position of an equation, neither elementwise nor a sum, before which the largest part of what could be
         computed again is kept for what follows.
@@ -141,6 +143,7 @@ class _Body:
 
     def __init__(self, jaxpr: Jaxpr, equations: Sequence[JaxprEqn]):
         self.equations = equations
+        self._calls = {position for position, equation in enumerate(equations) if is_elementwise_call(equation)}
         self._results = set(_variables(jaxpr.outvars))
         self.defined: dict[Var, int] = {}
         self.readers: dict[Var, list[int]] = defaultdict(list)
@@ -158,22 +161,31 @@ class _Body:
         if position is None:
             return False
         equation = self.equations[position]
-        return equation.primitive.name in _SHORT and len(equation.outvars) == 1 and not equation.effects
+        short = equation.primitive.name in _SHORT or position in self._calls
+        return short and len(equation.outvars) == 1 and not equation.effects
+
+    def _is_fused(self, position: int) -> bool:
+        """Returns whether an equation is computed together with what computes its operands."""
+        return self.equations[position].primitive.name in _FUSED or position in self._calls
 
     def _stored(self) -> set[Var]:
         costly: set[Var] = set()
         found: set[Var] = set()
-        for equation in self.equations:
+        for position, equation in enumerate(self.equations):
             for value in equation.outvars[:1]:
                 if not self.is_short(value):
                     continue
                 operands = _variables(equation.invars)
-                if equation.primitive.name in _COSTLY or not costly.isdisjoint(operands):
+                if (
+                    position in self._calls
+                    or equation.primitive.name in _COSTLY
+                    or any(o in costly and o not in found for o in operands)
+                ):
                     costly.add(value)
-                large = sum(_bytes(o) * _SMALL > _bytes(value) for o in operands)
-                several = large > 1 and len(self.readers[value]) > 1
-                read = any(self.equations[i].primitive.name not in _FUSED for i in self.readers[value])
-                if value in costly or several or read:
+                several = value in costly or sum(_bytes(o) * _SMALL > _bytes(value) for o in operands) > 1
+                readers = self.readers[value]
+                apart = any(not self._is_fused(reader) for reader in readers)
+                if apart or several and len(readers) > 1:
                     found.add(value)
         return found
 
@@ -202,9 +214,9 @@ class _Body:
                 change[self.defined[value]] += _bytes(value)
                 change[max(self.until[value], self.defined[value])] -= _bytes(value)
         total, most, peak = 0, 0, -1
-        for position, equation in enumerate(self.equations):
+        for position in range(len(self.equations)):
             total += change[position]
-            if total > most and equation.primitive.name not in _FUSED:
+            if total > most and not self._is_fused(position):
                 most, peak = total, position
         return peak
 
@@ -215,7 +227,7 @@ class _Body:
         """
         soonest: list[int] = []
         for position, equation in enumerate(self.equations):
-            if equation.primitive.name in _FUSED:
+            if self._is_fused(position):
                 known = (self.defined[v] for v in _variables(equation.invars) if v in self.defined)
                 soonest.append(max((soonest[i] for i in known), default=0))
             else:
@@ -282,20 +294,20 @@ class _Body:
 
     def _passed(self, again: set[Var]) -> set[Var]:
         """Returns the values that are not kept, but computed from others, where these are not larger together."""
-        price: dict[Var, int] = {}
+        sources: dict[Var, frozenset[Var]] = {}  # what would be kept for a value
         passed: set[Var] = set()
         for equation in self.equations[: self.peak + 1]:
             for value in equation.outvars:
                 kept = value not in again and self._is_kept(value)
-                price[value] = size = 0 if kept else _bytes(value)
+                sources[value] = frozenset() if kept else frozenset([value])
                 if kept or not self.is_short(value):
                     continue
-                operands = _variables(equation.invars)
-                prices = [price.get(operand, 0) for operand in operands]
-                large = [one for one in prices if one * _SMALL > size]
-                if len(large) < 2 and sum(prices) <= size + size // _SMALL:
+                found = frozenset[Var]().union(*(sources.get(o, ()) for o in _variables(equation.invars)))
+                size, sizes = _bytes(value), [*map(_bytes, found)]
+                large = sum(one * _SMALL > size for one in sizes)
+                if large < 2 and len(found) <= _SOURCES and sum(sizes) <= size + size // _SMALL:
                     passed.add(value)
-                    price[value] = min(size, sum(prices))
+                    sources[value] = found
         return passed
 
     def _chain(self, value: Var, again: set[Var], passed: set[Var]) -> tuple[dict[Var, None], set[int]]:
@@ -330,7 +342,7 @@ class _Body:
 
     def _after(self, group: _Group, position: int) -> list[Var]:
         """Returns what is computed of a group before an equation, and takes long: gradients of weights, above all."""
-        late = [i for i in group.late if i < position and self.equations[i].primitive.name not in _FUSED]
+        late = [i for i in group.late if i < position and not self._is_fused(i)]
         return [v for i in late for v in self.equations[i].outvars[:1] if self._is_known(v, position)]
 
     # ------------------------------------------------------------------ the program

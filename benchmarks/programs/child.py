@@ -102,9 +102,7 @@ def _steps(
     timing = measured[OPTIMIZED]
     memory = {ORIGINAL: measured[ORIGINAL].temporary_bytes, OPTIMIZED: timing.temporary_bytes}
     if not quick:
-        smaller = autopallas.optimize(function, objective="memory")
-        analysis = smaller.lower(*arguments).compile().memory_analysis()
-        memory[MEMORY] = analysis and int(analysis.temp_size_in_bytes)
+        memory[MEMORY] = _smallest(built)
     return {
         "clock": clocks[0],
         **{f"{clock}_ratio": r and [r.median, r.lower, r.upper] for clock, r in ratios.items()},
@@ -119,6 +117,14 @@ def _steps(
         "failure": timing.failure and str(timing.failure),
         "load": os.getloadavg()[0],
     }
+
+
+def _smallest(built: Built) -> int | None:
+    """The temporary memory of a program under objective="memory", which is compiled for it and not run."""
+    function, arguments = built
+    smaller = autopallas.optimize(function, objective="memory")
+    analysis = smaller.lower(*arguments).compile().memory_analysis()
+    return analysis and int(analysis.temp_size_in_bytes)
 
 
 def _of_report(report: Report) -> dict[str, Any]:
@@ -158,6 +164,8 @@ def main() -> None:
     with autopallas.options(tune_seconds=seconds[0]) if seconds else nullcontext():
         if what == ROWS:
             found = _rows(built)
+        elif what == MEMORY:
+            found = {"smallest": _smallest(built)}
         elif what == "steps":
             found = _steps(built, int(rounds), QUICK in flags, _say)
         else:

@@ -64,6 +64,10 @@ def main(arguments: Sequence[str]) -> int:
         "--first-steps", action="store_true", help="measure these alone, for the rows that --output has of this machine"
     )
     parser.add_argument(
+        "--smallest-memory", action="store_true",
+        help='measure temporary memory under objective="memory" alone, for the rows that --output has of this machine',
+    )  # fmt: skip
+    parser.add_argument(
         "--coverage", action="store_true",
         help="count the sites for which the tuned tables have a row, replaced or kept, and run nothing",
     )  # fmt: skip
@@ -76,8 +80,12 @@ def main(arguments: Sequence[str]) -> int:
     for name in ("rounds", "repeats"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1")
-    if options.first_steps and not (options.output and options.output.exists()):
-        parser.error("--first-steps needs --output, a file with rows")
+    anew = {"--first-steps": measure.with_first_steps, "--smallest-memory": measure.with_smallest_memory}
+    asked = [name for name in anew if getattr(options, name[2:].replace("-", "_"))]
+    if len(asked) > 1:
+        parser.error(f"{' and '.join(asked)}: give one of the two")
+    if asked and not (options.output and options.output.exists()):
+        parser.error(f"{asked[0]} needs --output, a file with rows")
     chosen = [one for one in programs() if _selected(one.name, options.filter)]
     if options.list:
         for program in chosen:
@@ -111,16 +119,16 @@ def main(arguments: Sequence[str]) -> int:
     )
     # As of an installed package: else each first step would read the syntax of ours, but not that of its libraries.
     compileall.compile_dir(Path(autopallas.__file__).parent, quiet=1)
-    known = _read(options.output) if options.first_steps else {}
+    known = _read(options.output) if asked else {}
     rows: list[measure.Row] = []
     with tempfile.TemporaryDirectory() as forgotten:
         cache = options.cache or Path(forgotten)
         machine = environment.vector_extensions() if platform == "cpu" else device
         for program in chosen:
-            if not options.first_steps:
+            if not asked:
                 rows.append(measure.measured(program, effort, cache))
             elif row := known.get((program.name, machine, jax.__version__)):
-                rows.append(measure.with_first_steps(row, program, effort, cache))
+                rows.append(anew[asked[0]](row, program, effort, cache))
             else:
                 print(f"{program.name}: no row of this machine in {options.output}")
                 continue

@@ -123,6 +123,16 @@ def with_first_steps(row: Row, program: Program, effort: Effort, cache: Path) ->
         return row | {"failure": str(failure)}
 
 
+def with_smallest_memory(row: Row, program: Program, effort: Effort, cache: Path) -> Row:
+    """The row of a program that was measured before, with its temporary memory under objective="memory" of today."""
+    try:
+        smallest = _child(MEMORY, program, effort, cache)["smallest"]
+    except _Failed as failure:
+        return row | {"failure": str(failure)}
+    today = datetime.date.today().isoformat()
+    return row | {"temporary_bytes": row["temporary_bytes"] | {MEMORY: smallest}, "smallest_date": today}
+
+
 def covered(program: Program) -> tuple[list[Mapping[str, Any]], str]:
     """The sites of a program that have a kernel on this platform, and what failed.
 

@@ -77,8 +77,8 @@ def dropout(x):
 
 @pytest.mark.parametrize(
     "activation",
-    [jax.nn.gelu, jax.nn.silu, jax.nn.softplus, jnp.tanh, dropout],
-    ids=["gelu", "silu", "softplus", "tanh", "dropout"],
+    [jax.nn.gelu, jax.nn.silu, jax.nn.softplus, jax.nn.elu, jax.nn.mish, jnp.tanh, dropout],
+    ids=["gelu", "silu", "softplus", "elu", "mish", "tanh", "dropout"],
 )
 def test_a_train_step_gives_the_same_and_takes_less_memory(activation):
     arguments, step = parameters(), step_of(activation)
@@ -149,6 +149,21 @@ def test_train_steps_in_a_loop_compute_again_too():
     near(run(weights, x), jax.jit(epoch)(weights, x), 1e-5)
     assert run.report().rematerialised
     assert temporary(run, weights, x) < 0.8 * temporary(epoch, weights, x)
+
+
+def test_calls_are_looked_into_where_no_site_is_replaced():
+    weights, x = parameters()
+
+    def loss(matrices, x):
+        for w, u in matrices:
+            x = jax.nn.mish(jax.nn.elu(x @ w) @ u)
+        return jnp.sum(x**2)
+
+    step = jax.value_and_grad(loss)
+    matrices = [(w, u) for w, u, *_ in weights]
+    report = autopallas.explain(optimized(step, ops="rematerialisation"), matrices, x)
+    assert report.counts().total() == 0
+    assert sum(one.arrays for one in report.rematerialised) >= LAYERS
 
 
 def test_what_the_program_returns_is_kept():
