@@ -9,7 +9,8 @@ arrays is kept instead, and the others are computed anew where the backward firs
 A compiler would find that equations compute what others have computed, and take these.  So the array that is kept is
 read through a selection, by a condition that always holds: the bits of a number of the backward, with one of them set,
 are not all zero.  No compiler is known to find that out; one that does computes the program as it was.  And the number
-is known in the backward alone, so that nothing is computed early.
+is known in the backward alone, so that nothing is computed early.  A branch tells whether the condition holds: without
+it, a compiler would fuse the condition with all that reads the array, and keep what the number follows from.
 
 [1] Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174.
 """
