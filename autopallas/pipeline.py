@@ -158,7 +158,8 @@ def rewritten(
 
 
 def _asks_to_rematerialise(options: Options) -> bool:
-    named = options.ops is not None and REMATERIALISATION in options.ops
+    """Returns whether less is to be kept for a backward: where less memory is wanted, or where that is named."""
+    named = REMATERIALISATION in (options.ops or ())
     return named or options.objective == "memory" and looks_for(options.ops, REMATERIALISATION)
 
 

@@ -33,10 +33,10 @@ from autopallas.report.records import Rematerialised
 
 __all__ = ["rematerialise"]
 
-_SHORT = ELEMENTWISE | frozenset({"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze", "transpose"})
-"""Primitives of what is computed again."""
 _SAME = frozenset({"copy", "expand_dims", "reshape", "squeeze"})
-"""Those of them whose results are their operands, as they are stored."""
+"""Primitives whose results are their operands, as they are stored."""
+_SHORT = ELEMENTWISE | _SAME | {"broadcast_in_dim", "transpose"}
+"""Primitives of what is computed again."""
 _FUSED = _SHORT | frozenset(
     {"concatenate", "iota", "pad", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum", "slice"}
 )

@@ -185,8 +185,7 @@ def test_a_forward_alone_stays_as_it_is():
     assert arrays_of(blocks(jax.nn.gelu), *arguments) == 0
 
 
-def test_what_a_checkpoint_keeps_from_being_kept_stays_as_it_is():
-    """A user's checkpoint around each block leaves nothing to be gained."""
+def test_a_program_with_checkpoints_of_its_own_gives_the_same():
     weights, x = parameters()
 
     def loss(weights, x):
