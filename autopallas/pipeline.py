@@ -36,7 +36,7 @@ from autopallas.report.describe import Describer
 from autopallas.report.live_report import LiveReport
 from autopallas.rewrite.rematerialise import rematerialise
 from autopallas.rewrite.sites import splice
-from autopallas.sharding.call_shardings import Shardings
+from autopallas.sharding.call_shardings import Shardings, on_several_devices
 from autopallas.sharding.shard_sites import shard_sites
 from autopallas.sites.device import Device
 from autopallas.sites.operation import provided
@@ -132,7 +132,7 @@ def rewritten(
                     "rewrite", "splice", splice_what_can_be, program, graph, matches, decisions, options.strict
                 )
             if _asks_to_rematerialise(options) and not (disabled or leaving_out.value or is_bisecting()):
-                if obstacle := _keeps_all(options, device, shardings):
+                if obstacle := _keeps_all(program, options, device, shardings):
                     notes = (*notes, f"{REMATERIALISATION}: {obstacle}")
                 else:
                     with contained(op=REMATERIALISATION, stage="rewrite"):
@@ -172,11 +172,11 @@ def _with_less_kept(
     return (found, again) if again else (result, ())
 
 
-def _keeps_all(options: Options, device: Device, shardings: Shardings | None) -> str:
+def _keeps_all(program: ClosedJaxpr, options: Options, device: Device, shardings: Shardings | None) -> str:
     """Returns why nothing is computed again, though that is asked for; an empty string if nothing is in the way."""
     if device.platform != "cpu":
         return f"it was not measured on {device.platform}"
-    if shardings is not None:
+    if shardings is not None or on_several_devices(program):
         return "arrays are spread over several devices"
     if not allows(options.numerics, "reordered"):
         return "a compiler may round what is computed again otherwise, and results have to be identical"

@@ -7,7 +7,7 @@ They are part of the key of every trace, so that a call with other shardings is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -20,7 +20,16 @@ from jax.typing import ArrayLike
 from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprLike, MeshLike, Params, PyTree
 
-__all__ = ["Shardings", "ShardingsNeeded", "is_recording", "known", "needs_shardings", "recording_shardings", "spread"]
+__all__ = [
+    "Shardings",
+    "ShardingsNeeded",
+    "is_recording",
+    "known",
+    "needs_shardings",
+    "on_several_devices",
+    "recording_shardings",
+    "spread",
+]
 
 
 class ShardingsNeeded(Exception):
@@ -88,11 +97,18 @@ _SPREAD: WeakKeyDictionary[JaxprLike, bool] = WeakKeyDictionary()
 def spread(program: JaxprLike) -> bool:
     """Returns whether the compiler shards a program: whether a type or constraint names a mesh of several devices."""
     if program not in _SPREAD:
-        _SPREAD[program] = _is_spread(program)
+        # Types with explicit axes tell the sharding, but not over which processes.
+        told = {AxisType.Explicit} if jax.process_count() > 1 else set()
+        _SPREAD[program] = _is_spread(program, {AxisType.Auto} | told)
     return _SPREAD[program]
 
 
-def _is_spread(program: JaxprLike) -> bool:
+def on_several_devices(program: JaxprLike) -> bool:
+    """Returns whether a program is sharded, as far as it tells: by the compiler, or by explicit types."""
+    return _is_spread(program, {AxisType.Auto, AxisType.Explicit})
+
+
+def _is_spread(program: JaxprLike, kinds: Set[AxisType]) -> bool:
     divided: dict[int, bool] = {}  # one answer per mesh: a program has few meshes and many values
     todo, seen = [program], set()
     while todo:
@@ -114,19 +130,17 @@ def _is_spread(program: JaxprLike) -> bool:
             if mesh is None:
                 continue
             if id(mesh) not in divided:
-                divided[id(mesh)] = _is_divided_for(mesh)
+                divided[id(mesh)] = _is_divided_for(mesh, kinds)
             if divided[id(mesh)]:
                 return True
     return False
 
 
-def _is_divided_for(mesh: MeshLike) -> bool:
-    """Returns whether the compiler shards values whose types name this mesh."""
+def _is_divided_for(mesh: MeshLike, kinds: Set[AxisType]) -> bool:
+    """Returns whether values whose types name this mesh are sharded over an axis of one of these kinds."""
     if mesh.empty:
         return False
     pairs = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    # Types with explicit axes tell the sharding, but not over which processes.
-    kinds = {AxisType.Auto, AxisType.Explicit} if jax.process_count() > 1 else {AxisType.Auto}
     return any(n > 1 and kind in kinds for n, kind in pairs)
 
 

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import autopallas
 from autopallas import pipeline
 from autopallas.numerics.promote import usual_promotion
+from autopallas.options import Options
 from autopallas.report import Report
 from autopallas.rewrite import rematerialise as module
 
@@ -282,6 +284,19 @@ def test_what_is_in_the_way_is_told(options, reason):
     report = autopallas.explain(optimized(step, **options), *arguments)
     assert report.rematerialised == ()
     assert any(note.startswith("rematerialisation: ") and reason in note for note in report.notes)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
+def test_arrays_on_several_devices_are_kept_where_types_alone_tell(kind):
+    """So it is where another transformation is around, and of explicit shardings, in which no number can be sliced."""
+    weights, x = parameters()
+    with jax.sharding.use_abstract_mesh(AbstractMesh((4,), ("i",), axis_types=(kind,))):
+        spec = PartitionSpec("i") if kind == AxisType.Explicit else PartitionSpec()
+        rows = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(jax.sharding.get_abstract_mesh(), spec))
+        program = jax.make_jaxpr(step_of(jax.nn.gelu))(weights, rows)
+        _, report = pipeline.rewrite(program, Options(objective="memory", strict=True))
+    assert report.rematerialised == ()
+    assert any("arrays are spread over several devices" in note for note in report.notes)
 
 
 def test_the_report_tells_what_is_computed_again():
