@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -19,7 +19,7 @@ from autopallas.fallback.splice import splice_what_can_be
 from autopallas.fallback.warn import warn_not_used, warn_passed_over
 from autopallas.faults import MEANT, collecting, contained, in_words
 from autopallas.gc_pause import paused
-from autopallas.graph import Graph, flatten, move_heads_out, move_selections
+from autopallas.graph import Graph, flatten, has_added_products, move_heads_out, move_selections, part_gradients
 from autopallas.numerics.classes import allows
 from autopallas.numerics.promote import usual_promotion
 from autopallas.options import Options
@@ -94,10 +94,12 @@ def rewritten(
     probes: bool,
     shardings: Shardings | None,
     disabled: Mapping[Place, str] = MappingProxyType({}),
+    parts: bool = True,
 ) -> tuple[ClosedJaxpr, LiveReport]:
     """Does the same as :func:`rewrite`, and returns a report that later events can update.
 
-    ``disabled`` has the sites that were found to be wrong, and the reasons.
+    ``disabled`` has the sites that were found to be wrong, and the reasons; ``parts`` tells whether products may be
+    added up instead of their operands, where sites compute these products.
     """
     provided()  # operations of other packages are looked for too
     device = Device.current()
@@ -116,7 +118,7 @@ def rewritten(
     again: tuple[Rematerialised, ...] = ()
     with collecting(options.strict) as failures, usual_promotion():
         try:
-            graph, matches, misses = find_sites(run, program, options, shardings is not None)
+            graph, matches, misses = find_sites(run, program, options, shardings is not None, parts)
             notes = selecting_nothing(graph, matches, options)
             matches = run("partition", "shard sites", shard_sites, program, graph, matches, shardings, options.strict)
             with Prober(device, options, probes) as prober:
@@ -125,6 +127,8 @@ def rewritten(
                 decisions = run("plan", "leave out suspects", only_allowed, matches, decisions, device)
                 decisions = run("plan", "leave out disabled", _without_disabled, matches, decisions, disabled)
                 decisions = run("plan", "leave out sites", without_left_out, matches, decisions)
+            if parts and _adds_products(graph, matches, decisions, options):
+                return rewritten(program, options, probes, shardings, disabled, parts=False)
             describer = Describer()
             decisions = run("report", "describe sites", describer.accountable, matches, decisions)
             with paused():
@@ -216,7 +220,7 @@ def _report(
 
 
 def find_sites(
-    run: Passes, program: ClosedJaxpr, options: Options, divided: bool
+    run: Passes, program: ClosedJaxpr, options: Options, divided: bool, parts: bool = True
 ) -> tuple[Graph, list[Match], list[NearMiss]]:
     """Finds the sites of a program, and marks those at places that are denied.
 
@@ -225,30 +229,49 @@ def find_sites(
       program: a closed jaxpr.
       options: the options in force.
       divided: whether arrays are spread over several devices.
+      parts: whether products may be added up instead of their operands, where sites then compute these products.
     """
     moves = allows(options.numerics, "reordered")
-    found = _recognised(run, program, options, divided, moves)
+    found = _recognised(run, program, options, divided, moves, parts)
+    if moves and parts and has_added_products(found[0], _computed(found[1])):
+        found = _recognised(run, program, options, divided, moves, parts=False)
     if moves and any(match.denied for match in found[1]):  # at their places nothing is to be moved either
-        unmoved = _recognised(run, program, options, divided, moves=False)
+        unmoved = _recognised(run, program, options, divided, moves=False, parts=False)
         if _allowed(unmoved[1]) >= _allowed(found[1]):
             return unmoved
     return found
 
 
 def _recognised(
-    run: Passes, program: ClosedJaxpr, options: Options, divided: bool, moves: bool
+    run: Passes, program: ClosedJaxpr, options: Options, divided: bool, moves: bool, parts: bool
 ) -> tuple[Graph, list[Match], list[NearMiss]]:
-    """Finds the sites; ``moves`` tells whether what stands in the way of one may be moved before."""
+    """Finds the sites; ``moves`` tells whether what stands in the way of one may be moved before, ``parts`` whether
+    products may be added up instead of their operands.
+    """
     with paused():
         body = run("graph", "flatten", flatten, program)
         if moves:
             body = run("graph", "move heads out of checkpoints", move_heads_out, body)
             body = run("graph", "move row selections", move_selections, body, options.assume_finite, divided)
+            if parts:
+                body = run("graph", "part gradients of scores", part_gradients, body)
         graph = run("graph", "number values", Graph, body)
         matches, misses = run(
             "patterns", "find sites", find, graph, options.ops, options.assume_finite, options.objective
         )
     return graph, run("plan", "deny places", deny_places, graph, matches, options), misses
+
+
+def _adds_products(graph: Graph, matches: Sequence[Match], decisions: Sequence[Decision], options: Options) -> bool:
+    """Returns whether the rewritten program would compute products that the program itself lacks."""
+    applied = [match for match, decision in zip(matches, decisions, strict=True) if decision.verdict == "applied"]
+    changes = bool(applied) or _asks_to_rematerialise(options)
+    return changes and has_added_products(graph, _computed(applied))
+
+
+def _computed(matches: Iterable[Match]) -> set[int]:
+    """Returns the numbers of the values that sites compute."""
+    return {number for match in matches for number in match.replaced}
 
 
 def _allowed(matches: Sequence[Match]) -> int:

@@ -4,6 +4,19 @@ from autopallas.graph.checkpoint_heads import move_heads_out
 from autopallas.graph.flatten import Body, flatten
 from autopallas.graph.labels import Ref, Space, View
 from autopallas.graph.numbering import Graph, Node
+from autopallas.graph.parted_gradients import has_added_products, part_gradients
 from autopallas.graph.row_selections import move_selections
 
-__all__ = ["Body", "Graph", "Node", "Ref", "Space", "View", "flatten", "move_heads_out", "move_selections"]
+__all__ = [
+    "Body",
+    "Graph",
+    "Node",
+    "Ref",
+    "Space",
+    "View",
+    "flatten",
+    "has_added_products",
+    "move_heads_out",
+    "move_selections",
+    "part_gradients",
+]

@@ -53,6 +53,8 @@ class Body:
     """Whether an equation of a derivative's backward holds the body, directly or further out."""
     assumed: dict[Var, str] = field(default_factory=dict)
     """Variables that equal the program's own value only under an assumption, and the assumption in words."""
+    added: list[Var] = field(default_factory=list)
+    """Results of products that the program itself lacks, which sites have to compute."""
     calls: dict[Var, tuple[JaxprEqn, ...]] = field(default_factory=dict)
     """For the first result of each equation of a dissolved call: the calls, the outermost first."""
 

@@ -64,6 +64,7 @@ class Scope:
       score: the number of the value that holds the scores, once known.
       further: numbers of values that count as scores too: other products that are read together with them.
       follows: tells whether a value is computed from the scores, if that is known already; None if not.
+      given: numbers of the results of other sites with the same scores, which do not count as computed from them.
     """
 
     def __init__(self, graph: Graph, through: bool = False, space: Space | None = None):
@@ -72,6 +73,7 @@ class Scope:
         self.score: int | None = None
         self.further: frozenset[int] = frozenset()
         self.follows: Callable[[int], bool] | None = None
+        self.given: frozenset[int] = frozenset()
         self._depends: dict[int, bool] = {}
         self._keys: dict[int, tuple[Apply, int, Hashable]] = {}
         self._forms: dict[Hashable, int] = {}
@@ -101,7 +103,7 @@ class Scope:
             return False
         if self.follows is not None:
             return self.follows(value)
-        self._depends |= dict.fromkeys(scores, True)
+        self._depends |= dict.fromkeys(self.given, False) | dict.fromkeys(scores, True)
         return computed_from(self.graph, value, self._depends, first)
 
     def is_score(self, value: int) -> bool:

@@ -124,6 +124,9 @@ class Match:
     """Further passes of the same site, such as its backward where that is a computation of its own."""
     obstacle: str = ""
     """Reason why the site must not be replaced where it is, or an empty string."""
+    shared: str = ""
+    """What the program computes once for this site and for others, in words, or an empty string: measurements of such
+    a site by itself are no evidence of time."""
     denied: str = ""
     """Reason why the user does not want the site replaced, or an empty string."""
     assumptions: tuple[str, ...] = ()

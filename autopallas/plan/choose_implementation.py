@@ -63,7 +63,14 @@ def plan(
     for match in matches:
         key: Hashable = None
         try:
-            key = (match.op, tuple(part.site for part in match.passes), match.direction, match.obstacle, match.denied)
+            key = (
+                match.op,
+                tuple(part.site for part in match.passes),
+                match.direction,
+                match.obstacle,
+                match.shared,
+                match.denied,
+            )
             found = known.get(key)
             if found is None:
                 found = known[key] = _decide(match, device, options, tuner, prober, lock)
@@ -99,6 +106,9 @@ def _decide(
         return Decision("kept", WIDER_THAN_ENABLED, device.platform)
     if match.obstacle:
         return _decide_obstructed(match, device, options)
+    if match.shared and options.objective == "time" and options.implementation_for(match.op) is None:
+        reason = f"{match.shared}; measurements of one such site by itself are no evidence of time"
+        return Decision("kept", reason, device.platform)
     pattern = pattern_of(match.site)
     if pattern is not None:
         return _decide_custom(match, pattern, device, options, tuner, prober, lock)

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 
 from autopallas import jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprAtom, Literal, Var
-from autopallas.graph import Body, Graph, Node
+from autopallas.graph import Body, Graph, Node, Ref, Space
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
+from autopallas.graph.labels import Atom
 from autopallas.kernels.attention.site import AttentionSite
 from autopallas.kernels.attention.sum_site import AttentionSum
 from autopallas.patterns.advice import AT_HAND, IN_THE_BODY, QUERIES_ONCE, SIDE_EFFECTS, SIDE_INPUT_ONCE, WHOLE_GRADIENT
@@ -24,7 +25,7 @@ from autopallas.patterns.expressions import computed_from
 from autopallas.patterns.forward import LAYOUT, Forward, differentiable
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch
 
-__all__ = ["AttentionDraft", "Escape", "Proved", "escape_of", "homes_of", "match_of", "original_of"]
+__all__ = ["AttentionDraft", "Escape", "Proved", "axes_of", "escape_of", "homes_of", "match_of", "original_of"]
 
 
 _PROBABILITIES = (
@@ -63,6 +64,7 @@ class Proved:
       root: the number of its result.
       score: the number of its scores.
       further: the numbers of the scores of further blocks of keys.
+      axes: the axes of the scores along which keys run.
       keys: the number of keys.
       assumptions: what the proof assumes about the scores.
     """
@@ -71,6 +73,7 @@ class Proved:
     operands: tuple[int, ...]
     root: int
     score: int
+    axes: tuple[int, ...]
     keys: int
     assumptions: tuple[str, ...] = ()
     further: tuple[int, ...] = ()
@@ -80,6 +83,14 @@ class Proved:
         operands = tuple(image[number] for number in self.operands)
         further = tuple(image[number] for number in self.further)
         return replace(self, operands=operands, root=image[self.root], score=image[self.score], further=further)
+
+
+def axes_of(space: Space, score: Ref, labels: Sequence[Atom]) -> tuple[int, ...]:
+    """Returns the axes of scores that run over some of the labels."""
+    wanted = set(space.resolve(labels))
+    return tuple(
+        axis for axis, (_, atoms) in enumerate(space.view(score.view)) if not wanted.isdisjoint(space.resolve(atoms))
+    )
 
 
 def match_of(graph: Graph, proved: Proved, second: Node, alive: Set[int]) -> Match:
@@ -153,7 +164,8 @@ class AttentionDraft(ProvedAttention):
     def proved(self) -> Proved:
         site, carrier = self.assembled
         keys = self.space.extent(self.key_axis)
-        return Proved(site, tuple(carrier.operands), self.root, self.score.value, keys, self.assumptions)
+        axes = axes_of(self.space, self.score, self.key_axis)
+        return Proved(site, tuple(carrier.operands), self.root, self.score.value, axes, keys, self.assumptions)
 
     def go_on(self, graph: Graph) -> None:
         """Asks ``graph`` from now on, instead of a graph that notes what is asked."""
@@ -367,7 +379,7 @@ class AttentionDraft(ProvedAttention):
         return Match(
             op="attention",
             site=replace(site, types=tuple(graph.dtype(number) for number in operands)),
-            direction="forward+backward",
+            direction="forward+backward" if pairs else "forward",
             operands=operands,
             results=(self.root,),
             equations=(),

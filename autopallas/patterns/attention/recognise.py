@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import TypeAlias
 
 import jax.numpy as jnp
 
@@ -36,7 +37,7 @@ from autopallas.patterns.advice import (
     SAME_SUM,
 )
 from autopallas.patterns.attention.blocks import BlockDraft, blocks, sum_with
-from autopallas.patterns.attention.draft import AttentionDraft, Escape, Proved, escape_of, match_of
+from autopallas.patterns.attention.draft import AttentionDraft, Escape, Proved, axes_of, escape_of, match_of
 from autopallas.patterns.attention.few_keys import few_keys
 from autopallas.patterns.attention.maps import SumDraft, summands, with_weights
 from autopallas.patterns.attention.other_weights import other_weights
@@ -62,14 +63,23 @@ There are chains of any length of what is multiplied, whose links would each loo
 long."""
 _LAYOUT = frozenset({"transpose", "reshape", "broadcast_in_dim", "squeeze", "copy", "name", "optimization_barrier"})
 
+_SHARED = "several softmaxes read its scores, which the program computes once"
+
+_Place: TypeAlias = tuple[int, tuple[int, ...]]
+"""The number of scores, and the axes of these along which keys run."""
+_Settled: TypeAlias = Mapping[int, Mapping[tuple[int, ...], int]]
+"""Per number of scores whose outcome is known, the axes along which the keys of each site run, and its result."""
+
 
 def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
-    """Finds every attention in a graph, and the near misses: one outcome for each product of queries and keys."""
+    """Finds every attention in a graph, and the near misses: one outcome for each product of queries and keys, or one
+    for each axis of it along which a softmax runs, as where both sides attend to each other."""
     reach = _reach(graph)
     alive = surviving(graph)
-    matches: dict[int, Match] = {}
-    drafts: dict[int, AttentionDraft | TakenOver] = {}
+    matches: dict[_Place, Match] = {}
+    drafts: dict[_Place, AttentionDraft | TakenOver] = {}
     misses: dict[int, NearMiss] = {}
+    settled: dict[int, dict[tuple[int, ...], int]] = {}
     sums: set[int] = set()
 
     def missed(score: int, node: Node, location: str, reason: str, advice: str) -> None:
@@ -88,28 +98,34 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             if not reach[node.inputs[side if node.name == "dot_general" else 0]][1]:
                 continue
             with contained(node):
-                settled = matches.keys() | drafts.keys()
                 outcome = proofs.at(node, side, settled)
                 proved, reason, operand, advice = outcome.proved, outcome.reason, outcome.operand, outcome.advice
                 if proved is not None:
+                    place = proved.score, proved.axes
                     try:
-                        matches[proved.score] = match_of(graph, proved, node, alive)
+                        matches[place] = match_of(graph, proved, node, alive)
                     except Escape as escape:
-                        if proved.score not in drafts:
-                            drafts[proved.score] = proofs.draft(outcome, node, side, settled)
+                        if place not in drafts:
+                            drafts[place] = proofs.draft(outcome, node, side, settled)
                         missed(proved.score, node, jaxprs.location(node.equation), escape.reason, escape.advice)
                     except Mismatch as mismatch:
                         reason, operand, advice = mismatch.reason, mismatch.operand, mismatch.advice
+                    if place in matches or place in drafts:
+                        settled.setdefault(proved.score, {})[proved.axes] = proved.root
                 if reason is not None and outcome.score is not None and not _in_backward(node):
                     if proved is None and not _resembles(outcome, node, side, normalised):
                         continue
                     reason = describe_reason(graph, reason, operand)
                     missed(outcome.score, node, jaxprs.location(node.equation), reason, advice)
-    waiting = {score: draft for score, draft in drafts.items() if score not in matches}
+    waiting = {place: draft for place, draft in drafts.items() if place not in matches}
     with contained():
         _with_backward(graph, waiting, matches, misses)
-    ordered = [matches[score] for score in sorted(matches)]
-    missed_at = [miss for score, miss in misses.items() if score not in matches and score in alive]
+    found = Counter(score for score, _ in matches)
+    ordered = [
+        replace(match, shared=_SHARED * (found[place[0]] > 1))
+        for place, match in sorted(matches.items(), key=lambda item: item[0])
+    ]
+    missed_at = [miss for score, miss in misses.items() if score not in found and score in alive]
     with contained():
         missed_at += few_keys(graph, alive)
     with contained():
@@ -132,16 +148,19 @@ def _in_backward(node: Node) -> bool:
 
 
 def _with_backward(
-    graph: Graph, drafts: dict[int, AttentionDraft | TakenOver], matches: dict[int, Match], misses: dict[int, NearMiss]
+    graph: Graph,
+    drafts: dict[_Place, AttentionDraft | TakenOver],
+    matches: dict[_Place, Match],
+    misses: dict[int, NearMiss],
 ) -> None:
     """Settles the sites whose intermediate values are used elsewhere: by their own backward, or the site is a near
     miss."""
-    searches: dict[int, Search] = {}
-    for score, draft in drafts.items():
+    searches: dict[_Place, Search] = {}
+    for place, draft in drafts.items():
         with contained(draft.second):
             if (search := draft.search()) is not None:
                 search.by_example = True
-                searches[score] = search
+                searches[place] = search
     if not searches:
         return
     lookup = Lookup.of(graph)
@@ -151,24 +170,25 @@ def _with_backward(
     first = True
     while searches:
         complete = settle(graph, lookup, list(searches.values()), given)
-        further: dict[int, Search] = {}
-        for score, search in searches.items():
+        further: dict[_Place, Search] = {}
+        for place, search in searches.items():
+            score, _ = place
             if search in complete:
-                with contained(drafts[score].second):
+                with contained(drafts[place].second):
                     try:
-                        match = drafts[score].match_with(search)
+                        match = drafts[place].match_with(search)
                         if isinstance(search.forward, PerExample):
                             match = of_examples(match, search.forward, search.found)
-                        matches[score] = match
+                        matches[place] = match
                         given |= search.replaced()
                     except Mismatch as mismatch:
                         if first:
                             reason = describe_reason(graph, mismatch.reason, mismatch.operand)
                             misses[score] = replace(misses[score], reason=reason, advice=mismatch.advice)
                         if search.give_way():
-                            further[score] = search
+                            further[place] = search
             elif first:
-                rows = math.prod(graph.shape(score)) // drafts[score].proved.keys
+                rows = math.prod(graph.shape(score)) // drafts[place].proved.keys
                 escape = _used_in_forward(graph, search, given_up, rows)
                 if escape is not None:
                     misses[score] = replace(misses[score], reason=escape.reason, advice=escape.advice)
@@ -290,28 +310,33 @@ class _Proofs:
 
     def __init__(self, graph: Graph, reach: list[tuple[bool, bool]], assume_finite: bool):
         self.graph, self.reach, self.assume_finite = graph, reach, assume_finite
-        self._known: ProofCache[tuple[_Outcome, bool]] = ProofCache(graph, reach)
+        self._known: ProofCache[tuple[_Outcome, Hashable]] = ProofCache(graph, reach)
 
-    def at(self, node: Node, side: int, settled: Set[int]) -> _Outcome:
-        for (outcome, was_settled), image in self._known.like(node, side):
+    def at(self, node: Node, side: int, settled: _Settled) -> _Outcome:
+        def known(outcome: _Outcome) -> Hashable:
+            if outcome.score not in settled:
+                return False
+            return True if _in_backward(node) else object()  # what other sites give is not compared
+
+        for (outcome, before), image in self._known.like(node, side):
             here = outcome.at(image)
-            if (here.score in settled) == was_settled:
+            if known(here) == before:
                 return here
 
-        def proof(graph: Graph) -> tuple[_Outcome, bool]:
+        def proof(graph: Graph) -> tuple[_Outcome, Hashable]:
             outcome = self.anew(graph, node, side, settled)
-            return outcome, outcome.score in settled
+            return outcome, known(outcome)
 
         outcome, _ = self._known.prove(node, side, proof)
         if outcome.draft is not None:
             outcome.draft.go_on(self.graph)
         return outcome
 
-    def draft(self, outcome: _Outcome, node: Node, side: int, settled: Set[int]) -> AttentionDraft | TakenOver:
+    def draft(self, outcome: _Outcome, node: Node, side: int, settled: _Settled) -> AttentionDraft | TakenOver:
         """Returns the draft of a proved outcome, of which the site and its backward are made."""
         if outcome.draft is not None:
             return outcome.draft
-        before = frozenset(settled)
+        before = {score: dict(sites) for score, sites in settled.items()}
 
         def anew() -> AttentionDraft:
             draft = self.anew(self.graph, node, side, before).draft
@@ -322,7 +347,7 @@ class _Proofs:
             return anew()
         return TakenOver(self.graph, *outcome.model, node, outcome.proved, anew)
 
-    def anew(self, graph: Graph, node: Node, side: int, settled: Set[int]) -> _Outcome:
+    def anew(self, graph: Graph, node: Node, side: int, settled: _Settled) -> _Outcome:
         """Returns the outcome of a try that takes nothing over from other places."""
         attempt = _Attempt(graph, self.reach, self.assume_finite, settled)
         try:
@@ -348,11 +373,12 @@ class _Attempt:
         graph: Graph,
         reach: list[tuple[bool, bool]],
         assume_finite: bool,
-        settled: Set[int],
+        settled: _Settled,
     ):
         self.graph, self.reach, self.assume_finite = graph, reach, assume_finite
         self.settled = settled
-        """Scores whose outcome is known already: anything else computed from them is their backward."""
+        """Scores whose outcome is known already: what else is computed from them is their backward, or a softmax along
+        another axis."""
         self.scope = Scope(graph)
         self.query_first = True
         self.has_values = True
@@ -469,7 +495,7 @@ class _Attempt:
         if len(found) < 2:
             raise SeveralBlocks
         for block in found:
-            attempt = _Attempt(self.graph, self.reach, self.assume_finite, frozenset())
+            attempt = _Attempt(self.graph, self.reach, self.assume_finite, {})
             attempt.scope = Scope(self.graph, space=scope.space)
             attempt._joins = True
             draft = attempt.proof(block.node, block.side, root, top, block.contraction, block.outside)
@@ -494,7 +520,7 @@ class _Attempt:
         drafts, signs = [], []
         keys = [atom for _, atoms in contraction[2] for atom in atoms]
         for summand in summands(scope, contraction[0] if side == 0 else contraction[1], keys):
-            attempt = _Attempt(self.graph, self.reach, self.assume_finite, frozenset())
+            attempt = _Attempt(self.graph, self.reach, self.assume_finite, {})
             attempt.scope = Scope(self.graph, space=scope.space)
             own = with_weights(contraction, side, summand.weights)
             draft = attempt.proof(node, side, root, top, own, summand.outside, dict(summand.fixed))
@@ -575,7 +601,10 @@ class _Attempt:
         further = self._further
         scope.score = score.value
         if score.value in self.settled:
-            return None
+            axes = axes_of(space, score, key_axis)
+            if _in_backward(node) or not axes or axes in self.settled[score.value]:
+                return None
+            scope.given = frozenset(self.settled[score.value].values())
         if not jnp.issubdtype(graph.dtype(score.value), jnp.floating):
             raise Mismatch(f"the scores are of dtype {graph.dtype(score.value)}", advice=FLOATS)
         if len(contraction[2]) > 1 and not self._only_keys(contraction[2], score):
