@@ -570,6 +570,15 @@ def test_a_long_sum_of_equal_rows_is_as_exact_as_a_product(count):
     assert found.counts("respelling") == 1
 
 
+def test_sums_by_index_of_any_number_of_rows_copy_no_rows():
+    """Blocks of rows are read where they stand, also where the last one is shorter."""
+    sums = optimized(lambda ids, x: jax.nn.one_hot(ids, 20).T @ x)
+    ids, x = jax.ShapeDtypeStruct((5000,), jnp.int32), jax.ShapeDtypeStruct((5000, 64), jnp.float32)
+    compiled = sums.lower(ids, x).compile()
+    assert sums.report().counts() == {"respelling": 1}
+    assert compiled.memory_analysis().temp_size_in_bytes < x.size * x.dtype.itemsize / 4
+
+
 def test_what_is_no_one_hot_product_is_left_alone():
     ids, table = jnp.asarray([3, 0, 2]), random(4, 4)
     for run in (

@@ -158,14 +158,16 @@ def _summed(index: jax.Array, rows: jax.Array, classes: int, dtype: Dtype) -> ja
 
     if rows.shape[0] <= _BLOCK:
         return part(index, rows)
-    count = rows.shape[0] // _BLOCK * _BLOCK
+    blocks = rows.shape[0] // _BLOCK
 
-    def add(carried: Sums, own: tuple[jax.Array, jax.Array]) -> tuple[Sums, None]:
+    def add(carried: Sums, block: jax.Array) -> tuple[Sums, None]:
+        # Read where it stands: a scan over blocks is given a copy of them, where they are not all rows.
+        own = (jax.lax.dynamic_slice_in_dim(array, block * _BLOCK, _BLOCK) for array in (index, rows))
         return added_exactly(*carried, part(*own)), None
 
     start = jnp.zeros((classes, *rows.shape[1:]), dtype)
-    blocks = index[:count].reshape(-1, _BLOCK), rows[:count].reshape(-1, _BLOCK, *rows.shape[1:])
-    (total, lost), _ = jax.lax.scan(add, (start, start), blocks)
+    (total, lost), _ = jax.lax.scan(add, (start, start), jnp.arange(blocks))
+    count = blocks * _BLOCK
     return added_exactly(total, lost, part(index[count:], rows[count:]))[0]
 
 
