@@ -19,15 +19,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from autopallas import compat, jaxprs
-from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn, JaxprLike, Var
+from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn, JaxprLike, Literal, ShapedArray, Var
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.report.records import Rematerialised
 
@@ -383,29 +385,44 @@ class _Body:
         )
 
 
-def _renamed(atoms: Iterable[JaxprAtom], names: dict[Var, Var]) -> list[JaxprAtom]:
+def _renamed(atoms: Iterable[JaxprAtom], names: Mapping[Var, JaxprAtom]) -> list[JaxprAtom]:
     return [names.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
 
 
 def _hidden(tokens: Sequence[Var], arrays: Sequence[Var], like: JaxprEqn) -> tuple[list[JaxprEqn], list[Var]]:
-    """Returns equations that give the same arrays, as a compiler cannot know, once the tokens are known."""
+    """Returns equations that give the same arrays, as a compiler cannot know, once the tokens are known.
 
-    def function(*operands: jax.Array) -> list[jax.Array]:
-        bits = jnp.zeros((), jnp.int32)
-        for token in operands[: len(tokens)]:
-            number = lax.reshape(lax.slice(token, (0,) * token.ndim, (1,) * token.ndim), ())
-            own = lax.bitcast_convert_type(number, jnp.dtype(f"int{8 * number.dtype.itemsize}"))
-            bits = lax.bitwise_or(bits, own.astype(jnp.int32))
-        holds = lax.cond(bits > 0, lambda bits: (bits | 1) != 0, lambda bits: (bits | 2) != 0, bits)
-        return [lax.select_n(holds, lax.full_like(array, 0), array) for array in operands[len(tokens) :]]
-
-    variables = (*tokens, *arrays)
-    program = compat.make_jaxpr(function, *(compat.typed_like(variable.aval) for variable in variables)).jaxpr
-    names: dict[Var, Var] = dict(zip(program.invars, variables, strict=True))
+    Numbers in them are literals: JAX may make others constants of a program, which are no part of equations.
+    """
+    zeros: list[JaxprAtom] = [Literal(np.zeros((), v.aval.dtype), ShapedArray((), v.aval.dtype)) for v in arrays]
+    given: list[JaxprAtom] = [*tokens, *arrays, *zeros]
+    program = compat.make_jaxpr(_selected(len(tokens)), *(compat.typed_like(atom.aval) for atom in given)).jaxpr
+    names: dict[Var, JaxprAtom] = dict(zip(program.invars, given, strict=True))
     found = []
     for equation in program.eqns:
-        own = _renamed(equation.invars, names)
-        names.update((v, Var(v.aval)) for v in equation.outvars)
-        outvars = [names[v] for v in equation.outvars]
-        found.append(equation.replace(invars=own, outvars=outvars, source_info=like.source_info))
-    return found, [names[v] for v in program.outvars if isinstance(v, Var)]
+        outvars = [Var(v.aval) for v in equation.outvars]
+        new = equation.replace(invars=_renamed(equation.invars, names), outvars=outvars, source_info=like.source_info)
+        names.update(zip(equation.outvars, outvars, strict=True))
+        found.append(new)
+    return found, [v for v in _renamed(program.outvars, names) if isinstance(v, Var)]
+
+
+def _selected(count: int) -> Callable[..., list[jax.Array]]:
+    """Returns a function of so many tokens, of arrays, and of a zero for each array, which returns the arrays."""
+
+    def bits_of(token: jax.Array) -> jax.Array:
+        number = lax.reshape(lax.slice(token, (0,) * token.ndim, (1,) * token.ndim), ())
+        bits = lax.bitcast_convert_type(number, jnp.dtype(f"int{8 * number.dtype.itemsize}"))
+        return lax.convert_element_type(bits, jnp.int32)
+
+    def has_bits(bit: int) -> Callable[[jax.Array], jax.Array]:
+        return lambda bits: lax.ne(lax.bitwise_or(bits, np.int32(bit)), np.int32(0))
+
+    def function(*given: jax.Array) -> list[jax.Array]:
+        tokens, others = given[:count], given[count:]
+        bits = reduce(lax.bitwise_or, map(bits_of, tokens))
+        holds = lax.cond(lax.gt(bits, np.int32(0)), has_bits(1), has_bits(2), bits)
+        arrays, zeros = others[: len(others) // 2], others[len(others) // 2 :]
+        return [lax.select_n(holds, lax.broadcast(zero, x.shape), x) for x, zero in zip(arrays, zeros, strict=True)]
+
+    return function

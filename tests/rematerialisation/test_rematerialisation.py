@@ -137,6 +137,18 @@ def test_the_condition_holds_for_every_number(dtype, token):
             np.testing.assert_array_equal(given, wanted)
 
 
+def test_no_constant_is_needed_where_jax_folds_constants():
+    arguments, step = parameters(), step_of(jax.nn.gelu)
+    before = jax.config.eager_constant_folding
+    jax.config.update("eager_constant_folding", True)
+    try:
+        run = optimized(step)
+        near(run(*arguments), jax.jit(step)(*arguments), 1e-5)
+    finally:
+        jax.config.update("eager_constant_folding", before)
+    assert run.report().rematerialised
+
+
 def test_train_steps_in_a_loop_compute_again_too():
     weights, x = parameters()
 
