@@ -19,7 +19,15 @@ from autopallas.fallback.splice import splice_what_can_be
 from autopallas.fallback.warn import warn_not_used, warn_passed_over
 from autopallas.faults import MEANT, collecting, contained, in_words
 from autopallas.gc_pause import paused
-from autopallas.graph import Graph, flatten, has_added_products, move_heads_out, move_selections, part_gradients
+from autopallas.graph import (
+    Graph,
+    flatten,
+    has_added_products,
+    move_heads_out,
+    move_selections,
+    part_gradients,
+    take_logits_apart,
+)
 from autopallas.numerics.classes import allows
 from autopallas.numerics.promote import usual_promotion
 from autopallas.options import Options
@@ -252,6 +260,7 @@ def _recognised(
         body = run("graph", "flatten", flatten, program)
         if moves:
             body = run("graph", "move heads out of checkpoints", move_heads_out, body)
+            body = run("graph", "take joined logits apart", take_logits_apart, body)
             body = run("graph", "move row selections", move_selections, body, options.assume_finite, divided)
             if parts:
                 body = run("graph", "part gradients of scores", part_gradients, body)

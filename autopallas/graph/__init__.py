@@ -2,6 +2,7 @@
 
 from autopallas.graph.checkpoint_heads import move_heads_out
 from autopallas.graph.flatten import Body, flatten
+from autopallas.graph.joined_logits import take_logits_apart
 from autopallas.graph.labels import Ref, Space, View
 from autopallas.graph.numbering import Graph, Node
 from autopallas.graph.parted_gradients import has_added_products, part_gradients
@@ -19,4 +20,5 @@ __all__ = [
     "move_heads_out",
     "move_selections",
     "part_gradients",
+    "take_logits_apart",
 ]
