@@ -18,7 +18,7 @@ from autopallas.numerics.casts import kind_of
 if TYPE_CHECKING:
     from autopallas.graph.numbering import Graph, Node
 
-__all__ = ["Array", "KnownIntegers", "of_steps"]
+__all__ = ["Array", "KnownIntegers", "known_array", "of_steps"]
 
 Array = np.ndarray
 
@@ -158,6 +158,46 @@ def _value(atom: JaxprAtom, known: Mapping[Var, Array], length: int) -> Array | 
     return np.broadcast_to(value, (length, *value.shape))
 
 
+def _counted(equation: JaxprEqn) -> Array:
+    aval, axis = equation.outvars[0].aval, int(equation.params["dimension"])
+    column = np.arange(aval.shape[axis], dtype=aval.dtype).reshape(-1, *(1,) * (len(aval.shape) - axis - 1))
+    return np.broadcast_to(column, aval.shape)
+
+
+def known_array(atom: JaxprAtom, definitions: Mapping[Var, JaxprEqn], known: dict[Var, Array | None]) -> Array | None:
+    """Returns an integer array that one body knows, whose values have some ``definitions``; None if it is not known, or
+    large.
+
+    ``known`` has the body's constants; each array that is looked at is added.
+    """
+    if isinstance(atom, Literal):
+        return np.asarray(atom.val, atom.aval.dtype) if _is_small_integer(atom.aval) else None
+    todo = [atom]
+    while todo:
+        variable = todo[-1]
+        equation = definitions.get(variable)
+        if variable not in known and _is_small_integer(variable.aval) and equation is not None:
+            ready = len(equation.outvars) == 1 and not jaxprs.bodies(equation) and len(todo) <= _DEEPEST
+            left = [a for a in equation.invars if isinstance(a, Var) and a not in known] if ready else []
+            if left:
+                todo.append(left[0])
+                continue
+            known[variable] = _from_known(equation, known) if ready else None
+        known.setdefault(variable, None)
+        todo.pop()
+    return known[atom]
+
+
+def _from_known(equation: JaxprEqn, known: Mapping[Var, Array | None]) -> Array | None:
+    """Returns the result of an equation whose operands were looked at."""
+    if equation.primitive.name == "iota":
+        return _counted(equation)
+    given = [known[a] if isinstance(a, Var) else np.asarray(a.val, a.aval.dtype) for a in equation.invars]
+    arrays = [array[None] for array in given if array is not None]
+    found = _known_result(equation, arrays) if len(arrays) == len(given) else None
+    return None if found is None else found[0]
+
+
 class KnownIntegers:
     """The integer arrays that a program knows while it is traced, by their numbers; each is computed once."""
 
@@ -183,9 +223,7 @@ class KnownIntegers:
         if node is None:
             return None
         if node.name == "iota":
-            shape, axis = graph.shape(number), int(node.params["dimension"])
-            column = np.arange(shape[axis], dtype=graph.dtype(number)).reshape(-1, *(1,) * (len(shape) - axis - 1))
-            return np.broadcast_to(column, shape)
+            return _counted(node.equation)
         if node.name != "scan" and (len(node.outputs) != 1 or jaxprs.bodies(node.equation)):
             return None
         given = [self.of(n, deep) for n in node.inputs]

@@ -30,6 +30,7 @@ from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.flatten import Body, Child, is_contraction
 from autopallas.graph.keys import hashable, literal_key
 from autopallas.graph.label_sets import gathered, label_set, scattered
+from autopallas.graph.label_windows import Window
 from autopallas.graph.rows import (
     SELECTIONS,
     Picked,
@@ -142,6 +143,11 @@ class _Mover:
         self._selected: dict[tuple[Var, Rows], Atom] = {}
         self._traced: dict[Hashable, compat.ClosedJaxpr] = {}
         self._constants = dict(zip(body.constvars, body.consts, strict=True))
+        self._integers: dict[Var, np.ndarray | None] = {
+            variable: np.asarray(array)
+            for variable, array in self._constants.items()
+            if not compat.is_tracer(array) and jnp.issubdtype(array.dtype, jnp.integer)
+        }
         self._own = self._flowing()
 
     def run(self) -> None:
@@ -275,9 +281,10 @@ class _Mover:
         name = equation.primitive.name
         if not equation.outvars:
             return None
-        several = self._label_set(equation) if name in ("gather", "scatter-add") else None
-        if several is not None:
-            return several
+        if name in ("gather", "scatter-add"):
+            several = self._label_set(equation) or self._label_window(equation)
+            if several is not None:
+                return several
         if name == "concatenate":
             pieces = [self.pieces.get(a) if isinstance(a, Var) else None for a in equation.invars]
             found = rolled(pieces, equation.params["dimension"])
@@ -418,6 +425,20 @@ class _Mover:
             return self._emit(equation, lambda *given: gathered(equation, axis, *given), *equation.invars)
         if not gathers and choice in self.choices and self._is_zero(first):
             return self._emit(equation, lambda *given: scattered(equation, axis, *given), *equation.invars)
+        return None
+
+    def _label_window(self, equation: JaxprEqn) -> Atom | None:
+        """Computes one element of each of some consecutive rows of logits, or the gradient of these, for all rows."""
+        first, gathers = equation.invars[0], equation.primitive.name == "gather"
+        wanted = isinstance(first, Var) and first in self.logits if gathers else bool(self.choices)
+        window = Window.of(equation, self.definitions, self._integers) if wanted else None
+        if window is None:
+            return None
+        if gathers and len(self.names) < _MOST:
+            self.choices.add(("window", window))
+            return self._emit(equation, window.gathered(equation), *equation.invars)
+        if not gathers and ("window", window) in self.choices and self._is_zero(first):
+            return self._emit(equation, window.scattered(equation), *equation.invars)
         return None
 
     def _comes_to_a_product(self, variable: Var, rows: Rows) -> bool:

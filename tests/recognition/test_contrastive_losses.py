@@ -416,3 +416,80 @@ def test_probabilities_that_are_joined_without_a_loss_are_no_near_miss():
     optimized = optimized_like_a_user(lambda a, b: softmax(jnp.concatenate([a @ b.T, a], 1)))
     optimized(array(N, D, seed=1), array(N, D, seed=2))
     assert optimized.report().near_misses == ()
+
+
+# --- Two views of each example, side by side -------------------------------------------------------------------------
+
+
+def of_two_views(a, b):
+    views = jnp.concatenate([normalised(a), normalised(b)])
+    return views @ views.T / 0.5
+
+
+def others_of_each(z):
+    return jnp.where(jnp.eye(2 * N, dtype=bool), -1e9, z)
+
+
+def diagonals_beside(a, b):
+    z = of_two_views(a, b)
+    positive = jnp.concatenate([jnp.diag(z, N), jnp.diag(z, -N)])
+    return (logsumexp(others_of_each(z), 1) - positive).mean()
+
+
+def rows_by_numbers(a, b):
+    z = of_two_views(a, b)
+    positive = jnp.concatenate([z[EACH, EACH + N], z[EACH + N, EACH]])
+    total = (jnp.exp(z) * (1 - jnp.eye(2 * N))).sum(1)
+    return -jnp.log(jnp.exp(positive) / total).mean()
+
+
+def some_rows_alone(a, b):
+    """Labels for three rows in the middle, one of which is out of range."""
+    z = of_two_views(a, b)
+    picked = z.at[jnp.arange(4, 7), jnp.array([1, 30, 5])].get(mode="fill", fill_value=0.25)
+    return logsumexp(z, 1).mean() - picked.sum()
+
+
+def two_labels_of_one_window(a, b):
+    z = of_two_views(a, b)
+    return logsumexp(z, 1).mean() - (z[EACH, EACH + N] * z[EACH, 2 * N - 1 - EACH]).mean()
+
+
+TWO_VIEWS = [diagonals_beside, rows_by_numbers, some_rows_alone, two_labels_of_one_window]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("loss", TWO_VIEWS)
+def test_elements_of_consecutive_rows_are_labels_of_these(loss, dtype):
+    args = arguments(dtype)[:2]
+    for function in (loss, jax.value_and_grad(loss, (0, 1))):
+        compared = compare(function, args, gradients=False)
+        assert compared.complaints == []
+        assert compared.counts("cross_entropy") == 1, compared.reasons()
+
+
+@pytest.mark.parametrize("labels", [jnp.uint8, jnp.int32])
+def test_labels_of_consecutive_rows_in_any_dtype(labels):
+    def loss(a, b):
+        z = of_two_views(a, b)
+        own = jnp.arange(N, 2 * N).astype(labels)
+        return logsumexp(z, 1).mean() - z[jnp.arange(N).astype(labels), own].mean()
+
+    compared = compare(jax.value_and_grad(loss, (0, 1)), arguments()[:2], gradients=False)
+    assert compared.complaints == []
+    assert compared.counts("cross_entropy") == 1
+
+
+def rows_backwards(a, b):
+    z = of_two_views(a, b)
+    return logsumexp(z, 1).mean() - z[N - EACH, EACH].mean()
+
+
+def one_row_again_and_again(a, b):
+    z = of_two_views(a, b)
+    return logsumexp(z, 1).mean() - z[jnp.zeros(N, int) + 3, EACH].mean()
+
+
+@pytest.mark.parametrize("loss", [rows_backwards, one_row_again_and_again])
+def test_rows_in_another_order_are_not_taken_for_consecutive_ones(loss):
+    assert compare(jax.value_and_grad(loss, (0, 1)), arguments()[:2], gradients=False).complaints == []
