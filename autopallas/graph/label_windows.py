@@ -1,12 +1,13 @@
-"""Completes gathers of one element of each of some consecutive rows to gathers of one element of every row.
+"""Reads elements of rows of logits, which are not picked by a label for each row, as such labels.
 
 ``jnp.diagonal(z, n)`` of [2n, 2n] logits picks elements of the first n rows alone.  These are some of the elements that
-are picked of all rows, if the rows without a label have label 0; what is scattered there for them is 0.
+are picked of all rows, if the rows without a label have label 0; what is scattered there for them is 0.  A slice of one
+column picks the same label in each row, and the ``pad`` of its derivative puts an element for each row among zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import jax
@@ -14,10 +15,11 @@ import numpy as np
 from jax import lax
 
 from autopallas.compat import JaxprEqn, Var
+from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.known_integers import known_array
 from autopallas.graph.rows import picked_labels
 
-__all__ = ["Window"]
+__all__ = ["Column", "Window", "summed_axes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +92,78 @@ class Window:
         """Returns the label of each row, [rows, 1]."""
         labels = lax.slice_in_dim(indices, self.component, self.component + 1, axis=1)
         return lax.pad(labels, lax.full((), 0, labels.dtype), [self._around, (0, 0, 0)])
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One element of each row of logits, at the same position in all.
+
+    Attributes:
+      shape: the shape of the logits.
+      axis: the axis along which a row's elements lie.
+      index: the position.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    index: int
+
+    @staticmethod
+    def of(equation: JaxprEqn) -> Column | None:
+        """Returns the column that a slice takes, or that a ``pad`` puts among other elements; None if it is none."""
+        params, before, after = equation.params, equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+        whole, part = (before, after) if equation.primitive.name == "slice" else (after, before)
+        axes = [axis for axis, (n, m) in enumerate(zip(whole, part, strict=True)) if n != m]
+        if len(whole) < 2 or len(axes) != 1 or part[axes[0]] != 1:
+            return None
+        (axis,) = axes
+        if equation.primitive.name == "slice":
+            index = params["start_indices"][axis]
+        else:
+            index = params["padding_config"][axis][0]
+            if any(low < 0 or high < 0 or between for low, high, between in params["padding_config"]):
+                return None
+        return Column(tuple(whole), axis, int(index))
+
+    def picked(self, logits: jax.Array) -> jax.Array:
+        """Picks the element of each row as a label is picked."""
+        batching = tuple(range(len(self._rows)))
+        numbers = lax.GatherDimensionNumbers((), (self.axis,), (self.axis,), self._others, batching)
+        mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+        found = lax.gather(logits, self._labels, numbers, (1,) * len(self.shape), mode=mode)
+        return lax.expand_dims(found, (self.axis,))
+
+    def placed(self, elements: jax.Array) -> jax.Array:
+        """Puts an element of each row among zeros, as the gradient of a label's logit is put."""
+        batching = tuple(range(len(self._rows)))
+        numbers = lax.ScatterDimensionNumbers((), (self.axis,), (self.axis,), self._others, batching)
+        zeros, mode = lax.full(self.shape, 0, elements.dtype), lax.GatherScatterMode.PROMISE_IN_BOUNDS
+        return lax.scatter_add(zeros, self._labels, lax.squeeze(elements, (self.axis,)), numbers, mode=mode)
+
+    @property
+    def _others(self) -> tuple[int, ...]:
+        return tuple(axis for axis in range(len(self.shape)) if axis != self.axis)
+
+    @property
+    def _rows(self) -> tuple[int, ...]:
+        return tuple(self.shape[axis] for axis in self._others)
+
+    @property
+    def _labels(self) -> jax.Array:
+        return lax.full((*self._rows, 1), self.index, np.int32)
+
+
+def summed_axes(equations: Sequence[JaxprEqn], exponents: Set[Var]) -> set[tuple[tuple[int, ...], int]]:
+    """Returns the shapes of exponentials of ``exponents``, each with the one axis over which these are summed."""
+    exponentials: set[Var] = set()
+    found: set[tuple[tuple[int, ...], int]] = set()
+    for equation in equations:
+        name, reads = equation.primitive.name, [a for a in equation.invars if isinstance(a, Var)]
+        if name in ("exp", "exp2"):
+            if not exponents.isdisjoint(reads):
+                exponentials.update(equation.outvars)
+        elif name in ELEMENTWISE and not exponentials.isdisjoint(reads):
+            exponentials.update(equation.outvars)
+        elif name == "reduce_sum" and not exponentials.isdisjoint(reads) and len(equation.params["axes"]) == 1:
+            found.add((tuple(reads[0].aval.shape), int(equation.params["axes"][0])))
+    return found

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -30,12 +30,14 @@ from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.flatten import Body, Child, is_contraction
 from autopallas.graph.keys import hashable, literal_key
 from autopallas.graph.label_sets import gathered, label_set, scattered
-from autopallas.graph.label_windows import Window
+from autopallas.graph.label_windows import Column, Window, summed_axes
 from autopallas.graph.rows import (
+    REDUCTIONS,
     SELECTIONS,
     Picked,
     Rows,
     groups,
+    layout_of,
     picked,
     picked_from_several,
     picked_labels,
@@ -55,13 +57,12 @@ PROMISED = "indices of rows are in range, as the gather promises (PROMISE_IN_BOU
 """Assumption about rows that a gather picks: it clips indices, and its derivative drops what was clipped."""
 
 _RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
-_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "argmax"})
 _PUTS = frozenset({"pad", "dynamic_update_slice", "scatter-add", "rev"})
 """Primitives that put the gradient of a selection among zeros, or in the order of what it selected from."""
 _LINEAR = frozenset({"neg", "convert_element_type", "copy", "mul", "div", "add", "add_any", "sub", "select_n"})
 _THROUGH = ELEMENTWISE | _RESHAPES | {"broadcast_in_dim", "transpose"}
 """Primitives that a selection moves back through, besides reductions and products."""
-_KEEPS_ROWS = _THROUGH | _REDUCTIONS | SELECTIONS
+_KEEPS_ROWS = _THROUGH | REDUCTIONS | SELECTIONS
 """Primitives whose rows are computed from rows."""
 _REPEATS = frozenset({"broadcast_in_dim", "convert_element_type", "pvary", "pcast"})
 """Primitives that turn a zero into a zero."""
@@ -192,6 +193,7 @@ class _Mover:
                 found.update(operands)
             elif name == "dot_general" and equation.outvars[0] in found and is_contraction(equation):
                 own.add(equation.outvars[0])
+        self._summed = summed_axes(self.body.equations, found) if own else set()
         return own
 
     def _selects(self) -> bool:
@@ -291,6 +293,9 @@ class _Mover:
             if found is not None and found[0] in self.logits and self._comes_to_a_product(*found):
                 return self._select(*found, equation)
             return None
+        column = self._column(equation) if name in ("slice", "pad") else None
+        if column is not None:
+            return column
         rows = selection(equation)
         source = equation.invars[0] if equation.invars else None
         back = name == "rev" and rows is not None and rows.choice in self.choices  # it is its own derivative
@@ -441,6 +446,19 @@ class _Mover:
             return self._emit(equation, window.scattered(equation), *equation.invars)
         return None
 
+    def _column(self, equation: JaxprEqn) -> Atom | None:
+        """Computes the same element of each row of logits, or the gradient of these, as those of labels."""
+        first, takes = equation.invars[0], equation.primitive.name == "slice"
+        column = Column.of(equation) if isinstance(first, Var) and (takes or self.choices) else None
+        if column is None or {axis for shape, axis in self._summed if shape == column.shape} != {column.axis}:
+            return None
+        if takes and first in self.logits and len(self.names) < _MOST:
+            self.choices.add(("column", column))
+            return self._emit(equation, column.picked, first)
+        if not takes and ("column", column) in self.choices and self._is_zero(equation.invars[1]):
+            return self._emit(equation, column.placed, first)
+        return None
+
     def _comes_to_a_product(self, variable: Var, rows: Rows) -> bool:
         """Returns whether a selection moves back to a product, through everything in between."""
         todo: list[tuple[Var, Rows]] = [(variable, rows)]
@@ -493,7 +511,7 @@ class _Mover:
             if not all(rows.fits(a.aval.shape, shape) for a in operands):
                 return None
             return [(a, rows if rows.varies(a.aval.shape, shape) else None) for a in operands]
-        if name in _REDUCTIONS:
+        if name in REDUCTIONS:
             axes = equation.params["axes"]
             kept = [d for d in range(len(operands[0].aval.shape)) if d not in axes]
             found = rows.among(kept)
@@ -571,7 +589,7 @@ class _Mover:
                 if own is None:
                     atoms[position] = self._repeated(atom, rows, equation)
             return self._bind(equation, atoms)
-        return self._emit(equation, _layout_of(equation, steps[0][1], rows.shape(result.aval.shape), rows), *atoms)
+        return self._emit(equation, layout_of(equation, steps[0][1], rows.shape(result.aval.shape), rows), *atoms)
 
     def _repeated(self, atom: Atom, rows: Rows, like: JaxprEqn) -> Atom:
         """Reshapes an operand that is the same for all rows to fit the merged rows."""
@@ -741,7 +759,7 @@ class _Mover:
         further = self._forward(equation, rows)
         if further is None:
             return None
-        layout = _layout_of(equation, rows, further.shape(shape), further)
+        layout = layout_of(equation, rows, further.shape(shape), further)
         return _Spread(self._emit(equation, layout, first.core), further, assumed)
 
     def _rolled_back(self, equation: JaxprEqn, given: Sequence[_Spread | None]) -> _Spread | None:
@@ -859,24 +877,3 @@ class _Mover:
 def _from_anywhere(rows: Rows) -> Rows:
     """Returns rows without the variable that holds the first of them, as functions of that variable see them."""
     return rows if isinstance(rows.start, int) else replace(rows, start=-1)
-
-
-def _layout_of(
-    equation: JaxprEqn, own: Rows | None, shape: tuple[int, ...], rows: Rows
-) -> Callable[[jax.Array], jax.Array]:
-    """Returns a layout operation or reduction as a function of rows: ``own`` of its operand, ``rows`` of its result."""
-    name, params = equation.primitive.name, equation.params
-    if name in _REDUCTIONS:
-        assert own is not None
-        axes = tuple(own.moved(a) for a in params["axes"])
-        return lambda x: equation.primitive.bind(x, **{**params, "axes": axes})
-    if name == "broadcast_in_dim":
-        targets = params["broadcast_dimensions"]
-        if own is not None:
-            return lambda x: lax.broadcast_in_dim(x, shape, rows.all_moved(targets))
-        gone = [d for d, target in enumerate(targets) if target in rows.axes and rows.merged > 1]
-        kept = [rows.moved(target) for d, target in enumerate(targets) if d not in gone]
-        return lambda x: lax.broadcast_in_dim(lax.squeeze(x, gone), shape, kept)
-    if name == "transpose":
-        return lambda x: lax.transpose(x, params["permutation"])
-    return lambda x: lax.reshape(x, shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -16,10 +16,12 @@ from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.numerics.casts import counts_exactly
 
 __all__ = [
+    "REDUCTIONS",
     "SELECTIONS",
     "Picked",
     "Rows",
     "groups",
+    "layout_of",
     "picked",
     "picked_from_several",
     "picked_labels",
@@ -32,6 +34,8 @@ __all__ = [
 
 Atom = Var | Literal
 
+REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "argmax"})
+"""Primitives that reduce rows, along other axes than that of the rows."""
 SELECTIONS = frozenset({"slice", "dynamic_slice", "gather", "rev"})
 """Primitives that may select rows."""
 
@@ -465,3 +469,24 @@ class _IndexNumbers:
         sizes, index_shape = tuple(whole[d] for d in axes), tuple(indices.aval.shape[:-1])
         windows = tuple(self.sizes[d] for d in axes)
         return Picked(range(axes[0], axes[-1] + 1), sizes, index_shape, tuple(sources), windows)
+
+
+def layout_of(
+    equation: JaxprEqn, own: Rows | None, shape: tuple[int, ...], rows: Rows
+) -> Callable[[jax.Array], jax.Array]:
+    """Returns a layout operation or reduction as a function of rows: ``own`` of its operand, ``rows`` of its result."""
+    name, params = equation.primitive.name, equation.params
+    if name in REDUCTIONS:
+        assert own is not None
+        axes = tuple(own.moved(a) for a in params["axes"])
+        return lambda x: equation.primitive.bind(x, **{**params, "axes": axes})
+    if name == "broadcast_in_dim":
+        targets = params["broadcast_dimensions"]
+        if own is not None:
+            return lambda x: lax.broadcast_in_dim(x, shape, rows.all_moved(targets))
+        gone = [d for d, target in enumerate(targets) if target in rows.axes and rows.merged > 1]
+        kept = [rows.moved(target) for d, target in enumerate(targets) if d not in gone]
+        return lambda x: lax.broadcast_in_dim(lax.squeeze(x, gone), shape, kept)
+    if name == "transpose":
+        return lambda x: lax.transpose(x, params["permutation"])
+    return lambda x: lax.reshape(x, shape)
