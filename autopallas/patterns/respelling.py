@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TypeVar, cast
+
+import numpy as np
+
 from autopallas import jaxprs
 from autopallas.faults import contained
 from autopallas.graph import Graph, Node
@@ -18,6 +22,8 @@ from autopallas.patterns.match import Match, NearMiss
 from autopallas.patterns.selection import looks_for
 
 __all__ = ["find"]
+
+T = TypeVar("T")
 
 
 def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
@@ -67,7 +73,7 @@ def _match(graph: Graph, node: Node, kind: Kind, place: Found) -> Match | None:
         return None
     return Match(
         op=OPERATION.name,
-        site=RespellingSite(RespellingSpec(kind.name, place.parameters, operands, results)),
+        site=RespellingSite(RespellingSpec(kind.name, _plain(place.parameters), operands, results)),
         direction="forward",
         operands=place.operands,
         results=place.results,
@@ -77,3 +83,11 @@ def _match(graph: Graph, node: Node, kind: Kind, place: Found) -> Match | None:
         location=jaxprs.location(node.equation),
         homes=() if place.home is None else (place.home,),
     )
+
+
+def _plain(value: T) -> T:
+    """Returns parameters with Python's integers: derivatives that JAX writes have axes of NumPy's, by whose text a
+    cache and a lockfile would not know the same site."""
+    if isinstance(value, tuple):
+        return cast(T, tuple(map(_plain, value)))
+    return cast(T, int(value)) if isinstance(value, np.integer) else value

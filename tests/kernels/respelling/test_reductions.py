@@ -13,6 +13,9 @@ from support.respellings import found, random
 from support.tiers import examples
 
 import autopallas
+from autopallas.graph import Graph, flatten
+from autopallas.kernels.respelling.tuned_block_sizes import TABLE
+from autopallas.patterns import find
 
 
 def two_passes(x):
@@ -112,3 +115,24 @@ def test_under_vmap(axis):
     compared = compare(function, (x,), ops="reduction")
     assert compared.complaints == []
     assert compared.report.counts()["respelling"] == 1
+
+
+def test_axes_that_are_integers_of_numpy_are_the_same_site():
+    """Derivatives that JAX writes have such axes; caches and lockfiles know a site by its text."""
+    by = lambda integer: lambda x: jax.lax.reduce_sum_p.bind(x, axes=(integer(0), integer(2)), out_sharding=None)  # noqa: E731
+    ((one,), _), ((other,), _) = (
+        find(Graph(flatten(jax.make_jaxpr(by(integer))(jnp.ones((8, 64, 4))))), ("respelling",), True)
+        for integer in (int, np.int64)
+    )
+    assert str(one.spec) == str(other.spec)
+    assert one.spec.to_dict() == other.spec.to_dict()
+
+
+def test_each_key_was_measured_with_each_line_of_jax():
+    """No row that gains less than four times holds for another line, so that without one of its own a site stays."""
+    lines = {}
+    for key, row in TABLE.files.read("cpu"):
+        if key[-1].startswith("reduction, "):
+            lines.setdefault((key, row.extensions), set()).add(row.versions[:8])
+    assert lines
+    assert set(map(frozenset, lines.values())) == {frozenset({"jax 0.10", "jax 0.12"})}

@@ -77,7 +77,7 @@ def _feature(spec: RespellingSpec) -> str:
 def _samples() -> Iterator[tuple[str, Sample]]:
     sizes = ((1, 16, 16), (2, 56, 56), (16, 56, 56))
     for (batch, height, width), (groups, channels) in (
-        (size, form) for size in sizes for form in ((32, 2), (32, 10), (8, 32), (8, 4))
+        (size, form) for size in sizes for form in ((32, 2), (32, 10), (8, 16), (8, 32), (8, 4))
     ):
 
         def function(x: jax.Array) -> jax.Array:
