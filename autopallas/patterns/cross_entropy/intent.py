@@ -13,13 +13,26 @@ from autopallas.graph.labels import is_product
 from autopallas.numerics.casts import kind_of
 from autopallas.patterns.forward import LAYOUT
 
-__all__ = ["Intent", "changes", "takes_logarithm"]
+__all__ = ["Intent", "changes", "origin", "takes_logarithm"]
 
 _MOST_OF_LABELS = 256
 """Most values among which labels are looked for."""
 _LONGEST_STRIPE = 40
 """Most values from which a mask of columns is computed."""
 _COUNTS = ELEMENTWISE | LAYOUT | {"iota"}
+_RESTATED = LAYOUT | {"copy", "convert_element_type"}
+_FURTHEST = 8
+"""Most equations that only restate a value through which the value is followed."""
+
+
+def origin(graph: Graph, number: int) -> int:
+    """Returns the value from which layout operations and casts make another."""
+    for _ in range(_FURTHEST):
+        definition = graph.definitions.get(number)
+        if definition is None or definition.name not in _RESTATED or len(definition.inputs) != 1:
+            break
+        (number,) = definition.inputs
+    return number
 
 
 def takes_logarithm(graph: Graph, node: Node) -> bool:
@@ -45,10 +58,13 @@ class Intent:
       inside: numbers of the values of the logits' size.
       ends: the computations that read them.
       touches: tells whether a value is computed from the logits.
+      read: the operands of the products that give the logits.
     """
 
-    def __init__(self, graph: Graph, inside: Set[int], ends: Sequence[Node], touches: Callable[[int], bool]):
-        self.graph, self.inside, self.ends, self.touches = graph, inside, ends, touches
+    def __init__(
+        self, graph: Graph, inside: Set[int], ends: Sequence[Node], touches: Callable[[int], bool], read: Sequence[int]
+    ):
+        self.graph, self.inside, self.ends, self.touches, self.read = graph, inside, ends, touches, read
 
     @property
     def labelled(self) -> bool:
@@ -79,7 +95,13 @@ class Intent:
             return False
         contracting, batch = node.params["dimension_numbers"]
         shapes = (self.graph.shape(number) for number in node.inputs)
-        return all(len(shape) > len((*c, *b)) for shape, c, b in zip(shapes, contracting, batch, strict=True))
+        free = [len(shape) > len((*c, *b)) for shape, c, b in zip(shapes, contracting, batch, strict=True)]
+        return all(free) or any(own and self._is_read(n) for own, n in zip(free, node.inputs, strict=True))
+
+    def _is_read(self, number: int) -> bool:
+        """Returns whether a matrix is one that gives the logits, as a memory that one query for each example reads."""
+        own = {origin(self.graph, n) for n in self.read}
+        return number not in self.inside and origin(self.graph, number) in own
 
     def _compares_labels(self, value: int) -> bool:
         node = self.graph.definitions.get(value)

@@ -39,11 +39,10 @@ from autopallas.patterns.advice import (
     ROWS_BEFORE,
 )
 from autopallas.patterns.cross_entropy.flows import Flows
-from autopallas.patterns.cross_entropy.intent import takes_logarithm
+from autopallas.patterns.cross_entropy.intent import origin, takes_logarithm
 from autopallas.patterns.cross_entropy.passes import passes
 from autopallas.patterns.cross_entropy.region import Region
 from autopallas.patterns.cross_entropy.sigmoid_losses import sigmoid_losses
-from autopallas.patterns.forward import LAYOUT
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, describe_reason
 from autopallas.patterns.order import circle
 
@@ -58,7 +57,6 @@ _REARRANGES = frozenset({"dynamic_slice", "dynamic_update_slice", "gather", "pad
 """Primitives that pick rows of an array, or put them in another order or place."""
 _OVERWRITES = frozenset({"scatter", "scatter-add"})
 """Primitives that change some elements, such as the logit of a token that is never predicted."""
-_RESTATED = LAYOUT | {"copy", "convert_element_type"}
 _FURTHEST = 8
 """Most equations that only restate a value through which the value is followed."""
 _MOST_HEADS = 4
@@ -349,25 +347,15 @@ def _weighs_something_else(graph: Graph, nodes: Sequence[Node], inside: Set[int]
     read, as the probabilities of an attention are multiplied by the values."""
     if not any(node.params["dimension_numbers"][1][0] for node in nodes):
         return False
-    own = {_origin(graph, number) for node in nodes for number in node.inputs}
+    own = {origin(graph, number) for node in nodes for number in node.inputs}
     for end in ends:
         if end.name == "dot_general" and not is_product(end):
             contracting, batch = end.params["dimension_numbers"]
             for side, number in enumerate(end.inputs):
                 free = len(graph.shape(number)) > len(contracting[side]) + len(batch[side])
-                if number not in inside and free and _origin(graph, number) not in own:
+                if number not in inside and free and origin(graph, number) not in own:
                     return True
     return False
-
-
-def _origin(graph: Graph, number: int) -> int:
-    """Returns the value from which layout operations and casts make another."""
-    for _ in range(_FURTHEST):
-        definition = graph.definitions.get(number)
-        if definition is None or definition.name not in _RESTATED or len(definition.inputs) != 1:
-            break
-        (number,) = definition.inputs
-    return number
 
 
 def _exponents(graph: Graph) -> set[int]:

@@ -130,7 +130,8 @@ class Region:
         self.terminals: list[Terminal] = []
         self._levels: dict[int, int] = {} if other is None else other._levels
         self.side = 0
-        self.intent = Intent(graph, inside, ends, self.touches)
+        read = [number for node in (dot, *(node for node, _ in others)) for number in node.inputs]
+        self.intent = Intent(graph, inside, ends, self.touches, read)
         self.anchored = any(self._anchor(node) for node in ends)
         if self.anchored:
             self._flow: Flow = flows.add(self.every, inside, ends) if other is None else other._flow
