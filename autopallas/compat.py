@@ -416,8 +416,10 @@ def multiplication_params() -> Params:
 
 def make_jaxpr(function: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> ClosedJaxpr:
     """Returns the closed jaxpr of a function; of one with arguments of 64 bits, as where these are enabled, for a
-    program that enables them itself holds such parts."""
-    with at_width(any(map(is_wide, jax.tree.leaves((args, kwargs))))):
+    program that enables them itself holds such parts.
+
+    Constants are not folded, also where the user has JAX do that: folded ones would be no part of the equations."""
+    with at_width(any(map(is_wide, jax.tree.leaves((args, kwargs))))), config.eager_constant_folding(False):
         made: Any = jax.make_jaxpr(function)(*args, **kwargs)
     closed: ClosedJaxpr = made
     return closed

@@ -29,7 +29,7 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat, jaxprs
-from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn, JaxprLike, Literal, ShapedArray, Var
+from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn, JaxprLike, Var
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.report.records import Rematerialised
 
@@ -390,13 +390,9 @@ def _renamed(atoms: Iterable[JaxprAtom], names: Mapping[Var, JaxprAtom]) -> list
 
 
 def _hidden(tokens: Sequence[Var], arrays: Sequence[Var], like: JaxprEqn) -> tuple[list[JaxprEqn], list[Var]]:
-    """Returns equations that give the same arrays, as a compiler cannot know, once the tokens are known.
-
-    Numbers in them are literals: JAX may make others constants of a program, which are no part of equations.
-    """
-    zeros: list[JaxprAtom] = [Literal(np.zeros((), v.aval.dtype), ShapedArray((), v.aval.dtype)) for v in arrays]
-    given: list[JaxprAtom] = [*tokens, *arrays, *zeros]
-    program = compat.make_jaxpr(_selected(len(tokens)), *(compat.typed_like(atom.aval) for atom in given)).jaxpr
+    """Returns equations that give the same arrays, as a compiler cannot know, once the tokens are known."""
+    given = [*tokens, *arrays]
+    program = compat.make_jaxpr(_selected(len(tokens)), *(compat.typed_like(v.aval) for v in given)).jaxpr
     names: dict[Var, JaxprAtom] = dict(zip(program.invars, given, strict=True))
     found = []
     for equation in program.eqns:
@@ -408,7 +404,7 @@ def _hidden(tokens: Sequence[Var], arrays: Sequence[Var], like: JaxprEqn) -> tup
 
 
 def _selected(count: int) -> Callable[..., list[jax.Array]]:
-    """Returns a function of so many tokens, of arrays, and of a zero for each array, which returns the arrays."""
+    """Returns a function of so many tokens and of arrays, which returns the arrays."""
 
     def bits_of(token: jax.Array) -> jax.Array:
         number = lax.reshape(lax.slice(token, (0,) * token.ndim, (1,) * token.ndim), ())
@@ -419,10 +415,8 @@ def _selected(count: int) -> Callable[..., list[jax.Array]]:
         return lambda bits: lax.ne(lax.bitwise_or(bits, np.int32(bit)), np.int32(0))
 
     def function(*given: jax.Array) -> list[jax.Array]:
-        tokens, others = given[:count], given[count:]
-        bits = reduce(lax.bitwise_or, map(bits_of, tokens))
+        bits = reduce(lax.bitwise_or, map(bits_of, given[:count]))
         holds = lax.cond(lax.gt(bits, np.int32(0)), has_bits(1), has_bits(2), bits)
-        arrays, zeros = others[: len(others) // 2], others[len(others) // 2 :]
-        return [lax.select_n(holds, lax.broadcast(zero, x.shape), x) for x, zero in zip(arrays, zeros, strict=True)]
+        return [lax.select_n(holds, lax.full_like(array, 0), array) for array in given[count:]]
 
     return function

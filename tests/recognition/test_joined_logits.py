@@ -9,7 +9,7 @@ from jax import lax
 from jax.nn import log_softmax, logsumexp, one_hot, softmax
 from jax.sharding import PartitionSpec as P
 from support.catalogue import array
-from support.compare import compare, optimized_like_a_user, with_gradients
+from support.compare import compare, differs, optimized_like_a_user, with_gradients
 
 import autopallas
 
@@ -257,3 +257,13 @@ def test_a_backward_in_another_body_is_a_near_miss():
     )
     report = autopallas.explain(jax.value_and_grad(spread, (0, 1, 2)), *arguments())
     assert [miss.op for miss in report.near_misses] == ["cross_entropy"]
+
+
+def test_nothing_raises_where_jax_folds_constants():
+    """What is put in place of a part has no constants then either, which would be no part of its equations."""
+    before = jax.config.eager_constant_folding
+    jax.config.update("eager_constant_folding", True)
+    try:
+        assert differs(labels_anywhere, arguments()) == []
+    finally:
+        jax.config.update("eager_constant_folding", before)
