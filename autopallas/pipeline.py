@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from autopallas import compat, jaxprs
 from autopallas.autotune.probe import Prober
@@ -42,7 +43,7 @@ from autopallas.report import Failure, Rematerialised, Report, Site
 from autopallas.report import NearMiss as NearMissRecord
 from autopallas.report.describe import Describer
 from autopallas.report.live_report import LiveReport
-from autopallas.rewrite.rematerialise import rematerialise
+from autopallas.rewrite.rematerialisation.rematerialise import rematerialise
 from autopallas.rewrite.sites import splice
 from autopallas.sharding.call_shardings import Shardings, on_several_devices
 from autopallas.sharding.shard_sites import shard_sites
@@ -143,12 +144,14 @@ def rewritten(
                 result, decisions = run(
                     "rewrite", "splice", splice_what_can_be, program, graph, matches, decisions, options.strict
                 )
-            if _asks_to_rematerialise(options) and not (disabled or leaving_out.value or is_bisecting()):
-                if obstacle := _keeps_all(program, options, device, shardings):
-                    notes = (*notes, f"{REMATERIALISATION}: {obstacle}")
-                else:
+            wanted = _rematerialises(options, graph)
+            if wanted and not (disabled or leaving_out.value or is_bisecting()):
+                if not (obstacle := _keeps_all(program, options, device, shardings)):
                     with contained(op=REMATERIALISATION, stage="rewrite"):
-                        result, again = run("rewrite", "rematerialise", _with_less_kept, program, graph, result)
+                        less = partial(_with_less_kept, everywhere=wanted == "everywhere")
+                        result, again = run("rewrite", "rematerialise", less, program, graph, result)
+                elif wanted == "everywhere":
+                    notes = (*notes, f"{REMATERIALISATION}: {obstacle}")
             sites = run("rewrite", "record sites", describer.records, matches, decisions)
             if failures:
                 WARNED.once(str(failures), in_words(failures))
@@ -169,18 +172,23 @@ def rewritten(
     return result, LiveReport(report, [decision.entry for decision in decisions])
 
 
-def _asks_to_rematerialise(options: Options) -> bool:
-    """Returns whether less is to be kept for a backward: where less memory is wanted, or where that is named."""
-    named = REMATERIALISATION in (options.ops or ())
-    return named or options.objective == "memory" and looks_for(options.ops, REMATERIALISATION)
+def _rematerialises(options: Options, graph: Graph) -> Literal["everywhere", "stacks", ""]:
+    """Returns where less is to be kept for a backward: everywhere where less memory is wanted, or where that is named;
+    else in the stacks between scans, if there are some."""
+    if not looks_for(options.ops, REMATERIALISATION):
+        return ""
+    if options.objective == "memory" or REMATERIALISATION in (options.ops or ()):
+        return "everywhere"
+    scans = (sum(e.primitive.name == "scan" for e in body.equations) for body in graph.root.walk())
+    return "stacks" if any(count > 1 for count in scans) else ""
 
 
 def _with_less_kept(
-    program: ClosedJaxpr, graph: Graph, result: ClosedJaxpr
+    program: ClosedJaxpr, graph: Graph, result: ClosedJaxpr, everywhere: bool
 ) -> tuple[ClosedJaxpr, tuple[Rematerialised, ...]]:
     """Rematerialises in what became of a program, with calls inlined also where no site was replaced."""
     flat = result if result is not program else jaxprs.with_weak_types(splice(graph, (), ()), program)
-    found, again = rematerialise(flat)
+    found, again = rematerialise(flat, everywhere)
     return (found, again) if again else (result, ())
 
 
@@ -274,7 +282,7 @@ def _recognised(
 def _adds_products(graph: Graph, matches: Sequence[Match], decisions: Sequence[Decision], options: Options) -> bool:
     """Returns whether the rewritten program would compute products that the program itself lacks."""
     applied = [match for match, decision in zip(matches, decisions, strict=True) if decision.verdict == "applied"]
-    changes = bool(applied) or _asks_to_rematerialise(options)
+    changes = bool(applied or _rematerialises(options, graph))
     return changes and has_added_products(graph, _computed(applied))
 
 

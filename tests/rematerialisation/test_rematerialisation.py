@@ -15,7 +15,8 @@ from autopallas import pipeline
 from autopallas.numerics.promote import usual_promotion
 from autopallas.options import Options
 from autopallas.report import Report
-from autopallas.rewrite import rematerialise as module
+from autopallas.rewrite.rematerialisation import kept as kept_values
+from autopallas.rewrite.rematerialisation import rematerialise as module
 
 LAYERS, WIDTH, INNER = 4, 64, 256
 
@@ -129,9 +130,9 @@ def test_the_condition_holds_for_every_number(dtype, token):
         token = jnp.full((2, 3), token, dtype)
         arrays = [jnp.asarray([1.0, np.nan, -0.0, np.inf]), jnp.asarray([True, False]), jnp.arange(3)]
         variables = jax.make_jaxpr(lambda *x: x)(token, token, *arrays).jaxpr.invars
-        equations, results = module._hidden(variables[:2], variables[2:], like)
+        equations, results = kept_values._hidden(variables[:2], variables[2:], like)
         closed = jax.make_jaxpr(lambda *x: x)(token, token, *arrays)
-        program = module.jaxprs.rebuild(closed, [], [], variables, results, equations)
+        program = kept_values.jaxprs.rebuild(closed, [], [], variables, results, equations)
         for given, wanted in zip(jaxpr_as_fun(program)(token, token, *arrays), arrays, strict=True):
             assert given.dtype == wanted.dtype
             np.testing.assert_array_equal(given, wanted)
@@ -326,7 +327,7 @@ def test_the_report_tells_what_is_computed_again():
 
 
 def test_an_error_leaves_the_program_as_it_was_rewritten(monkeypatch):
-    def broken(program):
+    def broken(program, everywhere):
         raise KeyError("on purpose")
 
     monkeypatch.setattr(pipeline, "rematerialise", broken)
@@ -350,7 +351,7 @@ def test_steps_are_in_proportion_to_the_program():
 
     def count(layers):
         steps = 0
-        kept = module._Body._chain
+        kept = kept_values.Kept._chain
 
         def counted(self, value, again, passed):
             nonlocal steps
@@ -358,12 +359,12 @@ def test_steps_are_in_proportion_to_the_program():
             steps += len(found[1])
             return found
 
-        module._Body._chain = counted
+        kept_values.Kept._chain = counted
         try:
             weights, x = parameters()
             module.rematerialise(jax.make_jaxpr(step_of(jax.nn.gelu))(weights * layers, x))
         finally:
-            module._Body._chain = kept
+            kept_values.Kept._chain = kept
         return steps
 
     assert count(8) < 2.5 * count(4)

@@ -1,0 +1,117 @@
+"""Tells which values are the same to the last bit wherever they are computed, and which equations need them so.
+
+A compiler rounds what it fuses otherwise: a product and a sum become one operation, and a cast to 16 bits and back may
+be left out.  What is computed again then differs in its last bits from what the forward computed, which is harmless,
+but for what jumps: of ``x == max(x)``, with the maximum kept and ``x`` computed again, nothing may be left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import jax.numpy as jnp
+
+from autopallas import jaxprs
+from autopallas.compat import Jaxpr, JaxprAtom, JaxprEqn, Var
+from autopallas.graph.custom_rules import ELEMENTWISE
+
+__all__ = ["Rounding", "roundings"]
+
+_UNROUNDED = frozenset(
+    """abs broadcast_in_dim clamp copy expand_dims max min neg reshape select_n squeeze stop_gradient
+    transpose""".split()
+)
+"""Primitives on floats that round nothing."""
+_PRODUCTS = frozenset({"div", "integer_pow", "mul", "square"})
+"""Primitives that may become one operation with a sum; a division by a constant is a product."""
+_SUMS = frozenset({"add", "add_any", "sub"})
+_STEPS = frozenset(
+    """approx_top_k argmax argmin atan2 bitcast_convert_type ceil floor nextafter pow reduce_precision rem round sign
+    sort top_k""".split()
+)
+"""Primitives on floats whose results jump, or end, where their operands change by little."""
+_CUT = frozenset("acos acosh asin asinh atan atanh cbrt log log1p rsqrt sqrt".split())
+"""Primitives whose results jump where their operands are complex."""
+_CALL = "custom_jvp_call"
+
+
+class Rounding(IntEnum):
+    """How surely a value has the same bits wherever it is computed, from what is kept."""
+
+    SURE = 0
+    PRODUCT = 1
+    """Surely by itself, but a sum of it may be rounded once instead of twice."""
+    OPEN = 2
+
+
+def roundings(equations: Sequence[JaxprEqn]) -> tuple[dict[Var, Rounding], set[int]]:
+    """Returns how surely values have the same bits, and the positions of equations that cannot be computed again.
+
+    Every elementwise value counts as one that is computed again, and every other as kept.
+    """
+    found: dict[Var, Rounding] = {}
+    unsure = {position for position, equation in enumerate(equations) if not _read(equation, found)}
+    return found, unsure
+
+
+def _read(equation: JaxprEqn, found: dict[Var, Rounding]) -> bool:
+    """Adds the roundings of an equation's results; returns whether these do not jump for unsure operands."""
+    worst = max((_of(atom, found) for atom in equation.invars), default=Rounding.SURE)
+    if equation.primitive.name == _CALL:
+        jaxpr, _ = jaxprs.open_jaxpr(equation.params["call_jaxpr"])
+        return _read_call(jaxpr, equation, found)
+    if _jumps(equation):
+        found.update(dict.fromkeys(equation.outvars, Rounding.SURE))
+        return worst < Rounding.OPEN
+    if len(equation.outvars) == 1:
+        found[equation.outvars[0]] = _result(equation, worst)
+    return True
+
+
+def _read_call(jaxpr: Jaxpr, equation: JaxprEqn, found: dict[Var, Rounding]) -> bool:
+    own = {v: _of(atom, found) for v, atom in zip(jaxpr.invars, equation.invars, strict=False)}
+    unsteady = [inner for inner in jaxpr.eqns if not _read(inner, own)]
+    for outer, atom in zip(equation.outvars, jaxpr.outvars, strict=True):
+        found[outer] = _of(atom, own)
+    return not unsteady
+
+
+def _of(atom: JaxprAtom, found: dict[Var, Rounding]) -> Rounding:
+    return found.get(atom, Rounding.SURE) if isinstance(atom, Var) else Rounding.SURE
+
+
+def _result(equation: JaxprEqn, worst: Rounding) -> Rounding:
+    name, dtype = equation.primitive.name, equation.outvars[0].aval.dtype
+    if not _is_float(equation.outvars[0]):
+        return Rounding.SURE
+    if name in _UNROUNDED:
+        return worst
+    if name not in ELEMENTWISE:
+        return Rounding.SURE
+    single = dtype in (jnp.float32, jnp.float64)
+    if name == "convert_element_type":
+        (given,) = equation.invars
+        exact = single if not _is_float(given) else jnp.promote_types(given.aval.dtype, dtype) == dtype
+        return worst if exact else Rounding.OPEN
+    if single and name in _PRODUCTS and worst < Rounding.OPEN:
+        return Rounding.PRODUCT
+    return Rounding.SURE if single and name in _SUMS and worst == Rounding.SURE else Rounding.OPEN
+
+
+def _jumps(equation: JaxprEqn) -> bool:
+    """Returns whether a small change of a float among an equation's operands may change its results by much."""
+    floats = [atom for atom in equation.invars if _is_float(atom)]
+    if not floats:
+        return False
+    name = equation.primitive.name
+    if name == "ne" and equation.invars[0] is equation.invars[1]:  # whether it is NaN
+        return False
+    if name in _STEPS or name in ELEMENTWISE and not all(map(_is_float, equation.outvars)):
+        return True
+    return name in _CUT and any(jnp.issubdtype(atom.aval.dtype, jnp.complexfloating) for atom in floats)
+
+
+def _is_float(atom: JaxprAtom) -> bool:
+    dtype = getattr(atom.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
