@@ -292,6 +292,18 @@ def test_loops_of_no_rounds_and_small_arrays_stay():
         near(run(w, x), [jax.jit(step)(w, x)], 1e-6)
 
 
+def test_a_scan_whose_results_nobody_reads():
+    def function(x, rows):
+        last, stacks = lax.scan(lambda c, row: (c + row, (c, jnp.exp(c))), x, rows)
+        lax.scan(lambda c, given: (c + given[0] * given[1], None), last, stacks, reverse=True)
+        return last
+
+    rows, x = draw(5, 64, 64), draw(64, 64, seed=1)
+    run, again = less_stacked(function, x, rows)
+    assert again == 0
+    near(run(x, rows), [jax.jit(function)(x, rows)], 1e-6)
+
+
 def test_side_effects_happen_once():
     seen = []
 

@@ -47,11 +47,15 @@ def with_less_stacked(
       fast: whether nothing may take longer for it; processors compute with 16-bit floats by way of 32 bits.
     """
     found, told = list(equations), list[Rematerialised]()
-    scans = [position for position, equation in enumerate(found) if equation.primitive.name == "scan"]
-    if len(scans) < 2:
+    if sum(equation.primitive.name == "scan" for equation in found) < 2:
         return found, told
     made = {variable for equation in found for variable in equation.outvars}
     readers = _readers(jaxpr, found)
+    scans = [
+        position
+        for position, equation in enumerate(found)
+        if equation.primitive.name == "scan" and any(readers.get(variable) for variable in equation.outvars)
+    ]
     for first in scans:
         read = Counter[int]()
         for stack in _stacks(found[first]):
