@@ -13,6 +13,9 @@ from support.compare import compare
 from support.respellings import found, random
 
 import autopallas
+from autopallas.graph import Graph, flatten
+from autopallas.kernels.respelling.kinds.looped_convolution import KIND
+from autopallas.patterns import find
 
 NAME = "looped_convolution"
 IMAGES = "NHWC", "HWIO", "NHWC"
@@ -165,3 +168,16 @@ def test_zeros_around_images_are_assumed_to_meet_finite_weights():
         ours = autopallas.optimize(run, objective="always", strict=True, ops=NAME, assume_finite=False)
         np.testing.assert_allclose(ours(x, w), run(x, w), rtol=2e-5, atol=2e-5)
         assert ours.report().counts() == ({} if assumed else {"respelling": 1})
+
+
+@pytest.mark.parametrize(
+    ("examples", "channels", "results", "few"),
+    [(4, 16, 16, False), (4, 1, 16, False), (1, 8, 8, False), (16, 16, 1, True), (1, 1, 16, True)],
+)
+def test_gradients_of_weights_of_few_channels_have_evidence_of_their_own(examples, channels, results, few):
+    """Weights of recurrent convolutions have few channels and examples, and are none of the stencils that lose."""
+    x, w = random(2, examples, 16, 16, channels), random(3, 3, channels, results)
+    step = looped(lambda x: jax.grad(lambda w: jnp.sum(jnp.sin(convolve(x, w))))(w))
+    sites = find(Graph(flatten(jax.make_jaxpr(step)(x))), ("looped_convolution",), True)[0]
+    (feature,) = [KIND.feature(site.spec) for site in sites]
+    assert ("few channels" in feature) == few
