@@ -449,6 +449,46 @@ def periodic() -> tuple[Model, Arrays, jax.Array]:
     return model, {"box": jnp.full((), 9.6), "size": jnp.ones(())}, positions
 
 
+def layers() -> tuple[Model, Arrays, jax.Array]:
+    """Six layers of a transformer (Vaswani et al., 2017, arXiv:1706.03762), normalised before, in a scan."""
+    depth, width, heads = 6, 256, 4
+
+    def normal(x: jax.Array) -> jax.Array:
+        x = x - x.mean(-1, keepdims=True)
+        return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5)
+
+    def layer(x: jax.Array, w: Arrays) -> tuple[jax.Array, None]:
+        q, k, v = (a.reshape(*x.shape[:2], heads, -1) for a in jnp.split(normal(x) @ w["qkv"], 3, -1))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / (width // heads) ** 0.5
+        causal = jnp.tril(jnp.ones((x.shape[1],) * 2, bool))
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(causal, scores, -1e30)), v)
+        x = x + mixed.reshape(x.shape) @ w["out"]
+        return x + jax.nn.gelu(normal(x) @ w["up"]) @ w["down"], None
+
+    def model(w: Arrays, x: jax.Array) -> jax.Array:
+        return lax.scan(layer, x, w)[0]
+
+    shapes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
+    weights = jax.tree.map(lambda w: jnp.stack([w] * depth), _weights(**shapes))
+    return model, weights, jax.random.normal(_KEY, (4, 256, width))
+
+
+def burgers() -> tuple[Model, Arrays, jax.Array]:
+    """Burgers' equation with viscosity, 100 steps of an upwind scheme."""
+
+    def model(w: Arrays, u: jax.Array) -> jax.Array:
+        def flux(a: jax.Array, b: jax.Array) -> jax.Array:
+            return (a * a + b * b) / 4 - jnp.maximum(jnp.abs(a), jnp.abs(b)) * (b - a) / 2
+
+        def step(u: jax.Array, _: None) -> tuple[jax.Array, None]:
+            after, before = jnp.roll(u, -1), jnp.roll(u, 1)
+            return u - 0.1 * (flux(u, after) - flux(before, u)) + w["viscosity"] * (after - 2 * u + before), None
+
+        return lax.scan(step, u, None, length=100)[0]
+
+    return model, {"viscosity": jnp.full((), 0.05)}, jax.random.normal(_KEY, (65536,))
+
+
 ON_REQUEST = {"neighbours": ("respelling", "squared_distances")}
 """What the option ``ops`` has to name for a model."""
 
@@ -457,7 +497,7 @@ MODELS = {
     for f in (
         *(mobilenet, convnext, resnext, mamba, embedding, sampler, pooled, running, quantile, recurrent),
         *(dropped, walks, generator, residual, neighbours, kinematics, kalman, densities, siren, particles),
-        *(mamba2, rwkv6, evidential, periodic, cells, generation),
+        *(mamba2, rwkv6, evidential, periodic, cells, generation, layers, burgers),
     )
 }
 """``sampler`` has the kinds argmax and sort, ``embedding`` one_hot, ``mamba`` associative_scan, ``recurrent``
@@ -465,7 +505,7 @@ indexed_loop, ``pooled`` pooling, ``running`` cumulative, ``dropped`` and ``walk
 ``residual`` weight_gradient and pooling_gradient, ``neighbours`` squared_distances, ``kinematics`` and ``kalman``
 batched_product, ``densities`` both that and triangular_solve, ``siren``, ``particles``, ``evidential`` and
 ``periodic`` elementwise, ``cells`` and ``generation`` looped_bfloat16 (with JAX 0.10), ``mamba2`` and ``rwkv6`` four
-recurrences; the others have convolution."""
+recurrences; ``layers`` and ``burgers`` have stacks that follow from others; the others have convolution."""
 _WITHOUT_GRADIENT = ("sampler", "generation")
 
 
