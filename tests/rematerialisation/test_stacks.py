@@ -398,3 +398,33 @@ def test_without_stacks_nothing_is_computed_again_by_default():
     w, x = draw(64, 64) / 8, draw(1024, 64)
     step = jax.value_and_grad(lambda w: jnp.sum(jax.nn.gelu(jax.nn.gelu(x @ w) @ w)))
     assert arrays_of(step, w)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda x, w: ((x + w) / w) / (1 + jnp.abs(w)),
+        lambda x, w: (x * 0.3) * 0.7,
+        lambda x, w: (x + 0.3) + 0.7,
+        lambda x, w: w / ((x + w) / 1.3),
+        lambda x, w: x * w + x,
+        lambda x, w: (x * w).astype(jnp.bfloat16).astype(jnp.float32),
+        lambda x, w: jnp.exp(x * w) ** 2,
+    ],
+    ids=["quotients", "constant factors", "constant terms", "inverse", "product and sum", "cast", "exponential"],
+)
+def test_what_is_rounded_twice_is_not_compared_with_what_was_kept(between):
+    """A compiler makes one operation of two, where it sees both, or one of two of what is kept and the next."""
+
+    def first(c, row):
+        x = between(c * row, jnp.abs(row) + 1.0)
+        return jnp.tanh(c + row), (c * row, x, jnp.max(x, -1, keepdims=True))
+
+    def second(c, given):
+        y, x, most = given[1:]
+        return c + (x == most) * y, jnp.sum(x == most, -1)
+
+    rows, x = draw(5, 64, 128), draw(64, 128, seed=1)
+    function = two_scans(first, second, x)
+    run, _ = less_stacked(function, x, rows)
+    near(run(x, rows), jax.tree.leaves(jax.jit(function)(x, rows)), 1e-6)

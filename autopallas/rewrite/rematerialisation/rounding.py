@@ -1,8 +1,9 @@
 """Tells which values are the same to the last bit wherever they are computed, and which equations need them so.
 
-A compiler rounds what it fuses otherwise: a product and a sum become one operation, and a cast to 16 bits and back may
-be left out.  What is computed again then differs in its last bits from what the forward computed, which is harmless,
-but for what jumps: of ``x == max(x)``, with the maximum kept and ``x`` computed again, nothing may be left.
+A compiler rounds what it fuses otherwise: a product and a sum become one operation, a quotient of a quotient one of a
+product, and a cast to 16 bits and back may be left out.  So only what is rounded once surely has the same bits.  What
+is computed again differs in its last bits from what the forward computed, which is harmless, but for what jumps: of
+``x == max(x)``, with the maximum kept and ``x`` computed again, nothing may be left.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ _UNROUNDED = frozenset(
     transpose""".split()
 )
 """Primitives on floats that round nothing."""
-_PRODUCTS = frozenset({"div", "integer_pow", "mul", "square"})
-"""Primitives that may become one operation with a sum; a division by a constant is a product."""
-_SUMS = frozenset({"add", "add_any", "sub"})
+_ONCE = frozenset({"add", "add_any", "div", "mul", "square", "sub"})
+"""Primitives that round once."""
 _STEPS = frozenset(
     """approx_top_k argmax argmin atan2 bitcast_convert_type ceil floor nextafter pow reduce_precision rem round sign
     sort top_k""".split()
@@ -40,8 +40,8 @@ class Rounding(IntEnum):
     """How surely a value has the same bits wherever it is computed, from what is kept."""
 
     SURE = 0
-    PRODUCT = 1
-    """Surely by itself, but a sum of it may be rounded once instead of twice."""
+    ONCE = 1
+    """Surely by itself, but what is computed of it may be rounded once instead of twice."""
     OPEN = 2
 
 
@@ -94,9 +94,7 @@ def _result(equation: JaxprEqn, worst: Rounding) -> Rounding:
         (given,) = equation.invars
         exact = single if not _is_float(given) else jnp.promote_types(given.aval.dtype, dtype) == dtype
         return worst if exact else Rounding.OPEN
-    if single and name in _PRODUCTS and worst < Rounding.OPEN:
-        return Rounding.PRODUCT
-    return Rounding.SURE if single and name in _SUMS and worst == Rounding.SURE else Rounding.OPEN
+    return Rounding.ONCE if single and name in _ONCE and worst == Rounding.SURE else Rounding.OPEN
 
 
 def _jumps(equation: JaxprEqn) -> bool:
