@@ -16,7 +16,7 @@ from autopallas import jaxprs
 from autopallas.compat import JaxprAtom, JaxprEqn, Var
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.report.records import Rematerialised
-from autopallas.rewrite.rematerialisation.rounding import Rounding, roundings
+from autopallas.rewrite.rematerialisation.rounding import compared, roundings
 
 __all__ = [
     "LEAST_BYTES",
@@ -165,17 +165,6 @@ class Recomputation(ABC):
         """Returns whether an equation takes long for each element."""
         return self.equations[position].primitive.name in _LONG or position in self._calls
 
-    def _compared(self) -> set[Var]:
-        """Returns values that would be rounded otherwise if they were computed again, where the backward has to have
-        the forward's bits."""
-        found: set[Var] = set()
-        for position in range(len(self.equations) - 1, self.peak, -1):
-            equation = self.equations[position]
-            reads = self._is_elementwise(position) and not found.isdisjoint(equation.outvars)
-            if reads or position in self._unsure:
-                found.update(variables(equation.invars))
-        return {value for value in found if self._roundings.get(value) == Rounding.OPEN}
-
     @abstractmethod
     def candidates(self) -> set[Var]:
         """Returns what the forward keeps for the backward alone, and could be computed again."""
@@ -196,7 +185,9 @@ class Recomputation(ABC):
 
     def groups(self) -> list[Group]:
         """Returns what is worth computing again, in groups that are computed from the same arrays."""
-        again = self.candidates() - self._compared()
+        again = self.candidates()
+        if again:
+            again -= compared(self.equations[self.peak + 1 :], self._roundings)
         self._far = self._through_two(again)
         again -= self._far
         for _ in range(_ROUNDS if again else 0):

@@ -8,7 +8,7 @@ is computed again differs in its last bits from what the forward computed, which
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from autopallas import jaxprs
 from autopallas.compat import Jaxpr, JaxprAtom, JaxprEqn, Var
 from autopallas.graph.custom_rules import ELEMENTWISE
 
-__all__ = ["Rounding", "roundings"]
+__all__ = ["Rounding", "compared", "roundings"]
 
 _UNROUNDED = frozenset(
     """abs broadcast_in_dim clamp copy expand_dims max min neg reshape select_n squeeze stop_gradient
@@ -34,6 +34,17 @@ _STEPS = frozenset(
 _CUT = frozenset("acos acosh asin asinh atan atanh cbrt log log1p rsqrt sqrt".split())
 """Primitives whose results jump where their operands are complex."""
 _CALL = "custom_jvp_call"
+_MIXING = frozenset(
+    """cholesky conv_general_dilated cumlogsumexp cumprod cumsum dot_general eigh fft ragged_dot_general reduce_prod
+    reduce_sum reduce_window_sum scatter-add scatter_add triangular_solve""".split()
+)
+"""Primitives whose results are no element of an operand, so that nothing of these is found again in them."""
+_SITES = "autopallas"
+"""How the names of primitives of kernels begin, which sum over products too."""
+_MOVING = frozenset(
+    """concatenate dynamic_slice dynamic_update_slice gather pad reduce_max reduce_min rev slice split""".split()
+)
+"""Primitives whose results are elements of their operands, as they are."""
 
 
 class Rounding(IntEnum):
@@ -53,6 +64,42 @@ def roundings(equations: Sequence[JaxprEqn]) -> tuple[dict[Var, Rounding], set[i
     found: dict[Var, Rounding] = {}
     unsure = {position for position, equation in enumerate(equations) if not _read(equation, found)}
     return found, unsure
+
+
+def compared(equations: Sequence[JaxprEqn], found: Mapping[Var, Rounding]) -> set[Var]:
+    """Returns what some equations need with the bits that it had before, because it comes to one that jumps.
+
+    Args:
+      equations: those of a backward.
+      found: the roundings of what the forward computed.
+    """
+    needed: dict[Var, Rounding] = {}  # from which rounding on a value is needed as it was
+    within: dict[int, bool] = {}
+    for equation in reversed(equations):
+        name = equation.primitive.name
+        if name in _MIXING or name.startswith(_SITES):
+            continue
+        least = min((needed[v] for v in equation.outvars if v in needed), default=None)
+        if least is not None and name not in _UNROUNDED | _MOVING:
+            least = Rounding.ONCE
+        if _jumps(equation) or _jumps_within(equation, within):
+            least = Rounding.OPEN if least is None and jaxprs.is_leaf(equation) else Rounding.ONCE
+        if least is not None:
+            for atom in equation.invars:
+                if isinstance(atom, Var):
+                    needed[atom] = min(least, needed.get(atom, least))
+    return {value for value, least in needed.items() if found.get(value, Rounding.SURE) >= least}
+
+
+def _jumps_within(equation: JaxprEqn, known: dict[int, bool]) -> bool:
+    """Returns whether an equation of the bodies of another one jumps; remembered by body."""
+    for _, _, body in jaxprs.bodies(equation):
+        jaxpr, _ = jaxprs.open_jaxpr(body)
+        if id(jaxpr) not in known:
+            known[id(jaxpr)] = any(_jumps(e) or _jumps_within(e, known) for e in jaxpr.eqns)
+        if known[id(jaxpr)]:
+            return True
+    return False
 
 
 def _read(equation: JaxprEqn, found: dict[Var, Rounding]) -> bool:

@@ -46,14 +46,15 @@ def with_less_stacked(
       equations: what stands for its equations.
       fast: whether nothing may take longer for it; processors compute with 16-bit floats by way of 32 bits.
     """
-    found, told = list(equations), list[Rematerialised]()
-    if sum(equation.primitive.name == "scan" for equation in found) < 2:
-        return found, told
-    made = {variable for equation in found for variable in equation.outvars}
-    readers = _readers(jaxpr, found)
+    told: list[Rematerialised] = []
+    if sum(equation.primitive.name == "scan" for equation in equations) < 2:
+        return list(equations), told
+    made = {variable for equation in equations for variable in equation.outvars}
+    readers = _readers(jaxpr, equations)
+    found = dict(enumerate(equations))
     scans = [
         position
-        for position, equation in enumerate(found)
+        for position, equation in found.items()
         if equation.primitive.name == "scan" and any(readers.get(variable) for variable in equation.outvars)
     ]
     for first in scans:
@@ -68,10 +69,12 @@ def with_less_stacked(
         groups = pair.groups()
         if groups:
             told += (pair.record(group, pair.length) for group in groups)
-            found[first], found[second] = pair.rewritten(groups, {v for v, by in readers.items() if by})
+            found[second], *others_of_first = pair.rewritten(groups, {v for v, by in readers.items() if by})
+            del found[first]
+            found.update((first, equation) for equation in others_of_first)
             for variable in variables(found[second].invars):
                 readers[variable].add(second)
-    return found, told
+    return [found[position] for position in sorted(found)], told
 
 
 def _readers(jaxpr: Jaxpr, equations: Sequence[JaxprEqn]) -> dict[Var, set[int]]:
@@ -162,12 +165,13 @@ class _Pair(Recomputation):
     def is_worth(self, value: Var, sources: Set[Var], equations: Set[int]) -> bool:
         if not self._fast:
             return True
-        if value.aval.dtype in _SIXTEEN_BITS:
+        if any(v.aval.dtype in _SIXTEEN_BITS for position in equations for v in self.equations[position].outvars):
             return False
         return size_of(value) * self.length >= _LARGE or not any(map(self.is_long, equations))
 
-    def rewritten(self, groups: Sequence[Group], read: Set[Var]) -> tuple[JaxprEqn, JaxprEqn]:
-        """Returns both scans, the second of which computes groups again, and the first no longer stacks their values.
+    def rewritten(self, groups: Sequence[Group], read: Set[Var]) -> list[JaxprEqn]:
+        """Returns the second scan, which computes groups again, and the first, which no longer stacks their values; the
+        second alone if the first was there for nothing else.
 
         Args:
           groups: the groups.
@@ -205,7 +209,7 @@ class _Pair(Recomputation):
         first = _extended(self._first, forward.eqns, (), (), stacks)
         dropped = {stack for value, stack in self._stacks if value in again}
         new = {stack for _, stack in stacks}
-        return _with_results(first, (read - dropped) | new), _with_results(second, read)
+        return [*_with_results(second, read), *_with_results(first, (read - dropped) | new)]
 
 
 def _extended(
@@ -228,11 +232,11 @@ def _extended(
     )
 
 
-def _with_results(scan: JaxprEqn, wanted: Set[Var]) -> JaxprEqn:
-    """Returns a scan without results that are not wanted, and without what it reads for them alone."""
+def _with_results(scan: JaxprEqn, wanted: Set[Var]) -> list[JaxprEqn]:
+    """Returns a scan without results that are not wanted, and without what it reads for them alone; nothing if nothing
+    of it is wanted."""
     results = [variable for variable in scan.outvars if variable in wanted]
     info = jaxprs.debug_info("autopallas", len(operands := variables(scan.invars)), len(results))
     whole = compat.new_jaxpr((), operands, results, [scan], scan.effects, info)
     live, _ = compat.dce_jaxpr(whole, [True] * len(results), instantiate=True)
-    (found,) = live.eqns
-    return found
+    return list(live.eqns)
