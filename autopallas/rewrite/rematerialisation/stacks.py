@@ -52,15 +52,15 @@ def with_less_stacked(
     made = {variable for equation in equations for variable in equation.outvars}
     readers = _readers(jaxpr, equations)
     found = dict(enumerate(equations))
-    scans = [
-        position
+    scans = {
+        position: None
         for position, equation in found.items()
         if equation.primitive.name == "scan" and any(readers.get(variable) for variable in equation.outvars)
-    ]
+    }
     for first in scans:
         read = Counter[int]()
         for stack in _stacks(found[first]):
-            read.update(dict.fromkeys(readers[stack].intersection(scans), size_of(stack)))
+            read.update(dict.fromkeys(readers[stack] & scans.keys(), size_of(stack)))
         if not read:
             continue
         ((second, _),) = read.most_common(1)
@@ -69,9 +69,10 @@ def with_less_stacked(
         groups = pair.groups()
         if groups:
             told += (pair.record(group, pair.length) for group in groups)
-            found[second], *others_of_first = pair.rewritten(groups, {v for v, by in readers.items() if by})
+            results = (*found[first].outvars, *found[second].outvars)
+            found[second], *left = pair.rewritten(groups, {variable for variable in results if readers.get(variable)})
             del found[first]
-            found.update((first, equation) for equation in others_of_first)
+            found.update((first, equation) for equation in left)
             for variable in variables(found[second].invars):
                 readers[variable].add(second)
     return [found[position] for position in sorted(found)], told
