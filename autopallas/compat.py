@@ -9,15 +9,15 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import jax
 import numpy as np
-from jax._src import config, source_info_util
+from jax._src import config, core, source_info_util
 from jax._src.source_info_util import Frame, NameStack, SourceInfo, Traceback
 from jax.extend.core import DebugInfo, Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 Dtype: TypeAlias = np.dtype[np.generic]
@@ -143,6 +143,8 @@ else:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, new_jaxpr_eqn
     from jax.interpreters.partial_eval import dce_jaxpr
 
+pvary_p: Primitive = core.pvary_p
+"""Makes a value vary over further manual mesh axes."""
 IrValues: TypeAlias = "Sequence[ir.Value[ir.Type]]"
 """Values of a module that is being lowered."""
 JaxprLike: TypeAlias = Jaxpr | ClosedJaxpr
@@ -157,7 +159,6 @@ __all__ = [
     "ArrayFunction",
     "ClosedJaxpr",
     "Dtype",
-    "GpuProperties",
     "IrValues",
     "Jaxpr",
     "JaxprAtom",
@@ -177,21 +178,16 @@ __all__ = [
     "Traceback",
     "Var",
     "ad",
-    "array_type",
     "at_width",
-    "axis_types",
     "batching",
     "cuda_runtime",
     "dce_jaxpr",
     "distributed_store",
-    "divided_like",
     "draws_by_position",
     "emit",
-    "explicit_sharding",
     "exported",
     "exporting",
     "extended_scan",
-    "gpu_properties",
     "has_input_effects",
     "has_side_effects",
     "is_high",
@@ -203,13 +199,10 @@ __all__ = [
     "is_wide",
     "jaxpr_as_fun",
     "jit_settings",
-    "lowered_call",
-    "lowered_on_mesh_of",
     "lowering_device",
     "make_jaxpr",
     "make_jaxpr_and_shapes",
     "mark_lowering",
-    "mesh_in_force",
     "missing_mosaic_gpu",
     "mlir",
     "module_text",
@@ -219,22 +212,18 @@ __all__ = [
     "new_jaxpr",
     "new_jaxpr_eqn",
     "numeric_setting",
-    "on_mesh_of",
     "propagated",
+    "pvary_p",
     "reductions_take_sines",
     "register_checks",
     "register_taylor_rule",
     "scan_parts",
     "scope_names",
-    "set_mesh",
-    "shape_of",
     "spread",
     "tensor_cores",
     "trace_context",
-    "typed_like",
     "user_frames",
     "versions",
-    "whole_type",
 ]
 
 
@@ -312,8 +301,6 @@ def extended_scan(params: Params, given: int, read: int, stacked: int) -> Params
 def spread(params: Params, aval: ShapedArray) -> tuple[PartitionSpec, ShapedArray]:
     """Returns (the partition spec, the outer type) with which a value leaves one shard_map in order to enter another:
     the devices' parts lie side by side along the first axis."""
-    from jax._src import core
-
     unsharded: Any = core.unshard_aval
     mesh, checked = params["mesh"], params["check_vma"]
     varying = aval.manual_axis_type.varying if checked else params["newly_manual_axes"]
@@ -327,7 +314,6 @@ def emit(program: ClosedJaxpr, arguments: Sequence[ArrayLike]) -> Sequence[jax.A
 
     The equations are copied where possible, and otherwise traced anew.
     """
-    from jax._src import core
     from jax._src.interpreters import partial_eval
 
     trace: Any = core.trace_ctx.trace
@@ -395,17 +381,6 @@ def _asks_bodies(primitive: Primitive) -> bool:
 _ASKS_BODIES = getattr(Primitive, "is_high", None)
 """JAX's rule for primitives without one of their own: whether a jaxpr among the parameters is high."""
 _JAXPRS: Any = (Jaxpr, ClosedJaxpr)
-
-
-def lowered_call(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """Returns what JAX lowers a call of a "high" primitive to; None for other calls, and if a result is a float."""
-    if equation.primitive.name != "call_hi_primitive" or equation.effects:
-        return None
-    if any(getattr(v.aval.dtype, "kind", "-") not in "iub" for v in equation.outvars):
-        return None
-    primitive: Any = equation.primitive
-    given = [typed_like(a.aval) for a in equation.invars]
-    return make_jaxpr(lambda *arguments: primitive.to_lojax(*arguments, **equation.params), *given)
 
 
 @functools.cache
@@ -543,137 +518,6 @@ def scoped(source: SourceInfo, name: str) -> SourceInfo:
     return found
 
 
-def array_type(
-    shape: Sequence[int], dtype: DTypeLike, operands: Sequence[Shaped], like: Shaped | None = None
-) -> ShapedArray:
-    """Returns the type of an array computed from ``operands``.
-
-    It varies over every manual mesh axis that they vary over.  Over explicit mesh axes it is sharded as ``like``, which
-    has its shape, or its shape without leading axes.
-    """
-    inside: list[Any] = [a for a in operands if hasattr(a, "manual_axis_type") and a.manual_axis_type.varying]
-    sharding = explicit_sharding(like)
-    if sharding is not None and like is not None:
-        further = [None] * (len(shape) - len(like.shape))
-        sharding = sharding.update(spec=jax.sharding.PartitionSpec(*further, *sharding.spec))
-    if not inside:
-        return ShapedArray(tuple(shape), dtype, **({} if sharding is None else {"sharding": sharding}))
-    varying = frozenset().union(*(a.manual_axis_type.varying for a in inside))
-    if sharding is None:  # the sharding names the mesh whose axes these are
-        sharding = inside[0].sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(shape)))
-    varied: ShapedArray = inside[0].update(
-        shape=tuple(shape),
-        dtype=dtype,
-        weak_type=False,
-        sharding=sharding,
-        manual_axis_type=type(inside[0].manual_axis_type)(varying=varying),
-    )
-    return varied
-
-
-def varying_axes(avals: Sequence[object]) -> frozenset[str]:
-    """Returns the manual mesh axes over which any of some arrays varies, by their types."""
-    found = frozenset[str]()
-    for aval in avals:  # of most programs none
-        kind = getattr(aval, "manual_axis_type", None)
-        if kind is not None and kind.varying:
-            found |= kind.varying
-    return found
-
-
-def varied_alike(arrays: Sequence[Value], operands: Sequence[object]) -> list[Value]:
-    """Returns arrays that vary over every manual axis over which any of ``operands`` varies.
-
-    The transpose of that sums cotangents over the axes which are new.
-    """
-    axes = varying_axes(list(map(jax.typeof, operands)))
-
-    def varied(x: Value) -> Value:
-        missing = tuple(sorted(axes - varying_axes([jax.typeof(x)])))
-        return cast("Value", jax.lax.pcast(cast("jax.Array", x), missing, to="varying")) if missing else x
-
-    return list(map(varied, arrays)) if axes else list(arrays)
-
-
-def varying_equation(atom: JaxprAtom, like: ShapedArray, beside: JaxprEqn) -> JaxprEqn:
-    """Returns the equation, beside another one, after which a value also varies over the manual mesh axes over which
-    ``like`` varies."""
-    from jax._src import core
-
-    axes = tuple(sorted(varying_axes([like]) - varying_axes([atom.aval])))
-    result = Var(array_type(atom.aval.shape, atom.aval.dtype, [like, atom.aval]))
-    return new_jaxpr_eqn([atom], [result], core.pvary_p, {"axes": axes}, set(), beside.source_info, beside.ctx)
-
-
-def explicit_sharding(aval: object) -> NamedSharding | None:
-    """Returns the sharding in an array's type if its mesh has explicit axes; otherwise None."""
-    sharding = getattr(aval, "sharding", None)
-    mesh = getattr(sharding, "mesh", None)
-    if mesh is None or mesh.empty or jax.sharding.AxisType.Explicit not in mesh.axis_types:
-        return None
-    return sharding
-
-
-def axis_types(aval: object) -> tuple[AxisType, ...]:
-    """Returns the types of the axes of the mesh in an array's type; none where there is no mesh."""
-    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
-    return () if mesh is None or mesh.empty else tuple(mesh.axis_types)
-
-
-def on_mesh_of(avals: Sequence[object]) -> AbstractContextManager[object]:
-    """Returns a context with the mesh of some arrays in force, as it is where a program computes with them."""
-    meshes = (getattr(getattr(aval, "sharding", None), "mesh", None) for aval in avals)
-    mesh = next((m for m in meshes if isinstance(m, jax.sharding.AbstractMesh) and not m.empty), None)
-    if mesh is None or mesh == jax.sharding.get_abstract_mesh():
-        return contextlib.nullcontext()
-    return jax.sharding.use_abstract_mesh(mesh)
-
-
-def lowered_on_mesh_of(avals: Sequence[object]) -> AbstractContextManager[object]:
-    """Returns the same context, but an empty mesh where there is none: JAX lowers under one, and finds there again what
-    was traced under one before."""
-    meshes = [getattr(getattr(aval, "sharding", None), "mesh", None) for aval in avals]
-    if jax.sharding.get_abstract_mesh().empty and all(mesh is None or mesh.empty for mesh in meshes):
-        return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
-    return on_mesh_of(avals)
-
-
-def shape_of(aval: Shaped) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of an array, and its sharding if its type has explicit mesh axes."""
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=explicit_sharding(aval))
-
-
-def typed_like(aval: Shaped) -> jax.ShapeDtypeStruct:
-    """Like :func:`shape_of`, but keeps an automatic mesh too, since derivatives are written differently on one."""
-    sharding = getattr(aval, "sharding", None)
-    mesh = getattr(sharding, "mesh", None)
-    if mesh is None or mesh.empty:
-        return shape_of(aval)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-
-
-def divided_like(x: jax.Array, like: object) -> jax.Array:
-    """Returns ``x`` with the sharding that a type has over explicit axes; unchanged if the type has none."""
-    wanted = explicit_sharding(like)
-    if wanted is None or explicit_sharding(jax.typeof(x)) == wanted:
-        return x
-    result: jax.Array = jax.sharding.reshard(x, wanted)
-    return result
-
-
-def invariant_type(aval: ShapedArray) -> ShapedArray:
-    """Returns an array's type, changed to be invariant along every manual mesh axis."""
-    kind = getattr(aval, "manual_axis_type", None)
-    return aval.update(manual_axis_type=type(kind)()) if kind is not None and kind.varying else aval
-
-
-def whole_type(aval: ShapedArray) -> ShapedArray:
-    """Like :func:`invariant_type`, but also removes explicit mesh axes, since there is only one device then."""
-    if explicit_sharding(aval) is not None:
-        return ShapedArray(aval.shape, aval.dtype)
-    return invariant_type(aval)
-
-
 def lowering_device(context: LoweringContext) -> jax.Device | None:
     """Returns the first device that a module is being lowered for, or None where only its platform is known."""
     devices = getattr(context.module_context.axis_context, "device_assignment", None)
@@ -696,17 +540,6 @@ def is_partitioned(context: LoweringContext) -> bool:
     if hasattr(axes, "manual_axes"):
         return any(n > 1 for name, n in axes.mesh.shape.items() if name not in axes.manual_axes)
     return int(getattr(axes, "num_devices", None) or 1) > 1
-
-
-def mesh_in_force() -> Mesh | None:
-    """Returns the mesh of ``jax.set_mesh``, or None."""
-    mesh: Mesh = jax.sharding.get_mesh()
-    return None if mesh.empty else mesh
-
-
-def set_mesh(mesh: MeshLike | None) -> AbstractContextManager[object]:
-    """Returns a context with a mesh in force; for None, the present one stays in force."""
-    return contextlib.nullcontext() if mesh is None else jax.set_mesh(cast(Mesh, mesh))
 
 
 _MARK = "autopallas_mark"
@@ -820,22 +653,6 @@ def missing_mosaic_gpu() -> str | None:
 def mosaic_gpu_turns_tiles() -> bool:
     """Returns whether Mosaic GPU can turn tiles of 16 bits as it reads them from shared memory, from JAX 0.11.1 on."""
     return tuple(jax.__version_info__[:3]) >= (0, 11, 1)
-
-
-class GpuProperties(NamedTuple):
-    """Compute capability, such as "9.0", and number of streaming multiprocessors of a GPU."""
-
-    capability: str
-    processors: int
-
-
-@functools.cache
-def gpu_properties(kind: str) -> GpuProperties | None:
-    """Returns the properties of this process's GPU of a kind, or None if it has none."""
-    for device in jax.local_devices():
-        if device.platform in ("gpu", "cuda") and device.device_kind == kind:
-            return GpuProperties(str(getattr(device, "compute_capability", "")), int(getattr(device, "core_count", 0)))
-    return None
 
 
 def cuda_runtime() -> int | None:

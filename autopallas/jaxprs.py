@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import DebugInfo, Primitive
 from jax.typing import ArrayLike, DTypeLike
 
-from autopallas import compat
+from autopallas import array_types, compat
 from autopallas.compat import (
     ClosedJaxpr,
     Jaxpr,
@@ -253,7 +253,7 @@ def reshape_equation(variable: Var, shape: tuple[int, ...]) -> JaxprEqn:
     """Returns an equation that reshapes a variable."""
     equation: JaxprEqn
     (equation,) = jax.make_jaxpr(lambda x: jax.lax.reshape(x, shape))(np.zeros(variable.aval.shape, bool)).eqns
-    result = Var(compat.array_type(shape, variable.aval.dtype, [variable.aval]))
+    result = Var(array_types.array_type(shape, variable.aval.dtype, [variable.aval]))
     return equation.replace(invars=[variable], outvars=[result])
 
 
@@ -264,7 +264,7 @@ def repeated_equation(variable: Var, axis: int, size: int, of_one: bool) -> Jaxp
     dimensions = [d + (d >= axis and not of_one) for d in range(len(before))]
     equation: JaxprEqn
     (equation,) = jax.make_jaxpr(lambda x: jax.lax.broadcast_in_dim(x, shape, dimensions))(np.zeros(before, bool)).eqns
-    result = Var(compat.array_type(shape, variable.aval.dtype, [variable.aval]))
+    result = Var(array_types.array_type(shape, variable.aval.dtype, [variable.aval]))
     return equation.replace(invars=[variable], outvars=[result])
 
 

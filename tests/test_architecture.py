@@ -15,7 +15,7 @@ MODULES = {
     for path in ROOT.rglob("*.py")
 }
 FLOORS = (
-    {"compat", "jaxprs", "environment", "numerics", "sites", "places", "errors", "version"}
+    {"array_types", "compat", "jaxprs", "environment", "numerics", "sites", "places", "errors", "version"}
     | {"arguments", "gc_pause", "place_selectors", "progress"},
     {"report", "faults"},
     {

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas import compat, jaxprs
+from autopallas import array_types, compat, jaxprs
 from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn, JaxprLike, Literal, Var
 from autopallas.sites.elementwise import Constant, ElementwiseProgram, Input, Instruction, Side, parameters
 
@@ -190,7 +190,7 @@ def _pulled_back(
 ) -> list[_Path | None] | None:
     """Returns, for each floating operand's cotangent, the result's cotangent that it comes from, with the casts on the
     way; None if one is something else."""
-    shapes = [compat.typed_like(v.aval) for v in inputs]
+    shapes = [array_types.typed_like(v.aval) for v in inputs]
     active = [i for i, v in enumerate(inputs) if jnp.issubdtype(v.aval.dtype, jnp.floating)]
     if not all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in results):
         return None
@@ -205,7 +205,7 @@ def _pulled_back(
         found: tuple[jax.Array, ...] = jax.vjp(chosen, *(operands[i] for i in active))[1](list(cotangents))
         return found
 
-    kinds = [compat.typed_like(v.aval) for v in results]
+    kinds = [array_types.typed_like(v.aval) for v in results]
     jaxpr, _ = jaxprs.open_jaxpr(compat.make_jaxpr(pulled, shapes, kinds))
     known: dict[Var, _Path] = {v: i - len(shapes) for i, v in enumerate(jaxpr.invars) if i >= len(shapes)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from autopallas import compat, jaxprs
+from autopallas import array_types, compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, ShapedArray, Var
 from autopallas.graph.numbering import Graph, Node
 
@@ -70,7 +70,7 @@ def closed(inputs: Sequence[Var], results: Sequence[JaxprAtom], equations: Seque
     """Returns a closed jaxpr without constants, and without casts that are bound in a ``shard_map`` alone."""
     info = jaxprs.debug_info("autopallas", len(inputs), len(results))
     found = ClosedJaxpr(compat.new_jaxpr([], inputs, results, equations, frozenset(), info), [])
-    if not compat.varying_axes([atom.aval for atom in (*inputs, *results)]):
+    if not array_types.varying_axes([atom.aval for atom in (*inputs, *results)]):
         return found
     return cast("ClosedJaxpr", jaxprs.without_casts(found))
 

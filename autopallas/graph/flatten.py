@@ -9,11 +9,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 
 from autopallas import compat, jaxprs
-from autopallas.compat import Jaxpr, JaxprAtom, JaxprEqn, JaxprLike, Literal, Var
+from autopallas.array_types import typed_like
+from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn, JaxprLike, Literal, Var
 from autopallas.graph.custom_rules import is_elementwise_call, restates_casts
 
 _CALLS = frozenset({"closed_call", "core_call", "eval_jaxpr"})
@@ -157,7 +159,7 @@ def _inline(
 
 def _called(equation: JaxprEqn) -> JaxprLike | None:
     """Returns the body of a call that may be dissolved, or None."""
-    if (lowered := compat.lowered_call(equation)) is not None:
+    if (lowered := _lowered(equation)) is not None:
         return lowered
     if not (compat.is_plain_jit(equation) or equation.primitive.name in _CALLS or restates_casts(equation)):
         return None
@@ -165,6 +167,17 @@ def _called(equation: JaxprEqn) -> JaxprLike | None:
     if len(bodies) != 1 or len(jaxprs.open_jaxpr(bodies[0][2])[0].invars) != len(equation.invars):
         return None
     return bodies[0][2]
+
+
+def _lowered(equation: JaxprEqn) -> ClosedJaxpr | None:
+    """Returns what JAX lowers a call of a "high" primitive to; None for other calls, and if a result is a float."""
+    if equation.primitive.name != "call_hi_primitive" or equation.effects:
+        return None
+    if any(getattr(v.aval.dtype, "kind", "-") not in "iub" for v in equation.outvars):
+        return None
+    primitive: Any = equation.primitive
+    given = [typed_like(a.aval) for a in equation.invars]
+    return compat.make_jaxpr(lambda *arguments: primitive.to_lojax(*arguments, **equation.params), *given)
 
 
 def _outside_of_kernels(equation: JaxprEqn) -> JaxprLike | None:

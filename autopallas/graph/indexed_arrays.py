@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopallas import compat, jaxprs
+from autopallas import array_types, jaxprs
 from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph.array_slices import Place
 from autopallas.graph.known_integers import Array, of_steps
@@ -171,7 +171,7 @@ class IndexedArrays:
         in_turn &= isinstance(result, Var) and versions.get(result) == newest
         table = table_of(accesses, self.steps.length, self.steps.reverse, in_turn, self.late)
         if table is not None and table.depth:  # rows that are carried would need types of their own
-            typed = compat.explicit_sharding(carry.aval) is not None or compat.varying_axes([carry.aval])
+            typed = array_types.explicit_sharding(carry.aval) is not None or array_types.varying_axes([carry.aval])
             return None if typed else table
         return table
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.lax import GatherScatterMode
 
-from autopallas import compat, jaxprs
+from autopallas import array_types, compat, jaxprs
 from autopallas.compat import ArrayFunction, JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph.custom_rules import ELEMENTWISE
@@ -146,14 +146,14 @@ class _Parts:
 
     def _emit(self, like: JaxprEqn, function: ArrayFunction, *atoms: Atom) -> Var:
         """Adds the equations of a function of some atoms; returns its result."""
-        made = compat.make_jaxpr(function, *(compat.shape_of(a.aval) for a in atoms))
+        made = compat.make_jaxpr(function, *(array_types.shape_of(a.aval) for a in atoms))
         inner, consts = jaxprs.open_jaxpr(made)
         assert not consts
         names: dict[Atom, Atom] = dict(zip(inner.invars, atoms, strict=True))
         for equation in inner.eqns:
             inputs = [a if isinstance(a, Literal) else names[a] for a in equation.invars]
             avals = [a.aval for a in inputs]
-            outputs = [Var(compat.array_type(v.aval.shape, v.aval.dtype, avals, v.aval)) for v in equation.outvars]
+            outputs = [Var(array_types.array_type(v.aval.shape, v.aval.dtype, avals, v.aval)) for v in equation.outvars]
             names.update(zip(equation.outvars, outputs, strict=True))
             self._add(equation.replace(invars=inputs, outvars=outputs, source_info=like.source_info, ctx=like.ctx))
         (result,) = inner.outvars

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from autopallas import compat
+from autopallas import array_types
 from autopallas.compat import JaxprEqn, Literal
 from autopallas.graph.equal_loops import loops
 from autopallas.graph.flatten import Body, Child
@@ -69,7 +69,7 @@ def enters_mesh(equation: JaxprEqn) -> bool:
     ``explicit_axes`` do around a function: what is computed on one side of it cannot be computed on the other."""
     if equation.primitive.name != "reshard":
         return False
-    before, after = (compat.axis_types(v.aval) for v in (equation.invars[0], equation.outvars[0]))
+    before, after = (array_types.axis_types(v.aval) for v in (equation.invars[0], equation.outvars[0]))
     return before != after and bool(before)  # an array that is on no mesh yet leaves none
 
 

@@ -21,7 +21,7 @@ from jax import numpy as jnp
 from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
-from autopallas import compat, jaxprs
+from autopallas import array_types, compat, jaxprs
 from autopallas.compat import Dtype, JaxprEqn, Literal, Params, ShapedArray, Var
 from autopallas.graph.custom_rules import called_program, is_elementwise_call, same_rule
 from autopallas.graph.equal_loops import Loop, Loops, loops
@@ -550,7 +550,7 @@ class Graph:
             types = tuple([(v.aval.shape, v.aval.dtype) for v in results if hasattr(v.aval, "shape")])
         mesh: Hashable = ()
         if self._several_meshes and all(number in self.literals for number in operands):  # otherwise the operands tell
-            mesh = tuple(compat.axis_types(v.aval) for v in equation.outvars)
+            mesh = tuple(array_types.axis_types(v.aval) for v in equation.outvars)
         if name.startswith("random_"):
             mesh = mesh, compat.draws_by_position(equation)
         return name, frame, tuple(ordered), params, types, mesh

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from autopallas import compat, jaxprs
+from autopallas import array_types, compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprEqn, Literal, Params, PyTree, Var
 from autopallas.graph.custom_rules import ELEMENTWISE, derivative_of, is_elementwise_call
 from autopallas.graph.extract import closed
@@ -101,7 +101,7 @@ class OneExample:
     def mapped(self, axes: Sequence[int | None]) -> ClosedJaxpr:
         """Returns the program of all examples, whose inputs have the examples along ``axes``."""
         avals = self.program.in_avals
-        shapes = [compat.typed_like(aval) for aval in avals]
+        shapes = [array_types.typed_like(aval) for aval in avals]
         for i, (own, axis) in enumerate(zip(self.axes, axes, strict=True)):
             if own is None and axis is not None:
                 alone = self.alone[i]
@@ -117,7 +117,7 @@ class OneExample:
             result: jax.Array = over(*given)
             return result
 
-        with compat.on_mesh_of(avals), compat.at_width(jaxprs.is_wide(self.program)):
+        with array_types.on_mesh_of(avals), compat.at_width(jaxprs.is_wide(self.program)):
             return compat.make_jaxpr(function, *shapes)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jax.lax import GatherScatterMode
 
-from autopallas import compat, jaxprs
+from autopallas import array_types, compat, jaxprs
 from autopallas.compat import ArrayFunction, JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph.custom_rules import ELEMENTWISE
@@ -238,7 +238,7 @@ class _Mover:
         key = None if known_by is None else (known_by, *(a.aval for a in atoms))
         made = self._traced.get(key)
         if made is None:
-            made = compat.make_jaxpr(function, *(compat.shape_of(a.aval) for a in atoms))
+            made = compat.make_jaxpr(function, *(array_types.shape_of(a.aval) for a in atoms))
             if key is not None:
                 self._traced[key] = made
         inner, consts = jaxprs.open_jaxpr(made)
@@ -248,7 +248,7 @@ class _Mover:
             inner_outvars = equation.outvars
             inputs = [a if isinstance(a, Literal) else names[a] for a in equation.invars]
             avals = [a.aval for a in inputs]
-            outputs = [Var(compat.array_type(v.aval.shape, v.aval.dtype, avals, v.aval)) for v in equation.outvars]
+            outputs = [Var(array_types.array_type(v.aval.shape, v.aval.dtype, avals, v.aval)) for v in equation.outvars]
             equation = equation.replace(invars=inputs, outvars=outputs, source_info=like.source_info, ctx=like.ctx)
             names.update(zip(inner_outvars, outputs, strict=True))
             moved = self._over_spread(equation)
@@ -403,7 +403,7 @@ class _Mover:
         """Returns the rows of several axes that a gather picks, or that a scatter puts, as rows of one merged axis."""
         if picks is None or not picks.rows <= math.prod(picks.sizes) <= _LARGEST:
             return None
-        if self.divided or any(compat.explicit_sharding(a.aval) is not None for a in equation.invars):
+        if self.divided or any(array_types.explicit_sharding(a.aval) is not None for a in equation.invars):
             return None
         indices, mode, fill = equation.invars[1], equation.params["mode"], None
         assert isinstance(indices, Var)

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from autopallas import compat
 from autopallas.compat import ArrayFunction, PyTree, Shaped
 from autopallas.kernels.refs import Ref, Types
-from autopallas.sites.device import Device
+from autopallas.sites.device import Device, gpu_properties
 from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.interpret import interpretation, refusal
 from autopallas.sites.operation import Unsupported
@@ -77,7 +77,7 @@ def is_hopper(device: Device) -> bool:
     """
     if device.platform != "gpu":
         return False
-    found = compat.gpu_properties(device.kind)
+    found = gpu_properties(device.kind)
     return found.capability == _CAPABILITY if found is not None else not _HOPPERS.isdisjoint(device.kind.split())
 
 
@@ -94,7 +94,7 @@ def processors(device: Device) -> int:
     """
     if device.platform != "gpu":
         return 2
-    found = compat.gpu_properties(device.kind)
+    found = gpu_properties(device.kind)
     return found.processors if found is not None and found.processors else 114 if "PCIe" in device.kind else 132
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 from jax.typing import ArrayLike
 
-from autopallas import compat, jaxprs
+from autopallas import array_types, compat, jaxprs
 from autopallas.compat import ArrayFunction, ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node, flatten
@@ -204,7 +204,7 @@ class Lookup:
     def _derivative(self, forward: Forward, wanted: Sequence[int], mapped: int | None) -> _Derivative:
         """Returns the equations of ``jax.vjp``, from (cotangent, uses) to the cotangents of the uses in ``wanted``;
         mapped over that many cotangents unless ``mapped`` is None."""
-        key = (forward.shape(), tuple(wanted), mapped, compat.axis_types(forward.root.aval), forward.dissolved)
+        key = (forward.shape(), tuple(wanted), mapped, array_types.axis_types(forward.root.aval), forward.dissolved)
         known = self._derivatives.get(key)  # looked up once: the key is long
         if known is None:
             program = forward.jaxpr()
@@ -213,11 +213,11 @@ class Lookup:
 
             pulled = forward.pulled(program, wanted)
             avals = [forward.root.aval, *(u.variable.aval for u in forward.uses)]
-            shapes = [compat.typed_like(forward.root.aval), *forward.types()]
+            shapes = [array_types.typed_like(forward.root.aval), *forward.types()]
             if mapped is not None:
                 pulled = jax.vmap(pulled, in_axes=(0, *(None for _ in forward.uses)))
                 shapes[0] = jax.ShapeDtypeStruct((mapped, *shapes[0].shape), shapes[0].dtype)
-            with compat.on_mesh_of(avals), compat.at_width(jaxprs.is_wide(program)):
+            with array_types.on_mesh_of(avals), compat.at_width(jaxprs.is_wide(program)):
                 derivative = compat.make_jaxpr(pulled, *shapes)
                 if forward.dissolved:
                     derivative = compat.make_jaxpr(_without_rules(derivative), *shapes)
@@ -292,18 +292,18 @@ class Lookup:
     def _transposed(self, equation: JaxprEqn, mapped: int | None) -> Body:
         """Returns the equations of the transpose of a layout operation."""
         before, after = equation.invars[0].aval, equation.outvars[0].aval
-        key = (self.graph.key_here(equation, (), ()), before.shape, before.dtype, mapped, compat.axis_types(after))
+        key = (self.graph.key_here(equation, (), ()), before.shape, before.dtype, mapped, array_types.axis_types(after))
         if key not in self._transposes:
             operand = equation.invars[0]
             assert isinstance(operand, Var)
             step = compat.jaxpr_as_fun(closed([operand], equation.outvars, [equation]))
-            transpose = jax.linear_transpose(lambda x: step(x)[0], compat.typed_like(before))
-            kind = compat.typed_like(after)
+            transpose = jax.linear_transpose(lambda x: step(x)[0], array_types.typed_like(before))
+            kind = array_types.typed_like(after)
             if mapped is not None:
                 kind = jax.ShapeDtypeStruct((mapped, *after.shape), after.dtype)
             pull: ArrayFunction = lambda ct: transpose(ct)[0]  # noqa: E731
             pull = pull if mapped is None else jax.vmap(pull)
-            with compat.on_mesh_of([after]):
+            with array_types.on_mesh_of([after]):
                 self._transposes[key] = flatten(compat.make_jaxpr(pull, kind))
         return self._transposes[key]
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas import compat, jaxprs
+from autopallas import array_types, compat, jaxprs
 from autopallas.faults import contained
 from autopallas.graph import Graph, Node
 from autopallas.graph.edit import surviving
@@ -313,7 +313,7 @@ def _site(graph: Graph, candidate: _Candidate, pair: CheckpointedScan, location:
     again = [*forward.inputs[:constants], *forward.inputs[constants + carried :]]
     own = [n for n in backward.inputs if n not in candidate.residuals and n not in graph.literals]
     firsts = [v.aval for v in jaxprs.open_jaxpr(pair.forward.step)[0].invars[constants : constants + carried]]
-    types = [compat.array_type((pair.chunks, *a.shape), a.dtype, [a], a) for a in firsts]
+    types = [array_types.array_type((pair.chunks, *a.shape), a.dtype, [a], a) for a in firsts]
     starts = tuple(graph.further(aval) for aval in types)
     results = [forward.outputs[i] for i in pair.needed]
     given = [backward.outputs[i] for i in pair.given]
@@ -325,9 +325,9 @@ def _site(graph: Graph, candidate: _Candidate, pair: CheckpointedScan, location:
         given, gives = ([(graph.shape(n), graph.dtype(n)) for n in numbers] for numbers in (operands, found))
         spec = RespellingSpec(KIND.name, (("pair", pair), ("part", which)), tuple(given), tuple(gives))
         avals = [graph.avals[n] for n in operands]
-        with compat.on_mesh_of(avals):
+        with array_types.on_mesh_of(avals):
             original = compat.make_jaxpr(
-                lambda *arrays: tuple(pair.as_written(which, arrays)), *map(compat.typed_like, avals)
+                lambda *arrays: tuple(pair.as_written(which, arrays)), *map(array_types.typed_like, avals)
             )
         return Match(
             op=OPERATION.name,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from autopallas import compat, jaxprs
+from autopallas import array_types, compat, jaxprs
 from autopallas.compat import ArrayFunction, ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.body_links import may_be_given
@@ -226,7 +226,7 @@ class Forward:
 
     def types(self) -> list[jax.ShapeDtypeStruct]:
         """Returns the types of the uses as the derivative takes them."""
-        return [compat.typed_like(use.variable.aval) for use in self.uses]
+        return [array_types.typed_like(use.variable.aval) for use in self.uses]
 
     def known(self, inputs: Sequence[Var], equations: Sequence[JaxprEqn]) -> dict[Var, int]:
         """Returns the numbers of variables of a derivative with the given equations, whose inputs are the uses."""
@@ -326,7 +326,7 @@ class PerExample(Forward):
         moved = tuple(d - (d > axis) for d in dimensions)
         if self.graph.shape(source) == rest and moved == tuple(range(len(rest))):
             return source
-        aval = compat.array_type(rest, self.graph.dtype(source), [use.variable.aval])
+        aval = array_types.array_type(rest, self.graph.dtype(source), [use.variable.aval])
         params = node.params | {"shape": rest, "broadcast_dimensions": moved}
         equation = node.equation.replace(params=params, outvars=[Var(aval)])
         results = self.graph.find(equation, [source], self.graph.frames[self.body])
@@ -425,7 +425,7 @@ def rectified(equation: JaxprEqn) -> JaxprEqn:
     x, zero = equation.invars
     if not isinstance(x, Var) or not isinstance(zero, Literal) or zero.val != 0 or x.aval != equation.outvars[0].aval:
         return equation
-    program, _ = jaxprs.open_jaxpr(compat.make_jaxpr(jax.nn.relu, compat.typed_like(x.aval)))
+    program, _ = jaxprs.open_jaxpr(compat.make_jaxpr(jax.nn.relu, array_types.typed_like(x.aval)))
     calls = [e for e in program.eqns if is_elementwise_call(e)]
     return calls[0].replace(invars=[x], outvars=equation.outvars) if len(program.eqns) == len(calls) == 1 else equation
 

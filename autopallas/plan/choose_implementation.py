@@ -9,7 +9,7 @@ from typing import Literal, cast
 
 import jax
 
-from autopallas import compat, jaxprs
+from autopallas import array_types, compat, jaxprs
 from autopallas.autotune.probe import Prober
 from autopallas.autotune.tuner import Tuner
 from autopallas.compat import Shaped
@@ -145,7 +145,7 @@ def _decide_by_evidence(match: Match, device: Device, options: Options, tuner: T
             objection = prober.objection(measured, name, sizes, again=isinstance(wanted, str), measured=found_now)
         if objection is None:
             try:
-                with device.checked(), settled(), compat.lowered_on_mesh_of(match.original.in_avals):
+                with device.checked(), settled(), array_types.lowered_on_mesh_of(match.original.in_avals):
                     for part in match.passes:
                         _check_types(part, decision)
                 return replace(decision, kind=device.kind, direction=match.direction, options=options)
@@ -211,7 +211,7 @@ def _decide_custom(
     if not equal:
         return Decision("kept", reason, device.platform, attempts=decision.attempts)
     if isinstance(match.site, ShardedSite):
-        with compat.on_mesh_of(match.original.in_avals):
+        with array_types.on_mesh_of(match.original.in_avals):
             _check_types(match, decision)
     reason = "; ".join(filter(None, (reason, decision.reason)))
     return replace(decision, reason=reason, direction=match.direction)
@@ -277,7 +277,7 @@ def _decide_by_lockfile(
         objection = prober.objection(local_match(match), site.implementation, sizes, again=False, measured=False)
         if objection is not None:
             return kept(f"{site.implementation} failed", site.implementation, *objection)
-        with compat.on_mesh_of(match.original.in_avals):
+        with array_types.on_mesh_of(match.original.in_avals):
             for part in match.passes:
                 _check_types(part, decision)
     except Exception as error:
@@ -295,7 +295,7 @@ def _check_types(match: Match, decision: Decision) -> None:
     Lowering finds what is traced here, since it calls the same functions with tuples of the same types.
     """
     name, sizes = decision.implementation or "", decision.block_sizes
-    original, of = match.original, compat.shape_of if isinstance(match.site, ShardedSite) else _shape
+    original, of = match.original, array_types.shape_of if isinstance(match.site, ShardedSite) else _shape
     operands, cotangents = [list(map(of, avals)) for avals in (original.in_avals, original.out_avals)]
     results, residuals = jax.eval_shape(kernel_forward(match.site, name, sizes), *operands)
     _same((*results, *residuals), (*cotangents, *match.site.residual_types()))

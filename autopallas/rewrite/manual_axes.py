@@ -14,14 +14,15 @@ from typing import cast
 import jax
 
 from autopallas import compat, jaxprs
-from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, JaxprLike, Literal, Var
+from autopallas.array_types import array_type, varied_alike, varying_axes
+from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, JaxprLike, Literal, ShapedArray, Var
 
 __all__ = ["casts_to", "evaluate", "with_casts"]
 
 
 def evaluate(original: ClosedJaxpr, operands: Sequence[object]) -> list[jax.Array]:
     """Evaluates a site's original on operands that may vary over different manual axes."""
-    if not compat.varying_axes(list(map(jax.typeof, operands))):
+    if not varying_axes(list(map(jax.typeof, operands))):
         return compat.jaxpr_as_fun(original)(*operands)
     jaxpr = original.jaxpr
     known: dict[Var, object] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*original.consts, *operands], strict=True))
@@ -31,8 +32,8 @@ def evaluate(original: ClosedJaxpr, operands: Sequence[object]) -> list[jax.Arra
 
     for equation in jaxpr.eqns:
         given = [read(atom) for atom in equation.invars]
-        known.update(zip(equation.outvars, _run(equation, compat.varied_alike(given, given)), strict=True))
-    return cast("list[jax.Array]", compat.varied_alike([read(atom) for atom in jaxpr.outvars], operands))
+        known.update(zip(equation.outvars, _run(equation, varied_alike(given, given)), strict=True))
+    return cast("list[jax.Array]", varied_alike([read(atom) for atom in jaxpr.outvars], operands))
 
 
 def _run(equation: JaxprEqn, given: Sequence[object]) -> list[jax.Array]:
@@ -53,18 +54,18 @@ def with_casts(program: JaxprLike) -> JaxprLike:
     for equation in jaxpr.eqns:
         operands = list(equation.invars)
         results = [v.aval for v in equation.outvars]
-        axes = compat.varying_axes(results)
+        axes = varying_axes(results)
         lacking: list[int] = []
         if equation.primitive.name.startswith(_SITES):
-            if axes and operands and axes - compat.varying_axes([atom.aval for atom in operands]):
+            if axes and operands and axes - varying_axes([atom.aval for atom in operands]):
                 lacking = [0]
         elif jaxprs.bodies(equation):
             equation = jaxprs.with_bodies(equation, with_casts)
         elif axes and len(results) == 1 and len(operands) > 1:
-            lacking = [i for i, atom in enumerate(operands) if not axes <= compat.varying_axes([atom.aval])]
+            lacking = [i for i, atom in enumerate(operands) if not axes <= varying_axes([atom.aval])]
         for position in lacking:
-            widest = max(results, key=lambda aval: len(compat.varying_axes([aval])))
-            equations.append(compat.varying_equation(operands[position], widest, equation))
+            widest = max(results, key=lambda aval: len(varying_axes([aval])))
+            equations.append(_varying(operands[position], widest, equation))
             operands[position] = equations[-1].outvars[0]
         equations.append(equation.replace(invars=operands) if lacking else equation)
     if len(equations) == len(jaxpr.eqns) and all(map(operator.is_, equations, jaxpr.eqns)):
@@ -72,11 +73,19 @@ def with_casts(program: JaxprLike) -> JaxprLike:
     return jaxprs.rebuild(program, jaxpr.constvars, consts, jaxpr.invars, jaxpr.outvars, equations)
 
 
+def _varying(atom: JaxprAtom, like: ShapedArray, beside: JaxprEqn) -> JaxprEqn:
+    """Returns the equation, beside another one, after which a value also varies over the manual mesh axes over which
+    ``like`` varies."""
+    axes = tuple(sorted(varying_axes([like]) - varying_axes([atom.aval])))
+    result = Var(array_type(atom.aval.shape, atom.aval.dtype, [like, atom.aval]))
+    return compat.new_jaxpr_eqn([atom], [result], compat.pvary_p, {"axes": axes}, set(), beside.source_info, beside.ctx)
+
+
 def casts_to(wanted: Var, given: Var, beside: JaxprEqn) -> list[JaxprEqn]:
     """Returns the cast that makes a variable of another one of the same value, if that varies over fewer axes."""
-    if compat.varying_axes([wanted.aval]) <= compat.varying_axes([given.aval]):
+    if varying_axes([wanted.aval]) <= varying_axes([given.aval]):
         return []
-    return [compat.varying_equation(given, wanted.aval, beside).replace(outvars=[wanted])]
+    return [_varying(given, wanted.aval, beside).replace(outvars=[wanted])]
 
 
 _SITES = "autopallas_site"

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from autopallas import compat
+from autopallas import array_types, compat
 from autopallas.compat import (
     ClosedJaxpr,
     LoweringContext,
@@ -144,7 +144,7 @@ def _typed(
 ) -> list[jax.Array]:
     types: list[Shaped] = [*original.out_avals, *site.residual_types()]
     outputs = [*results, *extra] if residuals else list(results)
-    return [compat.divided_like(x, like) for x, like in zip(outputs, types, strict=False)]
+    return [array_types.divided_like(x, like) for x, like in zip(outputs, types, strict=False)]
 
 
 def _tangent(
@@ -155,7 +155,7 @@ def _tangent(
     active: tuple[int, ...],
     **_: object,
 ) -> list[jax.Array]:
-    operands, _results, _residuals, tangents = _split(compat.varied_alike(arguments, arguments), site, original)
+    operands, _results, _residuals, tangents = _split(array_types.varied_alike(arguments, arguments), site, original)
     function = _vary(original, active, operands)
     moved: list[jax.Array] = jax.jvp(function, tuple(operands[i] for i in active), tuple(tangents))[1]
     return [moved[i] for i in _moving(original)]
@@ -173,8 +173,8 @@ def _backward(
     if runs and site.has_backward:
         kernel = kernel_backward(site, decision.implementation or "", decision.block_sizes, active)
         gradients = kernel(operands, results, residuals, cotangents)
-        return [compat.divided_like(x, original.in_avals[i]) for x, i in zip(gradients, active, strict=True)]
-    operands, _, _, cotangents = _split(compat.varied_alike(arguments, arguments), site, original)
+        return [array_types.divided_like(x, original.in_avals[i]) for x, i in zip(gradients, active, strict=True)]
+    operands, _, _, cotangents = _split(array_types.varied_alike(arguments, arguments), site, original)
     _, pull = jax.vjp(_vary(original, active, operands), *(operands[i] for i in active))
     return list(pull(list(cotangents)))
 
@@ -261,7 +261,7 @@ def _primitive(
             device = Device.of(found) if found is not None and Device.of(found).platform == ours else Device(ours, "")
             # Kernels and extracted equations mix operands and constants, and ignore the mesh.
             typed = isinstance(params["site"], ShardedSite) or decision.mark is not None
-            plain = compat.invariant_type if typed else compat.whole_type
+            plain = array_types.invariant_type if typed else array_types.whole_type
             given = cast("Sequence[ShapedArray]", context.avals_in)
             context = context.replace(avals_in=[plain(a) for a in given])
             if decision.mark is not None:
@@ -323,13 +323,13 @@ _UNPLACED = (
 
 
 def _results(operands: Sequence[ShapedArray], original: ClosedJaxpr) -> list[ShapedArray]:
-    return [compat.array_type(a.shape, a.dtype, operands, a) for a in original.out_avals]
+    return [array_types.array_type(a.shape, a.dtype, operands, a) for a in original.out_avals]
 
 
 def _site_types(
     *operands: ShapedArray, site: SiteDescription, original: ClosedJaxpr, residuals: bool, **_: object
 ) -> list[ShapedArray]:
-    extra = [compat.array_type(t.shape, t.dtype, operands, t) for t in site.residual_types()] if residuals else []
+    extra = [array_types.array_type(t.shape, t.dtype, operands, t) for t in site.residual_types()] if residuals else []
     return _results(operands, original) + extra
 
 
@@ -341,7 +341,7 @@ def _tangent_types(*arguments: ShapedArray, original: ClosedJaxpr, **_: object) 
 def _backward_types(
     *arguments: ShapedArray, original: ClosedJaxpr, active: tuple[int, ...], **_: object
 ) -> list[ShapedArray]:
-    return [compat.array_type(arguments[i].shape, arguments[i].dtype, arguments, arguments[i]) for i in active]
+    return [array_types.array_type(arguments[i].shape, arguments[i].dtype, arguments, arguments[i]) for i in active]
 
 
 site_p = _primitive("autopallas_site", _site, _site_types)
@@ -389,7 +389,7 @@ def _site_and_tangent(
     moving = _moving(params["original"])
     if active and moving:
         # What a site computes varies over the manual axes of all operands; JAX transposes the casts to sums over axes.
-        given = compat.varied_alike([tangents[i] for i in active], primals)
+        given = array_types.varied_alike([tangents[i] for i in active], primals)
         found = tangent_p.bind(*primals, *outputs, *given, active=active, **params)
         for position, tangent in zip(moving, found, strict=True):
             moved[position] = tangent
@@ -404,7 +404,7 @@ def _site_transpose(
 ) -> list[jax.Array | None]:
     """Transposes the original, for ``jax.linear_transpose`` of a program that is linear in the operands."""
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
-    types = [compat.shape_of(operands[i].aval) for i in linear]
+    types = [array_types.shape_of(operands[i].aval) for i in linear]
     given = [ad.instantiate_zeros(ct) for ct in cotangents[: len(original.out_avals)]]
     pulled = iter(jax.linear_transpose(_vary(original, linear, operands), *types)(given))
     return [next(pulled) if i in linear else None for i in range(len(operands))]
@@ -495,7 +495,7 @@ def _batched_params(params: _Params, axes: Sequence[int | None], size: int, type
     if decision.verdict == "applied" and not _still_holds(decision, site):
         decision = replace(decision, mapped=True)
     function = jax.vmap(compat.jaxpr_as_fun(original), in_axes=tuple(axes), axis_size=size)
-    shapes = [compat.shape_of(t) for t in types[: len(original.in_avals)]]
+    shapes = [array_types.shape_of(t) for t in types[: len(original.in_avals)]]
     return params | {"site": site, "decision": decision, "original": compat.make_jaxpr(function, *shapes)}
 
 
@@ -512,7 +512,7 @@ def _still_holds(decision: Decision, site: SiteDescription) -> bool:
 
 def _first_axes(kind: Shaped) -> tuple[str, ...]:
     """Returns the explicit mesh axes over which the first axis of an array is sharded."""
-    sharding = compat.explicit_sharding(kind)
+    sharding = array_types.explicit_sharding(kind)
     axes = sharding.spec[0] if sharding is not None and kind.shape else None
     return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 

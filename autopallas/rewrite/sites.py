@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from autopallas import compat, jaxprs
+from autopallas import array_types, compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Params, Var
 from autopallas.graph import Body, Graph, flatten
 from autopallas.graph.body_links import linked, may_be_given
@@ -130,7 +130,7 @@ class _Splicer:
         avals = [v.aval for v in operands]
         variables = list(results)
         if residuals:
-            variables += [Var(compat.array_type(t.shape, t.dtype, avals, t)) for t in match.site.residual_types()]
+            variables += [Var(array_types.array_type(t.shape, t.dtype, avals, t)) for t in match.site.residual_types()]
         full = params | {"residuals": residuals}
         allow_taylor_mode()
         allow_checks()
@@ -318,7 +318,7 @@ class _Splicer:
         edits, aval = (self._edit(source), self._edit(target)), variable.aval
         match holder.primitive.name:
             case "scan":
-                stacked = Var(compat.array_type((holder.params["length"], *aval.shape), aval.dtype, [aval], aval))
+                stacked = Var(array_types.array_type((holder.params["length"], *aval.shape), aval.dtype, [aval], aval))
             case "shard_map":
                 if not aval.shape:  # a scalar has no axis along which the devices' parts can be concatenated
                     line = jaxprs.reshape_equation(variable, (1,))
@@ -338,7 +338,7 @@ class _Splicer:
 
 def _mapped(given: Sequence[Var], gradients: Sequence[Var], params: Params) -> list[JaxprEqn]:
     """Returns the equations of a site's backward for many cotangents, along a leading axis of the last operand."""
-    shapes = [compat.shape_of(v.aval) for v in given]
+    shapes = [array_types.shape_of(v.aval) for v in given]
     axes = (*(None for _ in given[1:]), 0)
     many = jax.vmap(lambda *given: backward_p.bind(*given, **params), in_axes=axes)
     inner = flatten(compat.make_jaxpr(many, *shapes))

@@ -17,7 +17,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.typing import ArrayLike
 
-from autopallas import compat, jaxprs
+from autopallas import array_types, compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprLike, MeshLike, Params, PyTree
 
 __all__ = [
@@ -69,7 +69,7 @@ def recording_shardings(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) ->
     if not compat.is_outermost() or any(map(compat.is_tracer, leaves)):
         context: AbstractContextManager[None] = _recorded(_UNKNOWN)
     else:
-        context = _recorded((tuple(map(_of_leaf, leaves)), compat.mesh_in_force()))
+        context = _recorded((tuple(map(_of_leaf, leaves)), array_types.mesh_in_force()))
     return context
 
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import jax
 
-from autopallas import compat
+from autopallas import array_types, compat
 from autopallas.compat import ClosedJaxpr
 from autopallas.compile.outside_trace import isolated
 from autopallas.graph import Graph
@@ -54,7 +54,7 @@ def propagated(program: ClosedJaxpr, graph: Graph, parts: Sequence[Match], shard
 
     def lowered() -> list[tuple[str, Divided | None]]:
         mesh = shardings.mesh
-        with compat.set_mesh(mesh):
+        with array_types.set_mesh(mesh):
             results = list(shardings.results)
             function = jax.jit(compat.jaxpr_as_fun(marked), out_shardings=results if any(results) else None)
             return compat.propagated(function.trace(*types).lower())

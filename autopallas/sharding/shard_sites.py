@@ -10,7 +10,7 @@ from typing import TypeGuard
 import jax
 from jax.sharding import AxisType
 
-from autopallas import compat
+from autopallas import array_types
 from autopallas.compat import ClosedJaxpr, MeshLike, Shaped
 from autopallas.errors import one_line
 from autopallas.faults import contained
@@ -178,7 +178,7 @@ def _with_typed_gradients(match: Match, graph: Graph) -> Match:
     for part in match.passes:
         for backward in part.backwards:
             types = [(part.original.in_avals[i], graph.avals[number]) for i, number in backward.gradients]
-            if any(compat.explicit_sharding(a) != compat.explicit_sharding(b) for a, b in types):
+            if any(array_types.explicit_sharding(a) != array_types.explicit_sharding(b) for a, b in types):
                 return _with_obstacle(match, "a gradient is divided in another way than what it is the gradient of")
     return match
 
@@ -187,7 +187,7 @@ def _as_typed(match: Match, graph: Graph) -> Match:
     """Adds an obstacle to a match if its automatic sharding disagrees with the explicit types of its results."""
     match = _with_typed_gradients(match, graph)
     for part in match.passes if not match.obstacle else ():
-        types = [compat.explicit_sharding(a) for a in part.original.out_avals]
+        types = [array_types.explicit_sharding(a) for a in part.original.out_avals]
         assert isinstance(part.site, ShardedSite)
         if list(part.site.result_shardings()) != types:
             return _with_obstacle(match, "its results are divided over explicit axes in another way than it is")
@@ -202,12 +202,12 @@ def _by_types(part: Match) -> Found:
         inside = [_dimensions(a) for a in prelude.witness.out_avals[len(results) :]]
         operands, between = inside[: len(prelude.reads)], inside[len(prelude.reads) :]
     elif prelude is not None:
-        operands = list(map(_dimensions, jax.eval_shape(prelude, list(map(compat.shape_of, original.in_avals)))))
+        operands = list(map(_dimensions, jax.eval_shape(prelude, list(map(array_types.shape_of, original.in_avals)))))
     return Found(dict(enumerate(operands)), dict(enumerate(between)), dict(enumerate(results)), exact=True)
 
 
 def _dimensions(aval: Shaped) -> Divided | None:
-    sharding = compat.explicit_sharding(aval)
+    sharding = array_types.explicit_sharding(aval)
     if sharding is None:
         return ((),) * len(aval.shape)
     if sharding.spec.unreduced or sharding.spec.reduced:

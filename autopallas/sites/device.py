@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 
 from autopallas import compat
 
-__all__ = ["Device"]
+__all__ = ["Device", "GpuProperties", "gpu_properties"]
 
 _ANY_TPU = "TPU v4"
 """Oldest supported generation; what Mosaic lowers for it runs on the later ones."""
@@ -66,3 +68,19 @@ class Device:
                 mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
                 contexts.enter_context(jax.sharding.use_abstract_mesh(mesh))
             yield
+
+
+class GpuProperties(NamedTuple):
+    """Compute capability, such as "9.0", and number of streaming multiprocessors of a GPU."""
+
+    capability: str
+    processors: int
+
+
+@functools.cache
+def gpu_properties(kind: str) -> GpuProperties | None:
+    """Returns the properties of this process's GPU of a kind, or None if it has none."""
+    for device in jax.local_devices():
+        if device.platform in ("gpu", "cuda") and device.device_kind == kind:
+            return GpuProperties(str(getattr(device, "compute_capability", "")), int(getattr(device, "core_count", 0)))
+    return None

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autopallas import compat
+from autopallas import array_types
 from autopallas.compat import ArrayFunction, PyTree, Shaped
 from autopallas.sites.calls import SiteDescription, replaced_at, with_residuals
 from autopallas.sites.division import Divisible, Division, PositionOperand, Prelude, ShardableAxes
@@ -63,7 +63,7 @@ class ShardedSite:
         """Returns the types of the arrays of :meth:`given`, from the types of the operands."""
         if self.prelude is None:
             return list(types)
-        given: list[Shaped] = jax.eval_shape(self.given, list(map(compat.shape_of, types)))
+        given: list[Shaped] = jax.eval_shape(self.given, list(map(array_types.shape_of, types)))
         return given
 
     def moved(self, active: Sequence[int], types: Sequence[Shaped]) -> tuple[int, ...]:
@@ -160,7 +160,7 @@ class ShardedSite:
 
     def _given(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """Shards an array in advance, as a shard_map over explicit axes requires."""
-        return compat.divided_like(x, jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._type(spec)))
+        return array_types.divided_like(x, jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._type(spec)))
 
     def _specs(self, views: Sequence[View]) -> tuple[PartitionSpec, ...]:
         return tuple(self.division.spec(view) for view in views)
@@ -211,7 +211,7 @@ class ShardedSite:
 
         own, pull, arrays = jax.vjp(before, *(operands[i] for i in active), has_aux=True)
         gradients = self._backward(kernel, block_sizes, arrays, results, residuals, cotangents, moved)
-        divided = [compat.divided_like(g, jax.typeof(x)) for g, x in zip(gradients, own, strict=True)]
+        divided = [array_types.divided_like(g, jax.typeof(x)) for g, x in zip(gradients, own, strict=True)]
         return tuple(pull(divided))
 
     def _backward(

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
-from autopallas import compat, jaxprs
+from autopallas import array_types, compat, jaxprs
 from autopallas.compat import ClosedJaxpr
 from autopallas.errors import one_line
 from autopallas.sites import random_keys
@@ -54,7 +54,7 @@ def digest_of(program: ClosedJaxpr) -> str:
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     closed = jaxprs.rebuild(program, [], [], inputs, jaxpr.outvars, jaxpr.eqns)
     run = jax.jit(compat.jaxpr_as_fun(closed), keep_unused=True)
-    text = run.trace(*(compat.typed_like(v.aval) for v in inputs)).lower().as_text()
+    text = run.trace(*(array_types.typed_like(v.aval) for v in inputs)).lower().as_text()
     found = hashlib.sha256(normalized(text).encode())
     for constant in consts:
         found.update(_bytes(constant))

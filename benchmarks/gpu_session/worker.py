@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from autopallas import compat
-from autopallas.sites.device import Device
+from autopallas.sites.device import Device, gpu_properties
 from autopallas.sites.interpret import mode, settled
 from benchmarks import environment
 from benchmarks.gpu import BYTES_PER_SECOND, OPERATIONS_PER_SECOND
@@ -73,7 +73,7 @@ def serve(small: bool, lower: bool) -> None:
 
 def _hello() -> dict[str, Any]:
     device = Device.of(jax.devices()[0])
-    found = compat.gpu_properties(device.kind)
+    found = gpu_properties(device.kind)
     return {
         "platform": device.platform,
         "kind": device.kind,

@@ -10,7 +10,7 @@ import pytest
 from autopallas import compat
 from autopallas.kernels import gpu
 from autopallas.kernels.gpu import too_few_threads
-from autopallas.sites.device import Device
+from autopallas.sites.device import Device, GpuProperties
 from autopallas.sites.elementwise import Score, traced
 from autopallas.sites.interpret import mode
 from autopallas.sites.operation import Unsupported
@@ -50,7 +50,7 @@ def test_nothing_else_is_hopper(device):
 
 @pytest.mark.parametrize("capability, answer", [("9.0", True), ("10.0", False)])
 def test_a_gpu_that_is_here_is_known_by_its_capability(monkeypatch, capability, answer):
-    monkeypatch.setattr(compat, "gpu_properties", lambda kind: compat.GpuProperties(capability, 78))
+    monkeypatch.setattr(gpu, "gpu_properties", lambda kind: GpuProperties(capability, 78))
     device = Device("gpu", "NVIDIA H100 of a name to come")
     assert gpu.is_hopper(device) is answer
     assert gpu.processors(device) == 78

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopallas import compat, jaxprs
+from autopallas import array_types, compat, jaxprs
 from autopallas.compat import ArrayFunction, ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Var
 
 __all__ = ["AllSteps", "Loop"]
@@ -70,7 +70,7 @@ class Loop:
 
     def started(self, operands: Sequence[Array]) -> tuple[list[Array], list[Array], list[Array]]:
         """Returns (constants, first carried values, arrays to be sliced) of a site's operands."""
-        given = compat.varied_alike(compat.jaxpr_as_fun(self.lead)(*operands), operands)
+        given = array_types.varied_alike(compat.jaxpr_as_fun(self.lead)(*operands), operands)
         last = self.constants + self.carried
         return list(given[: self.constants]), list(given[self.constants : last]), list(given[last:])
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopallas import compat, jaxprs
+from autopallas import array_types, compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph import Graph, Node, flatten
 from autopallas.graph.array_slices import Place, plus_slices, slices_at, with_axis, with_slices
@@ -206,7 +206,7 @@ def loop_of(graph: Graph, node: Node) -> tuple[IndexedLoop, tuple[int, ...]] | N
     """
     params = node.equation.params
     body = flatten(params["jaxpr"])
-    if compat.varying_axes([v.aval for v in (*body.invars, *body.outvars)]):
+    if array_types.varying_axes([v.aval for v in (*body.invars, *body.outvars)]):
         return None
     info = jaxprs.debug_info("indexed_loop", len(body.invars), len(body.outvars))
     jaxpr = compat.new_jaxpr(body.constvars, body.invars, body.outvars, body.equations, frozenset(), info)

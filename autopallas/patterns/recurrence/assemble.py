@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import jax
 
-from autopallas import compat, jaxprs
+from autopallas import array_types, compat, jaxprs
 from autopallas.compat import ArrayFunction, JaxprAtom, JaxprEqn, Literal, ShapedArray, Var
 from autopallas.graph import Body, Graph, Node, flatten
 from autopallas.graph.array_slices import Place, plus_slices, slices_at, with_slices
@@ -179,7 +179,7 @@ class Assembly:
             own = atom.aval if number is None else self.graph.avals[number]
             if number is not None and self._is_of_literals(number):  # no operand gives it, so that no cotangent is lost
                 own = self.typed.setdefault(number, after.aval)
-            if compat.varying_axes([own]) != compat.varying_axes([after.aval]):
+            if array_types.varying_axes([own]) != array_types.varying_axes([after.aval]):
                 raise Mismatch(
                     "it begins with a value that is cast to vary over the axes of a shard_map", advice=FIRST_VARIES
                 )
@@ -247,8 +247,8 @@ class Assembly:
         """Returns what a function makes of operands, by equations that it appends; of one key there is one function."""
         key = key, tuple(a.aval for a in atoms)
         if key not in self.programs:
-            with compat.on_mesh_of([a.aval for a in atoms]):
-                made = compat.make_jaxpr(function, *(compat.typed_like(a.aval) for a in atoms))
+            with array_types.on_mesh_of([a.aval for a in atoms]):
+                made = compat.make_jaxpr(function, *(array_types.typed_like(a.aval) for a in atoms))
             self.programs[key] = flatten(made)
         body = self.programs[key]
         if body.constvars:
@@ -289,7 +289,7 @@ class Assembly:
         variables: dict[int, Var] = {}
         (equation,) = copied(self.graph, [node], variables)
         like = self.typed.get(number)
-        if like is not None and compat.varying_axes([like]):
+        if like is not None and array_types.varying_axes([like]):
             equation = equation.replace(outvars=[Var(like)])
         self.equations.append(equation)
         return equation.outvars[0]
@@ -309,7 +309,7 @@ class Assembly:
             like, own = scan.ends[end].aval, scan.written.get(end)
             if own is not None:
                 row = scan.outputs[end].aval
-                like = compat.array_type((scan.length, *row.shape), row.dtype, [row], row)
+                like = array_types.array_type((scan.length, *row.shape), row.dtype, [row], row)
             given.append(Var(like))
             results.append(given[-1] if own is None else self._put(own, self.before[end], given[-1]))
         equations, self.equations = jaxprs.live_equations(self.equations, results), before

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 import jax
 from jax import lax
 
-from autopallas import compat, jaxprs
+from autopallas import array_types, compat, jaxprs
 from autopallas.compat import ArrayFunction, JaxprAtom, JaxprEqn, Literal, ShapedArray, Var
 from autopallas.graph import Graph
 from autopallas.patterns.recurrence.step import Scan, Step
@@ -36,7 +36,7 @@ class MadeEquations:
 
     def variable(self, aval: ShapedArray) -> Var:
         """Returns a variable for a value that the program lacks."""
-        found = Var(compat.array_type(aval.shape, aval.dtype, [aval], aval))
+        found = Var(array_types.array_type(aval.shape, aval.dtype, [aval], aval))
         self.numbers[found] = self.graph.further(found.aval)
         return found
 
@@ -55,8 +55,8 @@ class MadeEquations:
             self._know(value)
 
     def _made(self, function: ArrayFunction, atoms: Sequence[JaxprAtom], result: Var | None) -> JaxprAtom:
-        with compat.on_mesh_of([a.aval for a in atoms]):
-            program = compat.make_jaxpr(function, *(compat.typed_like(a.aval) for a in atoms))
+        with array_types.on_mesh_of([a.aval for a in atoms]):
+            program = compat.make_jaxpr(function, *(array_types.typed_like(a.aval) for a in atoms))
         (equation,) = jaxprs.open_jaxpr(program)[0].eqns
         variable = result if result is not None else Var(equation.outvars[0].aval)
         equation = equation.replace(invars=list(atoms), outvars=[variable])

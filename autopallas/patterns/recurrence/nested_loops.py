@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 from jax import lax
 
-from autopallas import compat, jaxprs
+from autopallas import array_types, compat, jaxprs
 from autopallas.compat import ArrayFunction, JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph import flatten
 from autopallas.patterns.recurrence.step import Step, needed
@@ -36,7 +36,7 @@ def written_out(step: Step) -> Step:
         if not concerned:
             equations.append(equation)
             continue
-        made = flatten(compat.make_jaxpr(_run(equation), *(compat.typed_like(a.aval) for a in equation.invars)))
+        made = flatten(compat.make_jaxpr(_run(equation), *(array_types.typed_like(a.aval) for a in equation.invars)))
         if made.constvars or any(map(compat.has_side_effects, made.equations)):
             return step
         own: dict[Var, JaxprAtom] = dict(zip(made.invars, equation.invars, strict=True))

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopallas import compat
+from autopallas import array_types
 from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph.array_slices import Place
 from autopallas.graph.indexed_arrays import Action, Plan
@@ -120,7 +120,7 @@ class SlicedForm:
     def _row_type(self, carried: int) -> Var:
         """Returns a variable with the type of a row of an array."""
         aval, axis = self.loop.carries[carried].aval, self.tables[carried].axis
-        return Var(compat.array_type((*aval.shape[:axis], *aval.shape[axis + 1 :]), aval.dtype, [aval], aval))
+        return Var(array_types.array_type((*aval.shape[:axis], *aval.shape[axis + 1 :]), aval.dtype, [aval], aval))
 
     def _act(self, action: Action, equation: JaxprEqn) -> None:
         """Follows what becomes of the slice of a carried array.

@@ -15,7 +15,7 @@ from itertools import islice, product
 import jax
 import jax.numpy as jnp
 
-from autopallas import compat, jaxprs
+from autopallas import array_types, compat, jaxprs
 from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph import Body, Graph, Node, flatten
 from autopallas.graph.array_slices import Place
@@ -571,8 +571,8 @@ def _derivative(inputs: Sequence[Var], equations: Sequence[JaxprEqn], roots: Seq
         found: tuple[jax.Array, ...] = jax.vjp(varied, *(given[place] for place in places))[1](cotangents)
         return found
 
-    types = [[compat.typed_like(v.aval) for v in own] for own in (inputs, roots)]
-    with compat.on_mesh_of([v.aval for v in inputs]):
+    types = [[array_types.typed_like(v.aval) for v in own] for own in (inputs, roots)]
+    with array_types.on_mesh_of([v.aval for v in inputs]):
         return flatten(compat.make_jaxpr(pulled, *types))
 
 

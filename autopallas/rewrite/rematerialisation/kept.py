@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopallas import compat, jaxprs
+from autopallas import array_types, compat, jaxprs
 from autopallas.compat import Jaxpr, JaxprAtom, JaxprEqn, Var
 from autopallas.rewrite.rematerialisation.recomputation import (
     LEAST_BYTES,
@@ -219,7 +219,7 @@ class Kept(Recomputation):
 def _hidden(tokens: Sequence[Var], arrays: Sequence[Var], like: JaxprEqn) -> tuple[list[JaxprEqn], list[Var]]:
     """Returns equations that give the same arrays, as a compiler cannot know, once the tokens are known."""
     given = [*tokens, *arrays]
-    program = compat.make_jaxpr(_selected(len(tokens)), *(compat.typed_like(v.aval) for v in given)).jaxpr
+    program = compat.make_jaxpr(_selected(len(tokens)), *(array_types.typed_like(v.aval) for v in given)).jaxpr
     names: dict[Var, JaxprAtom] = dict(zip(program.invars, given, strict=True))
     found = []
     for equation in program.eqns:

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from autopallas import compat, jaxprs
+from autopallas import array_types, compat, jaxprs
 from autopallas.compat import Jaxpr, JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.report.records import Rematerialised
 from autopallas.rewrite.rematerialisation.recomputation import (
@@ -189,7 +189,7 @@ class _Pair(Recomputation):
                 continue
             if base not in self._slices:
                 shape = (self.length, *base.aval.shape)
-                stacks.append((base, Var(compat.array_type(shape, base.aval.dtype, [base.aval], base.aval))))
+                stacks.append((base, Var(array_types.array_type(shape, base.aval.dtype, [base.aval], base.aval))))
                 self._slices[base] = stacks[-1][1]
             slices.append((names[base], self._slices[base]))
 
