@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,24 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.nn import log_softmax, logsumexp, one_hot, softmax
-from support.catalogue import array
+from support.catalogue import array, registry
 
 __all__ = ["LOSSES", "SIZES", "D", "N", "V", "arguments"]
 
 N, D, V = 6, 5, 13
 SIZES = (N, V)
-LOSSES: dict[str, Callable[..., Any]] = {}
+LOSSES, loss = registry()
 
 
 def arguments(dtype: Any = jnp.float32, scale: float = 1.0) -> tuple[Any, Any, Any]:
     """w [D, V], x [N, D], labels [N]."""
     labels = jnp.asarray([3, 0, 12, 3, 7, 1], jnp.int32)
     return array(D, V, dtype=dtype, seed=1), array(N, D, dtype=dtype, seed=2, scale=scale), labels
-
-
-def loss(function: Callable[..., Any]) -> Callable[..., Any]:
-    LOSSES[function.__name__] = function
-    return function
 
 
 def picked(values: Any, y: Any) -> Any:

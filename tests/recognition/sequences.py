@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from support.catalogue import array
 
-__all__ = ["B", "D", "T", "V", "arguments", "registry"]
+__all__ = ["B", "D", "T", "V", "arguments"]
 
 B, T, D, V = 2, 6, 4, 11
 
@@ -17,14 +16,3 @@ def arguments(dtype: Any = jnp.float32) -> tuple[Any, Any, Any]:
     """w [D, V], x [B, T, D], y [B, T]."""
     labels = jnp.arange(B * T).reshape(B, T) * 5 % V
     return array(D, V, dtype=dtype, seed=1), array(B, T, D, dtype=dtype, seed=2), labels
-
-
-def registry() -> tuple[dict[str, Callable[..., Any]], Callable[..., Any]]:
-    """A dictionary of functions by their names, and a decorator that enters them."""
-    entries: dict[str, Callable[..., Any]] = {}
-
-    def enter(function: Callable[..., Any]) -> Callable[..., Any]:
-        entries[function.__name__] = function
-        return function
-
-    return entries, enter

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.nn import log_softmax, logsumexp, one_hot, softmax
-from support.catalogue import array
+from support.catalogue import array, registry
 from support.checks import check
 from support.compare import compare, optimized_like_a_user
 
@@ -39,12 +39,7 @@ def with_integer_labels(z, labels):
     return jnp.log(jnp.exp(z).sum(-1)) - picked
 
 
-CONTRASTIVE = {}
-
-
-def contrastive(function):
-    CONTRASTIVE[function.__name__] = function
-    return function
+CONTRASTIVE, contrastive = registry()
 
 
 @contrastive
@@ -193,12 +188,7 @@ def test_no_logits_are_stored_between_the_passes():
     assert not [line for line in text.split("autopallas_site[")[0].splitlines() if "f32[6,5]" in line]
 
 
-SEVERAL = {}
-
-
-def several(function):
-    SEVERAL[function.__name__] = function
-    return function
+SEVERAL, several = registry()
 
 
 @several
@@ -239,12 +229,7 @@ def test_what_labels_share_with_something_else_is_kept():
     assert any("sort" in reason for reason in compared.reasons())
 
 
-REFUSED = {}
-
-
-def refused(function):
-    REFUSED[function.__name__] = function
-    return function
+REFUSED, refused = registry()
 
 
 @refused

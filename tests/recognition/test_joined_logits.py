@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 from jax.nn import log_softmax, logsumexp, one_hot, softmax
 from jax.sharding import PartitionSpec as P
-from support.catalogue import array
+from support.catalogue import array, registry
 from support.compare import compare, differs, optimized_like_a_user, with_gradients
 
 import autopallas
@@ -34,12 +34,7 @@ def with_integer_labels(z, labels):
     return jnp.log(jnp.exp(z).sum(-1)) - jnp.take_along_axis(z, labels[:, None], -1)[:, 0]
 
 
-FOUND = {}
-
-
-def found(function):
-    FOUND[function.__name__] = function
-    return function
+FOUND, found = registry()
 
 
 @found

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.nn import log_softmax, logsumexp, softmax
-from support.catalogue import array
+from support.catalogue import array, registry
 from support.compare import compare
 
 B, T, D, V, K = 2, 6, 5, 9, 4
@@ -17,12 +17,7 @@ def arguments(dtype=jnp.float32):
     return [array(B, T, D, dtype=dtype, seed=1), array(D, V, dtype=dtype, seed=2)]
 
 
-FOUND = {}
-
-
-def found(function):
-    FOUND[function.__name__] = function
-    return function
+FOUND, found = registry()
 
 
 @found

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.nn import log_softmax, logsumexp, one_hot, softmax
-from support.catalogue import array
+from support.catalogue import array, registry
 from support.checks import check
 from support.compare import compare, optimized_like_a_user
 
 from autopallas.graph.flatten import flatten
 from autopallas.graph.row_selections import move_selections
 from recognition.losses import picked
-from recognition.sequences import B, D, T, V, arguments, registry
+from recognition.sequences import B, D, T, V, arguments
 
 ROWS, rows = registry()
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.nn import log_softmax, logsumexp, one_hot, softmax
-from support.catalogue import array
+from support.catalogue import array, registry
 from support.checks import check
 from support.compare import compare, compiled, optimized_like_a_user
 
 from recognition.losses import picked
-from recognition.sequences import B, D, T, V, arguments, registry
+from recognition.sequences import B, D, T, V, arguments
 
 PICKS, pick = registry()
 

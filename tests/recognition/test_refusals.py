@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.nn import softmax
-from support.catalogue import ODD, array, bhtd
+from support.catalogue import ODD, array, bhtd, registry
 from support.compare import compare, compiled, floats, optimized_like_a_user, with_gradients
 
 import autopallas
 
 REFUSALS = {}
-UNRELATED = {}
+UNRELATED, unrelated = registry()
+"""Programs without any softmax attention in them."""
 
 
 def refused(reason, extra=(), inputs=None):
@@ -27,12 +28,6 @@ def refused(reason, extra=(), inputs=None):
         return function
 
     return enter
-
-
-def unrelated(function):
-    """Enters a program without any softmax attention in it."""
-    UNRELATED[function.__name__] = function
-    return function
 
 
 def attend(q, k, v):

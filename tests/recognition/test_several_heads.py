@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 from jax.nn import log_softmax, logsumexp, softmax
 from jax.scipy.special import xlogy
-from support.catalogue import array
+from support.catalogue import array, registry
 from support.checks import arrays, check
 from support.compare import compare, optimized_like_a_user
 
@@ -31,12 +31,7 @@ def divergence(s, t):
     return (jnp.exp(t) * (t - s)).sum(-1)
 
 
-HEADS = {}
-
-
-def heads(function):
-    HEADS[function.__name__] = function
-    return function
+HEADS, heads = registry()
 
 
 @heads
@@ -350,12 +345,7 @@ def test_the_logits_of_one_head_are_returned_too():
     assert all("also returned: float32[7,11] of dot_general" in reason for reason in compared.reasons()[-2:])
 
 
-REFUSED = {}
-
-
-def refused(function):
-    REFUSED[function.__name__] = function
-    return function
+REFUSED, refused = registry()
 
 
 @refused
@@ -412,12 +402,7 @@ def test_heads_that_cannot_be_read_tile_by_tile_together(name):
     assert compared.reasons()
 
 
-SOFT = {}
-
-
-def soft(function):
-    SOFT[function.__name__] = function
-    return function
+SOFT, soft = registry()
 
 
 @soft

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["EQUAL", "ODD", "SPELLINGS", "Sizes", "Spelling", "array", "bhtd", "bthd", "spelling"]
+__all__ = ["EQUAL", "ODD", "SPELLINGS", "Sizes", "Spelling", "array", "bhtd", "bthd", "registry", "spelling"]
 
 
 class Sizes(NamedTuple):
@@ -59,6 +59,17 @@ def bhtd(sizes: Sizes, dtype: Any, grouped: bool = False) -> Sequence[Any]:
 def bthd(sizes: Sizes, dtype: Any, grouped: bool = False) -> Sequence[Any]:
     """q [B, T, N, D], k and v [B, S, K, D]."""
     return [jnp.swapaxes(x, 1, 2) for x in bhtd(sizes, dtype, grouped)]
+
+
+def registry() -> tuple[dict[str, Callable[..., Any]], Callable[..., Any]]:
+    """A dictionary of functions by their names, and a decorator that enters them."""
+    entries: dict[str, Callable[..., Any]] = {}
+
+    def enter(function: Callable[..., Any]) -> Callable[..., Any]:
+        entries[function.__name__] = function
+        return function
+
+    return entries, enter
 
 
 @dataclass(frozen=True)
