@@ -24,6 +24,7 @@ from jax import lax
 from autopallas.compat import Dtype, JaxprEqn
 from autopallas.graph import Graph, Node
 from autopallas.kernels.loop_carries import filled
+from autopallas.kernels.respelling.convolution_spec import axes_of, dimension_numbers, padding_of, parameters
 from autopallas.kernels.respelling.gradients import gradient_of
 from autopallas.kernels.respelling.inserted_zeros import assumed_finite
 from autopallas.kernels.respelling.kind import Found, Kind, Sample, of_equation
@@ -105,18 +106,15 @@ def _of(spec: RespellingSpec) -> _Convolution:
     (_, left_dtype), (right, right_dtype) = spec.operands
     ((given, dtype),) = spec.results
 
-    def numbers(name: str) -> tuple[int, ...]:
-        return cast("tuple[int, ...]", spec[name])
-
-    rhs, out, groups = numbers("rhs"), numbers("out"), cast(int, spec["groups"])
+    rhs, out, groups = axes_of(spec, "rhs"), axes_of(spec, "out"), cast(int, spec["groups"])
     return _Convolution(
-        lhs=numbers("lhs"),
+        lhs=axes_of(spec, "lhs"),
         rhs=rhs,
         out=out,
-        strides=numbers("strides"),
-        lhs_dilation=numbers("lhs_dilation"),
-        rhs_dilation=numbers("rhs_dilation"),
-        padding=cast("tuple[tuple[int, int], ...]", spec["padding"]),
+        strides=axes_of(spec, "strides"),
+        lhs_dilation=axes_of(spec, "lhs_dilation"),
+        rhs_dilation=axes_of(spec, "rhs_dilation"),
+        padding=padding_of(spec),
         groups=groups,
         of_batch=cast(bool, spec["of_batch"]),
         window=tuple(right[axis] for axis in rhs[2:]),
@@ -164,17 +162,7 @@ def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
             return None
     elif min(window, result) > _MOST_TAPS:
         return None
-    return {
-        "lhs": tuple(sizes.lhs_spec),
-        "rhs": tuple(sizes.rhs_spec),
-        "out": tuple(sizes.out_spec),
-        "strides": tuple(params["window_strides"]),
-        "padding": tuple(map(tuple, params["padding"])),
-        "lhs_dilation": tuple(params["lhs_dilation"]),
-        "rhs_dilation": tuple(params["rhs_dilation"]),
-        "groups": groups,
-        "of_batch": params["batch_group_count"] > 1,
-    }
+    return parameters(params) | {"groups": groups, "of_batch": params["batch_group_count"] > 1}
 
 
 def _original(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Array]:
@@ -186,7 +174,7 @@ def _original(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Arra
         own.padding,
         own.lhs_dilation,
         own.rhs_dilation,
-        lax.ConvDimensionNumbers(own.lhs, own.rhs, own.out),
+        dimension_numbers(spec),
         1 if own.of_batch else own.groups,
         own.groups if own.of_batch else 1,
         preferred_element_type=own.dtype,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from jax import lax
 
 from autopallas.compat import JaxprEqn
 from autopallas.graph import Graph, Node
+from autopallas.kernels.respelling.convolution_spec import axes_of, dimension_numbers, padding_of, parameters
 from autopallas.kernels.respelling.gradients import gradient_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample, of_equation
 from autopallas.kernels.respelling.library_order import MOST_AXES, in_a_loop_or_branch, is_ordered, ordered
@@ -62,26 +62,10 @@ def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
         cut = sum(min(side, 0) for side in sides)
         if cut and (dilation > 1 or arrays[0].aval.shape[axis] + cut < 1):
             return None
-    return {
-        "lhs": tuple(axes.lhs_spec),
-        "rhs": tuple(axes.rhs_spec),
-        "out": tuple(axes.out_spec),
-        "strides": tuple(params["window_strides"]),
-        "padding": tuple(map(tuple, params["padding"])),
-        "lhs_dilation": tuple(params["lhs_dilation"]),
-        "rhs_dilation": tuple(params["rhs_dilation"]),
-    }
+    return parameters(params)
 
 
 _of_any: Callable[[Graph, Node], Found | None] = of_equation(_parameters)
-
-
-def _axes(spec: RespellingSpec, name: str) -> tuple[int, ...]:
-    return cast("tuple[int, ...]", spec[name])
-
-
-def _padding(spec: RespellingSpec) -> tuple[tuple[int, int], ...]:
-    return cast("tuple[tuple[int, int], ...]", spec["padding"])
 
 
 def _convolve(
@@ -91,32 +75,31 @@ def _convolve(
     padding: Sequence[tuple[int, int]],
     numbers: lax.ConvDimensionNumbers,
 ) -> jax.Array:
-    strides, left, right = (_axes(spec, name) for name in ("strides", "lhs_dilation", "rhs_dilation"))
+    strides, left, right = (axes_of(spec, name) for name in ("strides", "lhs_dilation", "rhs_dilation"))
     return lax.conv_general_dilated(x, w, strides, padding, left, right, numbers)
 
 
 def _original(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Array]:
-    numbers = lax.ConvDimensionNumbers(_axes(spec, "lhs"), _axes(spec, "rhs"), _axes(spec, "out"))
-    return [_convolve(spec, x, w, _padding(spec), numbers)]
+    return [_convolve(spec, x, w, padding_of(spec), dimension_numbers(spec))]
 
 
 def _respelt(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Array]:
-    (batch, features, *space), (results, own, *window) = _axes(spec, "lhs"), _axes(spec, "rhs")
+    (batch, features, *space), (results, own, *window) = axes_of(spec, "lhs"), axes_of(spec, "rhs")
     x, w = lax.transpose(x, (batch, *space, features)), lax.transpose(w, (*window, own, results))
     # What negative padding leaves out is cut off first: the library may read beside the array (JAX 0.10).
-    padding, shape = _padding(spec), x.shape
+    padding, shape = padding_of(spec), x.shape
     low = [0, *(max(-side, 0) for side, _ in padding), 0]
     high = [0, *(max(-side, 0) for _, side in padding), 0]
     x = lax.slice(x, low, [size - cut for size, cut in zip(shape, high, strict=True)])
     numbers = ordered(x.ndim)
     found = _convolve(spec, x, w, [(max(before, 0), max(after, 0)) for before, after in padding], numbers)
-    out = dict(zip(_axes(spec, "out"), numbers.out_spec, strict=True))
+    out = dict(zip(axes_of(spec, "out"), numbers.out_spec, strict=True))
     return [lax.transpose(found, [out[axis] for axis in range(x.ndim)])]
 
 
 def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:
     # One element after the other, the compiler skips the zeros around and among the operand's elements.
-    inserts = max(map(max, _padding(spec))) > 0 or max(_axes(spec, "lhs_dilation")) > 1
+    inserts = max(map(max, padding_of(spec))) > 0 or max(axes_of(spec, "lhs_dilation")) > 1
     return ("both operands are finite",) if inserts else ()
 
 
@@ -126,20 +109,20 @@ def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:
 def _feature(spec: RespellingSpec) -> str:
     """Returns the axes of space, where they stand, whether the window is that of a layer, and where channels are few or
     elements are left out or inserted."""
-    space = _axes(spec, "lhs")[2:]
+    space = axes_of(spec, "lhs")[2:]
     order = "channels first" if len(space) + 1 in space else "channels last"
-    window = math.prod(spec.operands[1][0][axis] for axis in _axes(spec, "rhs")[2:])
+    window = math.prod(spec.operands[1][0][axis] for axis in axes_of(spec, "rhs")[2:])
     size = "a small window" if window <= _FEW else "a large window"
-    results, channels = (spec.operands[1][0][axis] for axis in _axes(spec, "rhs")[:2])
+    results, channels = (spec.operands[1][0][axis] for axis in axes_of(spec, "rhs")[:2])
     if window <= _FEW:
         few = results * channels < _FEW_SUMS
     elif order == "channels first":
         few = results < (_FEW_RESULTS if channels < _MANY_EXAMPLES else _FEW_RESULTS // 2)
     else:
-        few = results < _FEWEST_RESULTS or channels * spec.operands[0][0][_axes(spec, "lhs")[0]] < _FEWEST_IMAGES
+        few = results < _FEWEST_RESULTS or channels * spec.operands[0][0][axes_of(spec, "lhs")[0]] < _FEWEST_IMAGES
     if few:
         return f"{len(space)} axes, {order}, {size}, few channels"
-    between = max(*_axes(spec, "strides"), *_axes(spec, "lhs_dilation"), *_axes(spec, "rhs_dilation")) > 1
+    between = max(*axes_of(spec, "strides"), *axes_of(spec, "lhs_dilation"), *axes_of(spec, "rhs_dilation")) > 1
     return f"{len(space)} axes, {order}, {size}{', strided or dilated' if between else ''}"
 
 

@@ -12,13 +12,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from autopallas.compat import Dtype, JaxprEqn
+from autopallas.kernels.respelling.convolution_spec import axes_of, dimension_numbers, padding_of, parameters
 from autopallas.kernels.respelling.gradients import gradient_of
 from autopallas.kernels.respelling.inserted_zeros import assumed_finite
 from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
@@ -77,18 +77,15 @@ def _of(spec: RespellingSpec) -> _Gradient:
     _, (window, dtype) = spec.operands
     ((given, result), *_) = spec.results
 
-    def numbers(name: str) -> tuple[int, ...]:
-        return cast("tuple[int, ...]", spec[name])
-
     return _Gradient(
-        lhs=numbers("lhs"),
-        rhs=numbers("rhs"),
-        out=numbers("out"),
-        spread=numbers("lhs_dilation"),
-        reach=numbers("rhs_dilation"),
-        padding=cast("tuple[tuple[int, int], ...]", spec["padding"]),
-        window=tuple(window[axis] for axis in numbers("rhs")[2:]),
-        taps=tuple(given[axis] for axis in numbers("out")[2:]),
+        lhs=axes_of(spec, "lhs"),
+        rhs=axes_of(spec, "rhs"),
+        out=axes_of(spec, "out"),
+        spread=axes_of(spec, "lhs_dilation"),
+        reach=axes_of(spec, "rhs_dilation"),
+        padding=padding_of(spec),
+        window=tuple(window[axis] for axis in axes_of(spec, "rhs")[2:]),
+        taps=tuple(given[axis] for axis in axes_of(spec, "out")[2:]),
         dtype=result,
         accumulation=jnp.promote_types(dtype, jnp.float32),
     )
@@ -115,14 +112,9 @@ def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
     few = math.prod(taps) <= min(_MOST_TAPS, math.prod(window))
     if math.prod(window) == 1 or not (few or apart):
         return None
-    return {
-        "lhs": tuple(numbers.lhs_spec),
-        "rhs": tuple(numbers.rhs_spec),
-        "out": tuple(numbers.out_spec),
-        "padding": tuple(map(tuple, params["padding"])),
-        "lhs_dilation": spread,
-        "rhs_dilation": reach,
-    }
+    found = parameters(params)
+    del found["strides"]  # all are 1
+    return found
 
 
 def _original(spec: RespellingSpec, x: jax.Array, cotangent: jax.Array) -> list[jax.Array]:
@@ -134,7 +126,7 @@ def _original(spec: RespellingSpec, x: jax.Array, cotangent: jax.Array) -> list[
         own.padding,
         own.spread,
         own.reach,
-        lax.ConvDimensionNumbers(own.lhs, own.rhs, own.out),
+        dimension_numbers(spec),
         preferred_element_type=own.dtype,
     )
     return [found]
