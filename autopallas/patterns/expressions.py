@@ -50,6 +50,8 @@ class Computed:
     label: Expression | None = None
 
 
+_LONGEST_CONSTANT = 2**24
+"""Most elements of a captured array that is looked into."""
 _DEEPEST = 64
 """Most operations on one path of a scalar that is folded."""
 
@@ -186,6 +188,13 @@ class Scope:
         Numbers of integer types are returned as integers, since a float does not hold all those of 64 bits.
         """
         return self._fold(self.space.canonical(ref).value, depth=0)
+
+    def captured(self, ref: Ref) -> np.ndarray | None:
+        """Returns the elements of a captured array, if they can be looked at."""
+        constant = self.graph.constants.get(ref.value)
+        if constant is None or compat.is_tracer(constant) or np.size(constant) > _LONGEST_CONSTANT:
+            return None
+        return np.asarray(constant)
 
     def _fold(self, value: int, depth: int) -> float | int | None:
         if value not in self._numbers:

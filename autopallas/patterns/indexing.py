@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopallas import compat
 from autopallas.graph import Node, Ref
 from autopallas.graph.labels import Atom, Dimension, View
 from autopallas.numerics.casts import counts_exactly
@@ -17,9 +16,6 @@ from autopallas.patterns.match import Mismatch
 from autopallas.sites.elementwise import Axis
 
 __all__ = ["Pick", "picked", "placed"]
-
-_LONGEST = 2**24
-"""Most elements of a constant that is looked into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +176,7 @@ def is_position(scope: Scope, ref: Ref, atoms: Sequence[Atom]) -> bool:
     ref = space.canonical(ref)
     node = scope.node(ref)
     if node is None:
-        constant = _constant(scope, ref)
+        constant = scope.captured(ref)
         along = [(offset, space.resolve(own)) for offset, own in ref.view if own]
         return (
             constant is not None
@@ -198,7 +194,7 @@ def is_position(scope: Scope, ref: Ref, atoms: Sequence[Atom]) -> bool:
         return counted and is_position(scope, operands[0], atoms)
     if node.name == "select_n" and len(operands) == 3 and is_position(scope, operands[1], atoms):
         test, sides = scope.node(operands[0]), space.operands(operands[0])
-        known = _constant(scope, operands[0])
+        known = scope.captured(operands[0])
         return (known is not None and not known.any()) or (
             test is not None
             and test.name == "lt"
@@ -207,11 +203,3 @@ def is_position(scope: Scope, ref: Ref, atoms: Sequence[Atom]) -> bool:
             and is_position(scope, sides[0], atoms)
         )
     return False
-
-
-def _constant(scope: Scope, ref: Ref) -> np.ndarray | None:
-    """Returns the elements of a captured array, if they can be looked at."""
-    constant = scope.graph.constants.get(ref.value)
-    if constant is None or compat.is_tracer(constant) or np.size(constant) > _LONGEST:
-        return None
-    return np.asarray(constant)

@@ -7,7 +7,6 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from autopallas import compat
 from autopallas.graph import Ref
 from autopallas.graph.labels import Atom
 from autopallas.numerics.casts import counts_exactly, kind_of
@@ -17,8 +16,6 @@ __all__ = ["COMPARISONS", "MaskReader", "Seen", "Triangle"]
 
 _DEEPEST = 16
 """Longest chain of elementwise equations that is looked at."""
-_LONGEST_CONSTANT = 2**24
-"""Largest captured mask whose elements are looked at."""
 COMPARISONS = frozenset({"ge", "gt", "le", "lt"})
 _MIRRORED = {"ge": "le", "le": "ge", "gt": "lt", "lt": "gt"}
 
@@ -178,10 +175,8 @@ class MaskReader:
 
     def constant(self, ref: Ref) -> np.ndarray | None:
         """Returns the elements of a captured array, without axes of size 1, where these can be looked at."""
-        constant = self.graph.constants.get(ref.value)
-        if constant is None or compat.is_tracer(constant) or not 1 < np.size(constant) <= _LONGEST_CONSTANT:
-            return None
-        return np.squeeze(np.asarray(constant))
+        constant = self.scope.captured(ref)
+        return None if constant is None or constant.size <= 1 else np.squeeze(constant)
 
     def _captured(self, ref: Ref) -> Triangle | None:
         """Returns the triangle that a captured array is."""
