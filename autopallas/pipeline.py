@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from autopallas import compat, jaxprs
 from autopallas.autotune.probe import Prober
@@ -34,8 +34,7 @@ from autopallas.numerics.promote import usual_promotion
 from autopallas.options import Options
 from autopallas.passes import Passes
 from autopallas.patterns import Match, NearMiss, find
-from autopallas.patterns.selection import looks_for
-from autopallas.plan.allowed_places import deny_places, names_places, selecting_nothing
+from autopallas.plan.allowed_places import deny_places, selecting_nothing
 from autopallas.plan.choose_implementation import plan
 from autopallas.plan.decision import Decision, size_unknown
 from autopallas.plan.exclusions import leaving_out, without_left_out
@@ -43,9 +42,10 @@ from autopallas.report import Failure, Rematerialised, Report, Site
 from autopallas.report import NearMiss as NearMissRecord
 from autopallas.report.describe import Describer
 from autopallas.report.live_report import LiveReport
+from autopallas.rewrite.rematerialisation.conditions import obstacle_to, wanted_extent
 from autopallas.rewrite.rematerialisation.rematerialise import rematerialise
 from autopallas.rewrite.sites import splice
-from autopallas.sharding.call_shardings import Shardings, on_several_devices
+from autopallas.sharding.call_shardings import Shardings
 from autopallas.sharding.shard_sites import shard_sites
 from autopallas.sites.device import Device
 from autopallas.sites.operation import provided
@@ -144,9 +144,9 @@ def rewritten(
                 result, decisions = run(
                     "rewrite", "splice", splice_what_can_be, program, graph, matches, decisions, options.strict
                 )
-            wanted = _rematerialises(options, graph)
+            wanted = wanted_extent(options, graph)
             if wanted and not (disabled or leaving_out.value or is_bisecting()):
-                if not (obstacle := _keeps_all(program, options, device, shardings)):
+                if not (obstacle := obstacle_to(program, options, device, shardings)):
                     with contained(op=REMATERIALISATION, stage="rewrite"):
                         less = partial(_with_less_kept, everywhere=wanted == "everywhere")
                         result, again = run("rewrite", "rematerialise", less, program, graph, result)
@@ -172,17 +172,6 @@ def rewritten(
     return result, LiveReport(report, [decision.entry for decision in decisions])
 
 
-def _rematerialises(options: Options, graph: Graph) -> Literal["everywhere", "stacks", ""]:
-    """Returns where less is to be kept for a backward: everywhere where less memory is wanted, or where that is named;
-    else in the stacks between scans, if there are some."""
-    if not looks_for(options.ops, REMATERIALISATION):
-        return ""
-    if options.objective == "memory" or REMATERIALISATION in (options.ops or ()):
-        return "everywhere"
-    scans = (sum(e.primitive.name == "scan" for e in body.equations) for body in graph.root.walk())
-    return "stacks" if any(count > 1 for count in scans) else ""
-
-
 def _with_less_kept(
     program: ClosedJaxpr, graph: Graph, result: ClosedJaxpr, everywhere: bool
 ) -> tuple[ClosedJaxpr, tuple[Rematerialised, ...]]:
@@ -190,19 +179,6 @@ def _with_less_kept(
     flat = result if result is not program else jaxprs.with_weak_types(splice(graph, (), ()), program)
     found, again = rematerialise(flat, everywhere)
     return (found, again) if again else (result, ())
-
-
-def _keeps_all(program: ClosedJaxpr, options: Options, device: Device, shardings: Shardings | None) -> str:
-    """Returns why nothing is computed again, though that is asked for; an empty string if nothing is in the way."""
-    if device.platform != "cpu":
-        return f"it was not measured on {device.platform}"
-    if shardings is not None or on_several_devices(program):
-        return "arrays are spread over several devices"
-    if not allows(options.numerics, "reordered"):
-        return "a compiler may round what is computed again otherwise, and results have to be identical"
-    if names_places(options):
-        return "places are denied, and what is computed again stands at many"
-    return "" if options.fuel is None else "the number of sites is limited"
 
 
 def _unknown_sizes(program: ClosedJaxpr) -> str:
@@ -282,7 +258,7 @@ def _recognised(
 def _adds_products(graph: Graph, matches: Sequence[Match], decisions: Sequence[Decision], options: Options) -> bool:
     """Returns whether the rewritten program would compute products that the program itself lacks."""
     applied = [match for match, decision in zip(matches, decisions, strict=True) if decision.verdict == "applied"]
-    changes = bool(applied or _rematerialises(options, graph))
+    changes = bool(applied or wanted_extent(options, graph))
     return changes and has_added_products(graph, _computed(applied))
 
 
