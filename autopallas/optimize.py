@@ -595,7 +595,7 @@ def optimize(
       The optimized function; its ``report()`` says what was replaced and why.
 
     Raises:
-      OptionError: an option does not exist, or does not accept its value.
+      OptionError: an option does not exist, or does not accept its value; or ``fn`` cannot be called.
       RequirementError: when the function is traced, and fewer sites were replaced than ``require`` asks for.
       UnsupportedError: when the function is traced, and a single named implementation does not support a site.
 
@@ -627,7 +627,7 @@ def explain(fn: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> Report:
       The report.
 
     Raises:
-      RequirementError, UnsupportedError: as :func:`optimize`.
+      OptionError, RequirementError, UnsupportedError: as :func:`optimize`.
 
     Example:
       >>> import jax, jax.numpy as jnp, autopallas

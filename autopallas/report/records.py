@@ -175,18 +175,25 @@ class Report:
     """
 
     sites: tuple[Site, ...] = ()
+    """Recognised sites, replaced ("applied") or not ("kept"), one for each forward occurrence."""
     near_misses: tuple[NearMiss, ...] = ()
+    """What looks like a known computation and is not one, or cannot be proved to be one."""
     failures: tuple[Failure, ...] = ()
+    """What went wrong inside autopallas; the program runs without the rewrite concerned."""
     tuning: Mapping[str, int] = field(default_factory=lambda: {"searches": 0, "cache_hits": 0})
     """"searches": how many searches for block sizes were run; "cache_hits": how many answers came from the disk."""
     platform: str = ""
+    """Platform for which was decided: "cpu", "gpu" or "tpu"."""
     device_kind: str = ""
+    """The device's own name."""
     versions: Mapping[str, str] = field(default_factory=dict)
+    """Versions of Python, jax and jaxlib, and of a CPU the vector extensions."""
     notes: tuple[str, ...] = ()
     """What was asked for without effect, such as a place under ``deny`` that is no site's."""
     rematerialised: tuple[Rematerialised, ...] = ()
     """What backwards compute again, in place of keeping it."""
     schema_version: int = SCHEMA_VERSION
+    """Version of the JSON form; a later one is refused when it is read."""
     canary: Canary | None = field(default=None, compare=False)
     """What compared calls of the function gave so far; None without them."""
     trace: tuple[Pass, ...] = field(default=(), compare=False)

@@ -71,7 +71,9 @@ def verify(fn: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> Verification:
 
     Raises:
       VerificationError: an output is in breach.  Its ``verification`` also holds the errors of each site by itself.
-      ValueError: arguments are spread over several processes, so that no process has all values.
+      OptionError: ``fn`` cannot be called.
+      ValueError: this process lacks values of arguments: they are traced, a ``jax.ShapeDtypeStruct``, or spread over
+        several processes.
 
     Example:
       >>> import jax, jax.numpy as jnp, autopallas
