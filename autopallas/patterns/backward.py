@@ -9,7 +9,7 @@ equation that reads the cotangent.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -182,7 +182,9 @@ class Lookup:
             for i, levels in backward.levels.items():
                 if i not in backward.spread:
                     self._extend(forward, forward.uses[i], levels, frame, mapped)
-        return [found[c] for c in found if c in tied and graph.shape(c) == tuple(cotangent.aval.shape)]
+        parts = _parts_of_others(forward, found, followed)
+        shape = tuple(cotangent.aval.shape)
+        return [b for c, b in found.items() if c in tied and c not in parts and graph.shape(c) == shape]
 
     def per_example(self, forward: Forward, wanted: Sequence[int]) -> PerExample | None:
         """Returns the forward as one of examples, where the program has an array for each of the uses in ``wanted``
@@ -607,6 +609,24 @@ def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[
         chosen = [s for s in chosen if s not in left]
         left = incomplete(chosen) if chosen else []
     return [] if left else chosen
+
+
+def _parts_of_others(
+    forward: Forward, found: Mapping[int, Backward], followed: Mapping[int, Mapping[Var, int]]
+) -> set[int]:
+    """Returns the cotangents of the backwards that give nothing but what the forward computes, or the way to what
+    another backward gives.
+
+    Where ``x * scale - mean * scale`` is normalised, rows times the scale are what the rows' gradient would be if the
+    rows were the cotangent; and the negative cotangent times the scale leads to the gradient of the mean.
+    """
+    parts: set[int] = set()
+    for candidate, backward in found.items():
+        given = {levels[0].cotangent for levels in backward.levels.values()} - forward.own
+        larger = (c for c, other in found.items() if len(other.levels) > len(backward.levels))
+        if not given or any(given.issubset(followed[c].values()) for c in larger):
+            parts.add(candidate)
+    return parts
 
 
 def _drop_echoes(searches: Sequence[Search]) -> None:

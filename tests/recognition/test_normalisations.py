@@ -28,6 +28,11 @@ def mean(x):
     return jnp.mean(x, -1, keepdims=True)
 
 
+def scaled_apart(x, g, b, var=lambda x: x.var(-1, keepdims=True), shift=lambda b, moved: b - moved):
+    inverse = lax.rsqrt(var(x) + 1e-3) * g
+    return x * inverse + shift(b, mean(x) * inverse)
+
+
 def in_float32(norm):
     return lambda x, g, b: norm(x.astype(jnp.float32), 1.0, 0.0).astype(x.dtype) * g
 
@@ -49,6 +54,9 @@ LAYER = {
     "standardize": lambda x, g, b: jax.nn.standardize(x) * g + b,
     "centred once": lambda x, g, b: (lambda c: c * lax.rsqrt(mean(c * c) + 1e-5))(x - mean(x)) * g + b,
     "in float32": in_float32(lambda x, g, b: (x - mean(x)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)),
+    "scaled apart": scaled_apart,
+    "scaled apart, fast variance": lambda x, g, b: scaled_apart(x, g, b, lambda x: mean(x * x) - mean(x) ** 2),
+    "scaled apart, negative mean": lambda x, g, b: scaled_apart(x, g, b, shift=lambda b, moved: -moved + b),
 }
 SPELLINGS = [("rms_norm", name) for name in RMS] + [("layer_norm", name) for name in LAYER]
 
@@ -209,6 +217,25 @@ def test_what_is_used_elsewhere_keeps_the_norm():
     assert outcome.complaints == []
     assert outcome.counts("rms_norm") == 0
     assert any("also used" in reason or "used elsewhere" in reason for reason in outcome.reasons())
+
+
+@pytest.mark.parametrize("further", [
+    lambda x, inverse, t: x * inverse,
+    lambda x, inverse, t: -t * inverse,
+    lambda x, inverse, t: jnp.sum(-t * inverse, -1),
+], ids=["rows", "cotangent", "sum"])  # fmt: skip
+def test_what_leads_to_a_gradient_and_is_used_elsewhere_keeps_the_norm(further):
+    x, g, b = operands("float32")
+    t = array(2, 7, WIDTH, seed=3)
+
+    def step(x, g, b, t):
+        gradients = jax.grad(lambda *own: jnp.sum(scaled_apart(*own) * t), (0, 1, 2))(x, g, b)
+        return gradients, further(x, lax.rsqrt(x.var(-1, keepdims=True) + 1e-3) * g, t)
+
+    optimized = autopallas.optimize(step, objective="always", strict=True, ops=["layer_norm"])
+    for a, b_ in zip(jax.tree.leaves(optimized(x, g, b, t)), jax.tree.leaves(step(x, g, b, t)), strict=True):
+        np.testing.assert_allclose(a, b_, rtol=1e-5, atol=1e-5)
+    assert optimized.report().counts().get("layer_norm", 0) == 0
 
 
 def test_nothing_is_replaced_without_evidence():
