@@ -19,15 +19,14 @@ import numpy as np
 from jax import lax
 from jax.lax import GatherScatterMode
 
-from autopallas import array_types, compat, jaxprs
-from autopallas.compat import ArrayFunction, JaxprEqn, Literal, Var
+from autopallas import compat
+from autopallas.compat import JaxprEqn, Var
 from autopallas.faults import contained
 from autopallas.graph.custom_rules import ELEMENTWISE
-from autopallas.graph.flatten import Body, Child, is_contraction
+from autopallas.graph.flatten import Body, is_contraction
+from autopallas.graph.rewritten_body import Atom, RewrittenBody
 
 __all__ = ["take_logits_apart"]
-
-Atom = Var | Literal
 
 _MOST_PARTS = 4
 """Most arrays that are put together."""
@@ -101,65 +100,32 @@ def _joined(body: Body) -> tuple[set[Var], bool]:
     return found, attends
 
 
-class _Parts:
-    """Takes the values of one body apart.
-
-    The original equations stay, for their other readers; those that nobody reads any more are left out at the end.
-    """
+class _Parts(RewrittenBody):
+    """Takes the values of one body apart."""
 
     def __init__(self, body: Body, joined: set[Var]):
-        self.body, self.joined = body, joined
-        self.equations: list[JaxprEqn] = []
-        self.definitions: dict[Var, JaxprEqn] = {}
-        self.names: dict[Var, Atom] = {}
-        """Atoms to read in place of variables."""
+        super().__init__(body)
+        self.joined = joined
         self.parts: dict[tuple[Var, _Cut], list[Atom]] = {}
         self.cuts: dict[Var, _Cut] = {}
         """Where values are cut that are computed from joined ones."""
 
     def run(self) -> None:
-        children: dict[int, list[Child]] = {}
-        for position, equation in enumerate(self.body.equations):
-            inputs = [self.names.get(a, a) if isinstance(a, Var) else a for a in equation.invars]
-            if inputs != equation.invars:
-                equation = equation.replace(invars=inputs)
-            self._add(equation)
+        for position, original in enumerate(self.body.equations):
+            equation = self._renamed(original)
+            self._add_original(position, equation)
             if position in self.body.children:
-                children[id(equation)] = self.body.children[position]
-            elif equation.primitive.name == "split":
+                continue
+            if equation.primitive.name == "split":
                 self._split(equation)
             elif len(equation.outvars) == 1 and (new := self._in_place_of(equation)) is not None:
                 self.names[equation.outvars[0]] = new
         if not self.names:
             return
-        outvars = [self.names.get(a, a) if isinstance(a, Var) else a for a in self.body.outvars]
-        live = jaxprs.live_equations(self.equations, outvars)
+        live, outvars = self._live()
         if any(variable in self.joined for equation in live for variable in equation.outvars):
             return  # something needs the whole of it, such as a backward in another body
-        before = jaxprs.live_equations(self.body.equations, self.body.outvars)
-        if sum(map(is_contraction, live)) <= sum(map(is_contraction, before)):
-            self.body.replace(live, outvars, {i: children[id(e)] for i, e in enumerate(live) if id(e) in children})
-
-    def _add(self, equation: JaxprEqn) -> None:
-        self.equations.append(equation)
-        self.definitions.update(dict.fromkeys(equation.outvars, equation))
-
-    def _emit(self, like: JaxprEqn, function: ArrayFunction, *atoms: Atom) -> Var:
-        """Adds the equations of a function of some atoms; returns its result."""
-        made = compat.make_jaxpr(function, *(array_types.shape_of(a.aval) for a in atoms))
-        inner, consts = jaxprs.open_jaxpr(made)
-        assert not consts
-        names: dict[Atom, Atom] = dict(zip(inner.invars, atoms, strict=True))
-        for equation in inner.eqns:
-            inputs = [a if isinstance(a, Literal) else names[a] for a in equation.invars]
-            avals = [a.aval for a in inputs]
-            outputs = [Var(array_types.array_type(v.aval.shape, v.aval.dtype, avals, v.aval)) for v in equation.outvars]
-            names.update(zip(equation.outvars, outputs, strict=True))
-            self._add(equation.replace(invars=inputs, outvars=outputs, source_info=like.source_info, ctx=like.ctx))
-        (result,) = inner.outvars
-        found = names[result]
-        assert isinstance(found, Var)
-        return found
+        self._replace(live, outvars)
 
     # ------------------------------------------------------------------ what reads joined values
 
@@ -322,7 +288,7 @@ class _Parts:
                 else [a] * len(shapes)
                 for a in equation.invars
             ]  # an axis of size 1 is repeated
-            return [self._bind(equation, [own[i] for own in operands], {}) for i in range(len(shapes))]
+            return [self._bind(equation, [own[i] for own in operands]) for i in range(len(shapes))]
         if name == "broadcast_in_dim" and len(equation.invars) == 1:
             to, (operand,) = params["broadcast_dimensions"], equation.invars
             if cut.axis in to and operand.aval.shape[to.index(cut.axis)] != 1:
@@ -330,9 +296,9 @@ class _Parts:
                 given = self._apart(operand, own, equation, depth + 1)
             else:
                 given = [operand] * len(shapes)
-            return [self._bind(equation, [a], {"shape": one}) for a, one in zip(given, shapes, strict=True)]
+            return [self._bind(equation, [a], shape=one) for a, one in zip(given, shapes, strict=True)]
         if name == "iota" and params["dimension"] != cut.axis:
-            return [self._bind(equation, [], {"shape": one}) for one in shapes]
+            return [self._bind(equation, [], shape=one) for one in shapes]
         if name == "iota":
             return [
                 self._emit(equation, _counting(equation.primitive, {**params, "shape": one}, start))
@@ -346,19 +312,6 @@ class _Parts:
         if name == "scatter-add":
             return self._scattered(equation, cut)
         return None
-
-    def _bind(self, equation: JaxprEqn, atoms: Sequence[Atom], changed: dict[str, object]) -> Var:
-        """Adds an equation with other operands and parameters."""
-        params = {**equation.params, **changed}
-        varying = [a for a in atoms if not isinstance(a, Literal)]
-
-        def function(*given: jax.Array) -> jax.Array:
-            left = iter(given)
-            operands = (a.val if isinstance(a, Literal) else next(left) for a in atoms)
-            result: jax.Array = equation.primitive.bind(*operands, **params)
-            return result
-
-        return self._emit(equation, function, *varying)
 
     def _padded(self, equation: JaxprEqn, cut: _Cut, shapes: Sequence[Sequence[int]]) -> list[Atom] | None:
         """Returns the parts of a part among zeros, as the gradient of a slice is."""
@@ -374,7 +327,7 @@ class _Parts:
             elif start <= low and low + size <= start + own:
                 within = [(0, 0, 0)] * len(shape)
                 within[cut.axis] = low - start, start + own - low - size, 0
-                found.append(self._bind(equation, [operand, fill], {"padding_config": tuple(within)}))
+                found.append(self._bind(equation, [operand, fill], padding_config=tuple(within)))
             elif low + size <= start or start + own <= low:
                 found.append(self._emit(equation, lambda x, s=shape: lax.broadcast(x, s), fill))
             else:

@@ -27,7 +27,7 @@ from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.edit import surviving
 from autopallas.graph.keys import enters_mesh
 from autopallas.graph.labels import is_product
-from autopallas.graph.row_selections import PROMISED
+from autopallas.graph.selected_rows import PROMISED
 from autopallas.patterns.advice import (
     ASSUME_FINITE,
     COLUMNS,
