@@ -14,32 +14,29 @@ from jax import lax
 
 from autopallas import compat, jaxprs
 from autopallas.compat import Dtype
-from autopallas.graph import Graph, Node, Ref, Space
+from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.equal_loops import loops
 from autopallas.graph.labels import Atom, Dimension, View
 from autopallas.patterns.advice import (
-    BETWEEN_LOGITS,
     EMPTY,
     LOGITS_APART,
     LOGITS_ONCE,
     LOSS_PER_ROW,
     NO_LOOP,
-    ONE_LABEL,
     OWN_DERIVATIVE,
     PRECISION,
-    SAME_HEADS,
     WHOLE_COLUMNS,
     WHOLE_ROWS,
 )
 from autopallas.patterns.cross_entropy.flows import Flow, Flows
 from autopallas.patterns.cross_entropy.further_sums import summed_further
 from autopallas.patterns.cross_entropy.intent import Intent, changes
+from autopallas.patterns.cross_entropy.labelled_logits import HeadLogits, LabelledLogits
 from autopallas.patterns.cross_entropy.row_statistics import MASK_LOGITS, WEIGHTED, RowStatistics
 from autopallas.patterns.expressions import (
     Apply,
     Computed,
     Expression,
-    Scope,
     computed_from,
     operation,
     parts_of,
@@ -48,7 +45,7 @@ from autopallas.patterns.expressions import (
 from autopallas.patterns.indexing import picked
 from autopallas.patterns.match import Mismatch
 
-__all__ = ["HeadLogits", "Region", "Terminal"]
+__all__ = ["Region", "Terminal"]
 
 _DEEPEST = 128
 """Most operations on one path from statistics to a number per row."""
@@ -79,17 +76,7 @@ class Terminal:
     head: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class HeadLogits:
-    """The logits of one head: the values that are multiplied, and the labels over which the product sums."""
-
-    score: Ref
-    x: Ref
-    w: Ref
-    hidden: list[Atom]
-
-
-class Region:
+class Region(LabelledLogits):
     """Holds the values of the logits' size around one contraction, or around several whose results are read together.
 
     Attributes:
@@ -119,17 +106,14 @@ class Region:
         others: Sequence[tuple[Node, Set[int]]] = (),
         own: Set[int] = frozenset(),
     ):
-        self.graph, self.dot, self.inside, self.ends, self._flows = graph, dot, inside, ends, flows
-        self.logits = dot.outputs[0]
-        self.others, self._alone = others, own
-        self.further: list[HeadLogits] = []
+        super().__init__(graph, dot, inside, ends, others, own, None if other is None else other.side)
+        self._flows = flows
         self.asked: frozenset[int] = frozenset()
         self.parted: frozenset[int] = frozenset()
         self._waiting: dict[int, bool] = {}
         self.other, self.shared = other, shared
         self.terminals: list[Terminal] = []
         self._levels: dict[int, int] = {} if other is None else other._levels
-        self.side = 0
         read = [number for node in (dot, *(node for node, _ in others)) for number in node.inputs]
         self.intent = Intent(graph, inside, ends, self.touches, read)
         self.anchored = any(self._anchor(node) for node in ends)
@@ -184,180 +168,6 @@ class Region:
     @property
     def products(self) -> list[Terminal]:
         return [t for t in self.terminals if t.kind != "statistics"]
-
-    # ------------------------------------------------------------------ labels
-
-    def _anchor(self, node: Node) -> bool:
-        """Fixes the labels by a sum of exponentials over the axis of one operand; returns whether the end is such a
-        sum."""
-        if node.name != "reduce_sum" or not self._sums_exponentials(node.inputs[0]):
-            return False
-        self.scope = scope = Scope(self.graph, through=True)
-        self.space = space = scope.space
-        scope.score = self.logits
-        source = node.inputs[0]
-        at = space.full(source)
-        score = _seen_from(space, at, {self.logits})
-        if score is None:
-            return False
-        contraction = space.contraction(score)
-        if contraction is None:
-            return False
-        reduced = {a for d in node.params["axes"] for a in space.resolve(at.view[d][1])}
-        left, right, contracted = contraction
-        self.hidden = [a for _, atoms in contracted for a in atoms]
-        for side, (rows, weight) in enumerate(((left, right), (right, left))):
-            if self.other is not None and side == self.other.side:
-                continue
-            own = space.atoms(weight) - set(space.resolve(self.hidden))
-            if reduced and reduced <= own and not reduced & space.atoms(rows):
-                self.score, self.x, self.w, self.side = score, rows, weight, side
-                self._known = {self.logits: score}
-                self.vocabulary = tuple(a for _, atoms in score.view for a in space.resolve(atoms) if a in reduced)
-                self.rows = tuple(a for _, atoms in score.view for a in space.resolve(atoms) if a not in reduced)
-                self._apart = tuple(a for a in self.rows if a in own)
-                return True
-        return False
-
-    def _join(self) -> None:
-        """Finds the logits of the other contractions under the labels of the first one's.
-
-        Raises:
-          Mismatch: they do not have the same rows and the same vocabulary.
-        """
-        reached, left = set(self._alone), list(self.others)
-        self.further = []
-        while left:
-            seen = ((n, self._beside(dot.outputs[0], reached, inside)) for n, (dot, inside) in enumerate(left))
-            position, at = next(((n, at) for n, at in seen if at is not None), (0, None))
-            if at is None:
-                raise Mismatch(
-                    "the logits of several products are read together in a way that is not understood",
-                    advice=SAME_HEADS,
-                )
-            self.further.append(self._head(at))
-            self._known[at.value] = at
-            reached |= left.pop(position)[1]
-
-    def _beside(self, logits: int, reached: Set[int], inside: Set[int]) -> Ref | None:
-        """Returns other logits, seen from where they are first read together with values that are aligned already."""
-        both = reached & inside
-        if both:
-            return _seen_from(self.space, self._aligned(min(both)), {logits})
-        for node in self.ends:
-            if node.name != "dot_general":
-                continue
-            for side, number in enumerate(node.inputs):
-                if number in reached and node.inputs[1 - side] in inside:
-                    with contextlib.suppress(Mismatch, KeyError):
-                        _, read = self._factors(node, self._aligned(number), side)
-                        return _seen_from(self.space, read, {logits})
-        return None
-
-    def _head(self, at: Ref) -> HeadLogits:
-        space, shape = self.space, self.graph.shape(at.value)
-        rows, vocabulary = set(self.resolved(self.rows)), set(self.resolved(self.vocabulary))
-        labels = [a for _, atoms in at.view for a in space.resolve(atoms)]
-        whole = all(offset == 0 and space.extent(a) == n for (offset, a), n in zip(at.view, shape, strict=True))
-        if not whole or len(set(labels)) != len(labels) or set(labels) != rows | vocabulary:
-            raise Mismatch(
-                "the loss reads logits of several products, of which each has other rows or columns", advice=SAME_HEADS
-            )
-        contraction = space.contraction(at)
-        if contraction is not None:
-            left, right, contracted = contraction
-            hidden = [a for _, atoms in contracted for a in atoms]
-            apart = set(self.apart)
-            for x, w in ((left, right), (right, left)):
-                own = [space.atoms(operand) - set(space.resolve(hidden)) for operand in (x, w)]
-                if rows - apart <= own[0] <= rows and own[1] == vocabulary | apart:
-                    kinds = {self.graph.dtype(n) for n in (at.value, self.logits)}
-                    if np.float64 in kinds and len(kinds) > 1:
-                        raise Mismatch(
-                            "the products that give the logits are computed in different precisions", advice=PRECISION
-                        )
-                    if precision_of(self.graph, self.graph.definitions[at.value]) != precision_of(self.graph, self.dot):
-                        raise Mismatch(
-                            "the products that give the logits ask for different precisions", advice=PRECISION
-                        )
-                    return HeadLogits(at, x, w, hidden)
-        raise Mismatch(
-            "the loss reads logits of several products, of which each has other rows or columns", advice=SAME_HEADS
-        )
-
-    def _sums_exponentials(self, value: int) -> bool:
-        """Returns whether a value is an exponential of logits, apart from casts, masks and factors."""
-        for _ in range(8):
-            node = self.graph.definitions.get(value)
-            if node is None:
-                return False
-            if node.name in ("exp", "exp2"):
-                return value in self.inside
-            following = next((i for i in node.inputs if i in self.inside), None)
-            if following is None:
-                return False
-            value = following
-        return False
-
-    def resolved(self, atoms: Sequence[Atom]) -> tuple[Atom, ...]:
-        return self.space.resolve(atoms)
-
-    @property
-    def apart(self) -> frozenset[Atom]:
-        """Labels of rows that have a weight of their own each."""
-        return frozenset(self.resolved(self._apart))
-
-    @property
-    def counted(self) -> tuple[Atom, ...]:
-        """Labels of rows that share a weight."""
-        return tuple(a for a in self.resolved(self.rows) if a not in self.apart)
-
-    def _aligned(self, value: int, known: Mapping[int, Ref] | None = None) -> Ref:
-        """Returns a value that is computed from ``known`` ones (by default the logits), seen under the labels of
-        these."""
-        scratch = Space(self.graph, through=True)
-        full = scratch.full(value)
-        for base in (self._known if known is None else known).values():
-            found = _seen_from(scratch, full, {base.value})
-            if found is not None:
-                break
-        else:
-            raise Mismatch("a value beside the logits is not understood", advice=BETWEEN_LOGITS)
-        meaning: dict[Atom, tuple[Atom, ...]] = {}
-        for (own_offset, own), (offset, atoms) in zip(found.view, base.view, strict=True):
-            own = scratch.resolve(own)
-            groups = self.space.cut(atoms, [scratch.sizes[a] for a in own])
-            if own_offset != offset or groups is None or scratch.extent(own) != self.space.extent(atoms):
-                raise Mismatch("a part of the logits is used apart from the rest", advice=WHOLE_ROWS)
-            for atom, (_, group) in zip(own, groups, strict=True):
-                if atom in meaning:
-                    raise Mismatch("the logits are read along a diagonal", advice=ONE_LABEL)
-                meaning[atom] = group
-        view: list[Dimension] = []
-        for offset, atoms in full.view:
-            resolved = scratch.resolve(atoms)
-            if any(a not in meaning for a in resolved):
-                raise Mismatch(
-                    "the logits are repeated along a further axis",
-                    advice="Take the loss of each row once, and repeat the losses, not the logits.",
-                )
-            view.append((offset, tuple(x for a in resolved for x in meaning[a])))
-        at = Ref(value, tuple(view))
-        self._learn(at)
-        return at
-
-    def _learn(self, at: Ref) -> None:
-        """Notes under which labels scatters are read, since other values can be aligned by them."""
-        todo, seen = [at], set()
-        while todo:
-            ref = self.space.canonical(todo.pop())
-            if ref.value in seen or ref.value not in self.inside:
-                continue
-            seen.add(ref.value)
-            if self.graph.name(ref.value) == "scatter-add":
-                self._known.setdefault(ref.value, ref)
-            else:
-                todo += self.space.uses(ref) or []
 
     # ------------------------------------------------------------------ the ends of the flow
 
@@ -639,18 +449,6 @@ class Region:
         view, read = self._factors(node, at, side)
         return Terminal(node, node.outputs[0], view, "statistics", self.algebra.total_of_products(at, read))
 
-    def _factors(self, node: Node, at: Ref, side: int) -> tuple[View, Ref]:
-        """Returns the result's dimensions and the other factor of a contraction of ``at`` with a factor that has no
-        axis of its own."""
-        contracting, batch = node.params["dimension_numbers"]
-        pairs = zip((*contracting[side], *batch[side]), (*contracting[1 - side], *batch[1 - side]), strict=True)
-        shared = {o: at.view[d] for d, o in pairs}
-        other = node.inputs[1 - side]
-        read = Ref(other, tuple(shared[o] for o in range(len(self.graph.shape(other)))))
-        first = [at.view[d] for d in batch[side]]
-        own = [dimension for d, dimension in enumerate(at.view) if d not in (*contracting[side], *batch[side])]
-        return (*first, *own), read
-
     # ------------------------------------------------------------------ passes
 
     def touches(self, value: int) -> bool:
@@ -781,22 +579,6 @@ class Region:
             factors = tuple(self.algebra.convert(operand, dtype) for operand in operands)
             return Apply(lax.mul_p, compat.multiplication_params(), factors, dtype)
         return Apply(*operation(node), tuple(operands), dtype)
-
-
-def _seen_from(space: Space, at: Ref, wanted: set[int]) -> Ref | None:
-    """Returns the use of one of some values from which another value is computed elementwise."""
-    todo, seen = [at], set()
-    while todo:
-        ref = todo.pop()
-        for step in space.chain(ref):
-            if step.value in wanted:
-                return step
-            ref = step
-        key = (ref.value, space.view(ref.view))
-        if key not in seen:
-            seen.add(key)
-            todo += space.uses(ref) or []
-    return None
 
 
 def _statistics(expression: Expression) -> list[Computed]:
