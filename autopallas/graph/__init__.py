@@ -1,10 +1,11 @@
 """Represents a jaxpr, with all its nested bodies, as one value-numbered graph; axis labels; provenance."""
 
 from autopallas.graph.checkpoint_heads import move_heads_out
+from autopallas.graph.equation_keys import Node
 from autopallas.graph.flatten import Body, flatten
 from autopallas.graph.joined_logits import take_logits_apart
 from autopallas.graph.labels import Ref, Space, View
-from autopallas.graph.numbering import Graph, Node
+from autopallas.graph.numbering import Graph
 from autopallas.graph.parted_gradients import has_added_products, part_gradients
 from autopallas.graph.row_selections import move_selections
 

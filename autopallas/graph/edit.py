@@ -9,8 +9,9 @@ from jax.sharding import PartitionSpec
 
 from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn, JaxprLike, Literal, Var
+from autopallas.graph.equation_keys import Node
 from autopallas.graph.flatten import Body
-from autopallas.graph.numbering import CUSTOM_RULES, Graph, Node, computes
+from autopallas.graph.numbering import CUSTOM_RULES, Graph, computes
 
 __all__ = ["Edit", "check", "rebuild", "surviving", "without_results"]
 

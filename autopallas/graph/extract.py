@@ -7,7 +7,8 @@ from typing import cast
 
 from autopallas import array_types, compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, ShapedArray, Var
-from autopallas.graph.numbering import Graph, Node
+from autopallas.graph.equation_keys import Node
+from autopallas.graph.numbering import Graph
 
 __all__ = ["closed", "copied", "jaxpr_of", "nodes_between", "with_further_inputs"]
 

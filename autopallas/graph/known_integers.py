@@ -16,7 +16,8 @@ from autopallas.graph.flatten import flatten
 from autopallas.numerics.casts import kind_of
 
 if TYPE_CHECKING:
-    from autopallas.graph.numbering import Graph, Node
+    from autopallas.graph.equation_keys import Node
+    from autopallas.graph.numbering import Graph
 
 __all__ = ["Array", "KnownIntegers", "known_array", "of_steps"]
 

@@ -16,8 +16,9 @@ import numpy as np
 from jax import numpy as jnp
 
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
+from autopallas.graph.equation_keys import Node
 from autopallas.graph.keys import enters_mesh
-from autopallas.graph.numbering import Graph, Node
+from autopallas.graph.numbering import Graph
 from autopallas.numerics.casts import rounds
 
 Atom: TypeAlias = int

@@ -21,7 +21,8 @@ from autopallas.graph.flatten import Body
 from autopallas.numerics.casts import counts_exactly, kind_of
 
 if TYPE_CHECKING:
-    from autopallas.graph.numbering import Graph, Node
+    from autopallas.graph.equation_keys import Node
+    from autopallas.graph.numbering import Graph
 
 __all__ = [
     "counters",

@@ -21,16 +21,16 @@ from jax import numpy as jnp
 from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
-from autopallas import array_types, compat, jaxprs
-from autopallas.compat import Dtype, JaxprEqn, Literal, Params, ShapedArray, Var
-from autopallas.graph.custom_rules import called_program, is_elementwise_call, same_rule
+from autopallas import compat, jaxprs
+from autopallas.compat import JaxprEqn, Literal, ShapedArray, Var
+from autopallas.graph.custom_rules import is_elementwise_call, same_rule
 from autopallas.graph.equal_loops import Loop, Loops, loops
+from autopallas.graph.equation_keys import MERGED, EquationKeys, Node
 from autopallas.graph.flatten import Body, Child, flatten, may_hold_bodies
 from autopallas.graph.keys import (
     branch_key,
     chosen_key,
     enters_mesh,
-    hashable,
     literal_key,
     spec_key,
     spread_over_all,
@@ -49,12 +49,6 @@ from autopallas.graph.loop_slices import (
 from autopallas.graph.steps import Steps
 from autopallas.numerics.casts import counts_exactly
 
-_IGNORED = frozenset({"sharding", "out_sharding", "weak_type", "name", "ft_in", "ft_out"})
-"""Parameters that do not change the value."""
-_UPDATES = frozenset({"scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
-"""Scatters whose names tell how they update; their update jaxprs are traced anew in each context, and add nothing."""
-_UPDATE = frozenset({"update_jaxpr", "update_consts"})
-_COMMUTATIVE = frozenset({"add", "mul", "add_any", "max", "min", "and", "or", "xor", "eq", "ne"})
 CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 _TRANSPARENT = frozenset({"remat", "remat2", "checkpoint", "jit", "pjit"})
 """Equations whose results are their body's results (an inner jit only if it has shardings of its own)."""
@@ -63,22 +57,8 @@ _MAY_BE_KNOWN = _IDENTITY | {
     "convert_element_type", "reduce_precision", "squeeze", "reshape", "lt", "select_n", "gather",
 }  # fmt: skip
 """Primitives that may give one of their operands, a literal, or a slice that a loop reads."""
-_MERGED = frozenset({"broadcast_in_dim", "transpose", "unstack"})
-"""Primitives that are merged with others of their kind that give their operand."""
 _PLACES = frozenset({"dynamic_update_slice", "scatter", "scatter-add"})
 """Primitives that may put a value at the number of a loop's step."""
-
-
-class Node:
-    """One computation: a primitive applied to numbered values.  ``equation`` is its first occurrence, in ``body``."""
-
-    __slots__ = ("body", "equation", "inputs", "name", "outputs", "params")
-
-    def __init__(self, equation: JaxprEqn, inputs: tuple[int, ...], outputs: tuple[int, ...], body: Body):
-        name = equation.primitive.name
-        self.name = jaxprs.operation_name(equation) if name == "scatter" else name
-        self.equation, self.inputs, self.outputs, self.body = equation, inputs, outputs, body
-        self.params: Params = equation.params
 
 
 class Outside(Protocol):
@@ -88,7 +68,7 @@ class Outside(Protocol):
         """Answers a question about the input at a place."""
 
 
-class Graph:
+class Graph(EquationKeys):
     """All computations of a tree of bodies.
 
     Attributes:
@@ -128,11 +108,12 @@ class Graph:
 
     def __init__(self, root: Body):
         self.root = root
+        several_meshes = "reshard" in self.primitives and any(
+            enters_mesh(equation) for body in root.walk() for equation in body.equations
+        )
+        super().__init__(several_meshes)
         self.nodes: list[Node] = []
-        self.avals: list[ShapedArray] = []
-        self.literals: dict[int, np.ndarray] = {}
         self.constants: dict[int, jax.Array] = {}
-        self.definitions: dict[int, Node] = {}
         self.users: dict[int, list[Node]] = defaultdict(list)
         self.returned: set[int] = set()
         self.elements: set[int] = set()
@@ -147,12 +128,7 @@ class Graph:
         self._table: dict[Hashable, tuple[int, ...]] = {}
         self._occurrences: dict[int, list[tuple[Body, int]]] | None = None
         self._meshes: dict[Hashable, int] = {}
-        self._said: dict[int, tuple[Params, int | None]] = {}
-        """By the identity of an equation's parameters, which calls of one function share: (parameters, number)."""
-        self._meanings: list[Hashable] = [()]
-        """By these numbers, the keys of parameters, which are long to compare."""
-        self._numbered: dict[Hashable, int] = {(): 0}
-        self._loops = Loops(self._read, self._held)
+        self._loops = Loops(self._read, self.held)
         self._slices: dict[tuple[int, int], int] = {}
         """Array of each slice, by the slice and the number of loops around it."""
         self.holders: dict[Body, tuple[Body, int]] = {}
@@ -165,9 +141,6 @@ class Graph:
         self.notes: dict[str, Sequence[Hashable]] = {}
         self.objective = ""
         self.named: frozenset[str] = frozenset()
-        self._several_meshes = "reshard" in self.primitives and any(
-            enters_mesh(equation) for body in root.walk() for equation in body.equations
-        )
         self.outside: dict[int, tuple[Outside, int]] = {}
         self.returned.update(self._add(root, [self._new(v.aval) for v in root.invars], frame=()))
         for body in self.numbers:
@@ -187,12 +160,6 @@ class Graph:
                 if not jaxprs.is_leaf(equation) and not may_hold_bodies(equation):  # the others' are walked
                     todo += [jaxprs.open_jaxpr(body)[0].eqns for _, _, body in jaxprs.bodies(equation)]
         return frozenset([primitive.name for primitive in found])
-
-    def shape(self, number: int) -> tuple[int, ...]:
-        return tuple(self.avals[number].shape)
-
-    def dtype(self, number: int) -> Dtype:
-        return self.avals[number].dtype
 
     def further(self, aval: ShapedArray) -> int:
         """Returns a number for a value that the program lacks, which one site gives and another reads, or which another
@@ -388,12 +355,6 @@ class Graph:
         self, equation: JaxprEqn, children: Sequence[Child], operands: Sequence[int | None], frame: tuple[int, ...]
     ) -> Sequence[int | None] | None:
         """Returns the numbers of the results of an equation that holds bodies, as far as the program has them."""
-        return self._held(equation, children, operands, frame)
-
-    def _held(
-        self, equation: JaxprEqn, children: Sequence[Child], operands: Sequence[int | None], frame: tuple[int, ...]
-    ) -> Sequence[int | None] | None:
-        """Returns the numbers of the results of an equation that holds bodies, as far as the program has them."""
         inner, name = children[0].body, equation.primitive.name
         if len(children) == 1 and _is_transparent(equation):
             return self._loops.follow(inner, operands, frame)
@@ -510,119 +471,20 @@ class Graph:
             return []
         return [self.inner[n] for n in read if n in self.inner]
 
-    def key(self, equation: JaxprEqn, operands: Sequence[int], frame: tuple[int, ...]) -> Hashable | None:
-        """Returns a key that is equal for equations that compute the same from the same, or None.
-
-        Of equations without operands, those of other programs have the same key.
-        """
-        found = self.key_here(equation, operands, frame)
-        if found is None or type(found[3]) is not int:
-            return found
-        return *found[:3], self._meanings[found[3]], *found[4:]
-
     def key_here(
         self, equation: JaxprEqn, operands: Sequence[int], frame: tuple[int, ...]
     ) -> tuple[Hashable, ...] | None:
-        """Returns a key as :meth:`key` does, which is quicker to compare and stands for nothing in other programs."""
-        name = equation.primitive.name
-        if operands and name in _PLACES and (slice_of := placed(self, equation, operands)) is not None:
-            aval = equation.outvars[0].aval
-            return "placed", frame, slice_of, tuple(aval.shape), aval.dtype
-        params: Hashable = self._parameters(equation) if equation.params else 0
-        if params is None:
-            return None
-        if operands and name in _MERGED:
-            if name == "broadcast_in_dim":
-                operands, shape, dimensions = self._broadcast(equation, operands)
-                params = shape, dimensions
-            elif name == "transpose":
-                repeated = self.as_broadcast(equation, operands)
-                if repeated is not None:
-                    return self.key_here(repeated[0], [repeated[1]], frame)
-                operands, params = self._transpose(equation, operands[0])
-            else:
-                operands, params = self._unstack(equation, operands[0])
-        ordered = sorted(operands) if name in _COMMUTATIVE else operands
-        results = equation.outvars
-        if len(results) == 1 and type(aval := results[0].aval) is ShapedArray:
-            types: tuple[Hashable, ...] = ((aval.shape, aval.dtype),)
-        else:
-            types = tuple([(v.aval.shape, v.aval.dtype) for v in results if hasattr(v.aval, "shape")])
-        mesh: Hashable = ()
-        if self._several_meshes and all(number in self.literals for number in operands):  # otherwise the operands tell
-            mesh = tuple(array_types.axis_types(v.aval) for v in equation.outvars)
-        if name.startswith("random_"):
-            mesh = mesh, compat.draws_by_position(equation)
-        return name, frame, tuple(ordered), params, types, mesh
+        if operands and equation.primitive.name in _PLACES:
+            if (slice_of := placed(self, equation, operands)) is not None:
+                aval = equation.outvars[0].aval
+                return "placed", frame, slice_of, tuple(aval.shape), aval.dtype
+        return super().key_here(equation, operands, frame)
 
     @staticmethod
     def keeps_operands(name: str) -> bool:
         """Returns whether equations of a primitive that compute the same read the same values, and no other equation
         computes that."""
-        return name not in _MERGED and name not in _PLACES and name not in _MAY_BE_KNOWN
-
-    def _parameters(self, equation: JaxprEqn) -> int | None:
-        """Returns a number for what an equation's parameters mean; None if they cannot be compared."""
-        given = equation.params
-        known = self._said.get(id(given))
-        if known is not None:
-            return known[1]
-        said: Hashable
-        if is_elementwise_call(equation):
-            said = called_program(equation)
-        else:
-            left_out = _IGNORED | _UPDATE if equation.primitive.name in _UPDATES else _IGNORED
-            said = tuple([(name, given[name]) for name in sorted(given) if name not in left_out])
-        if not _can_be_hashed(said) and not _can_be_hashed(said := hashable(said)):
-            self._said[id(given)] = given, None
-            return None
-        number = self._numbered.setdefault(said, len(self._meanings))
-        if number == len(self._meanings):
-            self._meanings.append(said)
-        self._said[id(given)] = given, number
-        return number
-
-    def _broadcast(
-        self, equation: JaxprEqn, operands: Sequence[int]
-    ) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
-        """Merges a broadcast with the broadcast that is its operand: vmap makes two where grad makes one."""
-        number, dimensions = operands[0], [int(d) for d in equation.params["broadcast_dimensions"]]
-        while (node := self.definitions.get(number)) is not None and node.name == "broadcast_in_dim":
-            if len(node.inputs) > 1 or len(operands) > 1:
-                break
-            number, dimensions = node.inputs[0], [dimensions[int(d)] for d in node.params["broadcast_dimensions"]]
-        return [number, *operands[1:]], tuple(equation.params["shape"]), tuple(dimensions)
-
-    def _transpose(self, equation: JaxprEqn, number: int) -> tuple[list[int], tuple[int, ...]]:
-        """Merges a transpose with the transpose that is its operand.
-
-        A transpose that undoes another does not get the operand's number, since what a site gives may be in between.
-        """
-        order = [int(d) for d in equation.params["permutation"]]
-        while (node := self.definitions.get(number)) is not None and node.name == "transpose":
-            number, order = node.inputs[0], [int(node.params["permutation"][d]) for d in order]
-        return [number], tuple(order)
-
-    def as_broadcast(self, equation: JaxprEqn, operands: Sequence[int]) -> tuple[JaxprEqn, int] | None:
-        """Returns (the broadcast, its operand) that equals the transpose of a broadcast, or None."""
-        (number,), order = self._transpose(equation, operands[0])
-        node = self.definitions.get(number)
-        if node is None or node.name != "broadcast_in_dim" or len(node.inputs) != 1:
-            return None
-        (source,), shape, dimensions = self._broadcast(node.equation, node.inputs)
-        places = [order.index(d) for d in dimensions]
-        if places != sorted(places):
-            return None
-        params = node.params | {"shape": tuple(shape[d] for d in order), "broadcast_dimensions": tuple(places)}
-        return node.equation.replace(outvars=equation.outvars, params=params), source
-
-    def _unstack(self, equation: JaxprEqn, number: int) -> tuple[Sequence[int], Hashable]:
-        """Does the same for parts along an axis: returns the source, its axis, and the order of the other axes."""
-        axis, node = int(equation.params["axis"]), self.definitions.get(number)
-        order = tuple(range(len(self.shape(number))))
-        if node is not None and node.name == "transpose":
-            (number,), order = self._transpose(node.equation, node.inputs[0])
-        return [number], (order[axis], (*order[:axis], *order[axis + 1 :]))
+        return name not in MERGED and name not in _PLACES and name not in _MAY_BE_KNOWN
 
     def suppose(self, equation: JaxprEqn, operands: list[int], frame: tuple[int, ...]) -> list[int] | None:
         """Returns a number for a transpose that the program lacks, since the program may have what follows it."""
@@ -822,14 +684,6 @@ class Graph:
         if key not in self._table:
             self._table[key] = (number if spec_key(spec) == spec_key(()) else self._new(aval),)
         return self._table[key][0]
-
-
-def _can_be_hashed(value: object) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
 
 
 def _is_transparent(equation: JaxprEqn) -> bool:

@@ -12,8 +12,9 @@ from typing import Generic, NamedTuple, TypeVar, cast, overload
 
 from autopallas.compat import Dtype, JaxprEqn, ShapedArray
 from autopallas.graph.custom_rules import called_program, is_elementwise_call, same_rule
+from autopallas.graph.equation_keys import Node
 from autopallas.graph.flatten import Body
-from autopallas.graph.numbering import Graph, Node
+from autopallas.graph.numbering import Graph
 
 __all__ = ["ProofCache"]
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+import autopallas
 from autopallas.graph import Graph, flatten
 from autopallas.patterns import find
 
-__all__ = ["found", "random"]
+__all__ = ["LAYOUTS", "convolution", "found", "optimized", "random", "same_bits", "sites"]
 
 
 def random(*shape, seed=0, dtype=jnp.float32):
@@ -18,5 +20,35 @@ def random(*shape, seed=0, dtype=jnp.float32):
 
 def found(function, *arguments):
     """Returns the kind of each respelling of a program."""
-    sites = find(Graph(flatten(jax.make_jaxpr(function)(*arguments))), ("respelling",), True)[0]
-    return [site.spec.kind for site in sites]
+    return [site.spec.kind for site in sites(function, *arguments)]
+
+
+def optimized(function, **options):
+    return autopallas.optimize(function, objective="always", strict=True, **options)
+
+
+def sites(function, *arguments):
+    return find(Graph(flatten(jax.make_jaxpr(function)(*arguments))), ("respelling",), True)[0]
+
+
+def same_bits(given, wanted):
+    for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(wanted), strict=True):
+        assert a.dtype == b.dtype
+        a, b = np.atleast_1d(np.asarray(a)), np.atleast_1d(np.asarray(b))
+        np.testing.assert_array_equal(np.isnan(a), np.isnan(b)) if a.dtype.kind == "f" else None
+        np.testing.assert_array_equal(np.where(a == a, a, 0).view(np.uint8), np.where(b == b, b, 0).view(np.uint8))
+
+
+LAYOUTS = {1: (("NWC", "WIO", "NWC"), ("NCW", "OIW", "NCW"), ("WNC", "IOW", "CWN"))}
+LAYOUTS[2] = (("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"), ("HWNC", "IHWO", "CHNW"))
+LAYOUTS[3] = (("NDHWC", "DHWIO", "NDHWC"), ("NCDHW", "OIDHW", "NCDHW"))
+
+
+def convolution(groups, numbers, stride=1, padding="SAME", dilation=1, base=1):
+    def run(x, w):
+        rank = x.ndim - 2
+        return lax.conv_general_dilated(
+            x, w, (stride,) * rank, padding, (base,) * rank, (dilation,) * rank, numbers, feature_group_count=groups
+        )
+
+    return run

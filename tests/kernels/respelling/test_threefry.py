@@ -9,18 +9,13 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.respellings import found
+from support.respellings import found, optimized
 
-import autopallas
 from autopallas.sites import random_keys
 
 KEY = jax.random.key(5, impl="threefry2x32")
 KEYS = jax.random.split(KEY, (2, 3))
 X = jnp.arange(24, dtype=jnp.float32).reshape(4, 6)
-
-
-def optimized(function, **options):
-    return autopallas.optimize(function, objective="always", strict=True, **options)
 
 
 def agree(function, *arguments, sites):

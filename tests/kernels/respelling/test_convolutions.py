@@ -1,0 +1,121 @@
+"""Grouped convolutions and their gradients, over layouts, strides, dilation and padding."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from support.compare import compare
+from support.respellings import LAYOUTS, convolution, optimized, random, sites
+
+from autopallas.kernels.respelling.kinds import kind_named
+
+
+def operands(rank, layout, channels, groups, multiplier=1, size=6, window=3, dtype=jnp.float32):
+    sizes = dict(zip("DHW"[-rank:], (size + 1, size, size - 1)[:rank], strict=True)) | {"N": 2, "C": channels}
+    weights = dict.fromkeys("DHW", window) | {"I": channels // groups, "O": channels * multiplier}
+    data, kernel, _ = LAYOUTS[rank][layout]
+    return (
+        random(*(sizes[letter] for letter in data), dtype=dtype),
+        random(*(weights[letter] for letter in kernel), seed=1, dtype=dtype),
+    )
+
+
+@pytest.mark.parametrize(
+    ("rank", "layout"), [(rank, layout) for rank, layouts in LAYOUTS.items() for layout in range(len(layouts))]
+)
+@pytest.mark.parametrize(("channels", "groups", "multiplier"), [(6, 6, 1), (4, 4, 2), (6, 3, 1), (6, 2, 2)])
+@pytest.mark.parametrize(
+    ("stride", "padding", "dilation", "base"),
+    [
+        (1, "SAME", 1, 1),
+        (2, "VALID", 1, 1),
+        (1, "SAME", 2, 1),
+        (1, [(2, 0)], 1, 1),
+        (1, [(-1, 3)], 1, 2),
+        (3, "SAME", 1, 1),
+    ],
+)
+def test_grouped_convolutions_and_their_gradients(
+    rank, layout, channels, groups, multiplier, stride, padding, dilation, base
+):
+    padding = padding * rank if isinstance(padding, list) else padding
+    x, w = operands(rank, layout, channels, groups, multiplier, window=2 if rank == 3 else 3)
+    run = convolution(groups, LAYOUTS[rank][layout], stride, padding, dilation, base)
+    loss = jax.value_and_grad(lambda x, w: (jnp.tanh(run(x, w)) ** 2).sum(), (0, 1))
+    found = compare(loss, (x, w), gradients=False)
+    assert found.complaints == []
+    assert found.counts("respelling") == 3
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_convolutions_are_summed_in_float32(dtype):
+    x, w = operands(2, 0, 6, 6, size=9, dtype=dtype)
+    found = compare(convolution(6, LAYOUTS[2][0]), (x, w))
+    assert found.complaints == []
+    assert found.counts("respelling") > 0
+
+
+def test_a_weight_gradient_is_summed_over_blocks_that_do_not_divide_the_window():
+    """The window, of 1031 positions, is longer than one block."""
+    run = convolution(40, LAYOUTS[1][0], padding=[(3, 0)])
+    x, w = random(2, 1031, 40), random(4, 1, 40, seed=1)
+    found = compare(jax.grad(lambda x, w: (run(x, w) ** 2).sum(), 1), (x, w), gradients=False)
+    assert found.complaints == []
+    assert found.counts("respelling") == 2
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("value", [jnp.inf, -jnp.inf, jnp.nan])
+def test_what_is_not_finite_meets_the_zeros_of_the_padding(place, value):
+    given = list(operands(2, 0, 4, 4))
+    given[place] = given[place].at[(0,) * 4].set(value)
+    run = convolution(4, LAYOUTS[2][0])
+    a, b = jax.jit(run)(*given), jax.jit(optimized(run))(*given)
+    np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+    np.testing.assert_array_equal(np.isinf(a), np.isinf(b))
+
+
+FOUR_AXES = lax.ConvDimensionNumbers((0, 5, 1, 2, 3, 4), (5, 4, 0, 1, 2, 3), (0, 5, 1, 2, 3, 4))
+"""Numbers of a convolution over four axes of space, with the channels last."""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rank", "padding", "assumed"),
+    [("float64", 2, "SAME", 1), ("float64", 2, "VALID", 0), ("float32", 4, "SAME", 1), ("float32", 3, "SAME", 0)],
+)
+def test_padding_that_the_original_skips_is_assumed_to_meet_what_is_finite(dtype, rank, padding, assumed):
+    numbers = LAYOUTS[rank][0] if rank in LAYOUTS else FOUR_AXES
+    run = convolution(2, numbers, padding=padding)
+    with jax.enable_x64(True):
+        x, w = np.ones((1, *(4,) * rank, 2), dtype), np.ones((*(2,) * rank, 1, 2), dtype)
+        w[-1] = np.inf
+        own = optimized(run)
+        own(x, w)
+        (site,) = own.report().sites
+        assert len(site.assumptions) == assumed
+        strict = optimized(run, assume_finite=False)
+        np.testing.assert_array_equal(strict(x, w), jax.jit(run)(x, w))
+        assert len(strict.report().sites) == 1 - assumed
+
+
+def test_other_convolutions_are_left_alone():
+    numbers = LAYOUTS[2][0]
+    plain = convolution(1, numbers), random(1, 8, 8, 4), random(3, 3, 4, 4)
+    wide = convolution(4, numbers), random(1, 20, 20, 4), random(9, 9, 1, 4)
+    empty = convolution(4, numbers), random(0, 8, 8, 4), random(3, 3, 1, 4)
+    for run, *arrays in (plain, wide, empty):
+        assert sites(run, *arrays) == []
+
+
+def test_grouped_convolutions_with_channels_in_fours_have_evidence_of_their_own():
+    """XLA computes these on vectors, and the others one by one."""
+
+    def feature(channels):
+        x, w = jnp.ones((1, 9, 32 * channels)), jnp.ones((3, channels, 32 * channels))
+        (site,) = sites(lambda x, w: convolution(32, LAYOUTS[1][0])(x, w), x, w)
+        return kind_named("convolution").feature(site.spec)
+
+    assert feature(3) == feature(5) != feature(4) == feature(8)
