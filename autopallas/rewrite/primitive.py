@@ -193,14 +193,20 @@ def _split(
 # ---------------------------------------------------------------------- registration
 
 
-def _primitive(
-    name: str, compute: Callable[..., list[jax.Array]], types: Callable[..., list[ShapedArray]]
-) -> Primitive:
-    primitive = Primitive(name)
-    primitive.multiple_results = True
+class _Computation:
+    """One of the three computations of a site, as it runs without jit and as it is lowered.
 
-    def decided(decision: Decision, device: Device, params: _Further) -> Decision:
-        if decision.verdict == "kept" or not device.platform or compute is _tangent:
+    Args:
+      name: the primitive's name.
+      compute: ``compute(kernel, *operands, **params)`` computes it, by the kernel or by the original.
+    """
+
+    def __init__(self, name: str, compute: Callable[..., list[jax.Array]]):
+        self.name, self.compute = name, compute
+
+    def decided(self, decision: Decision, device: Device, params: _Further) -> Decision:
+        """Returns the decision for a device, which may not be the one that the program was planned for."""
+        if decision.verdict == "kept" or not device.platform or self.compute is _tangent:
             return decision
         same_kind = decision.options is None or not device.kind or decision.kind == device.kind
         if same_kind and decision.platform == device.platform and not decision.mapped:
@@ -212,7 +218,7 @@ def _primitive(
         return replace(found, entry=decision.entry)
 
     def attempt(
-        kernel: bool, *operands: jax.Array, platform: str, decision: Decision, **params: Unpack[_Further]
+        self, kernel: bool, *operands: jax.Array, platform: str, decision: Decision, **params: Unpack[_Further]
     ) -> list[jax.Array]:
         """Runs the kernel, or the original where the kernel cannot be traced.
 
@@ -221,41 +227,36 @@ def _primitive(
         """
         if kernel:
             try:
-                results = compute(True, *operands, decision=decision, **params)
+                results = self.compute(True, *operands, decision=decision, **params)
             except Exception as error:
                 if decision.raise_on_failure:
                     raise
-                enter(name, decision, platform, "lowering", error)
+                enter(self.name, decision, platform, "lowering", error)
                 if params.get("residuals"):
                     return _site_for_backward(*operands, **params)
             else:
                 entry_of(decision).runs(platform)
                 return results
-        return compute(False, *operands, decision=decision, **params)
+        return self.compute(False, *operands, decision=decision, **params)
 
-    def impl(  # runs only without jit
-        *operands: jax.Array, decision: Decision, **params: Unpack[_Further]
-    ) -> list[jax.Array]:
+    def run(self, *operands: jax.Array, decision: Decision, **params: Unpack[_Further]) -> list[jax.Array]:
+        """Runs it without jit."""
         device = Device.current()
-        decision = decided(decision, device, params)
-        return attempt(decision.verdict == "applied", *operands, platform=device.platform, decision=decision, **params)
+        decision = self.decided(decision, device, params)
+        applied = decision.verdict == "applied"
+        return self.attempt(applied, *operands, platform=device.platform, decision=decision, **params)
 
-    primitive.def_impl(impl)
-    primitive.def_abstract_eval(types)
-    for platform, ours in {None: "", "cpu": "cpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}.items():
+    def lowering_for(self, ours: str) -> Lowering:
+        """Returns the rule that lowers it for a platform, by our name of it."""
 
-        def lowered(*operands: jax.Array, runs: bool, ours: str = ours, **params: Unpack[_Params]) -> list[jax.Array]:
-            return attempt(runs, *operands, platform=ours, **params)
+        def lowered(*operands: jax.Array, runs: bool, **params: Unpack[_Params]) -> list[jax.Array]:
+            return self.attempt(runs, *operands, platform=ours, **params)
 
         rule: Lowering = mlir.lower_fun(lowered, multiple_results=True)
+        with_marks: Lowering = mlir.lower_fun(self.marked, multiple_results=True)
 
         def lowering(
-            context: LoweringContext,
-            *operands: object,
-            decision: Decision,
-            ours: str = ours,
-            rule: Lowering = rule,
-            **params: Unpack[_Further],
+            context: LoweringContext, *operands: object, decision: Decision, **params: Unpack[_Further]
         ) -> compat.IrValues:
             found = compat.lowering_device(context)
             device = Device.of(found) if found is not None and Device.of(found).platform == ours else Device(ours, "")
@@ -266,7 +267,7 @@ def _primitive(
             context = context.replace(avals_in=[plain(a) for a in given])
             if decision.mark is not None:
                 return with_marks(context, *operands, number=decision.mark, decision=decision, **params)
-            decision = decided(decision, device, params)
+            decision = self.decided(decision, device, params)
             if compat.exporting(context):
                 decision = _exported(decision, params["site"])
             runs = decision.verdict == "applied" and decision.platform == ours
@@ -277,20 +278,20 @@ def _primitive(
             with device.lowered(), settled():
                 return rule(context, *operands, decision=decision, runs=runs, **params)
 
-        mlir.register_lowering(primitive, lowering, platform=platform)
+        return lowering
 
-    def marked(*operands: jax.Array, number: int, **params: Unpack[_Params]) -> list[jax.Array]:
+    def marked(self, *operands: jax.Array, number: int, **params: Unpack[_Params]) -> list[jax.Array]:
         """Runs the original, with marks by which its operands and results are found in the lowered program."""
-        if compute is not _site:
-            return compute(False, *operands, **params)
+        if self.compute is not _site:
+            return self.compute(False, *operands, **params)
         prelude = getattr(params["site"], "prelude", None)
         if prelude is None:
             given = [mark_p.bind(x, name=f"{number} operand {i}") for i, x in enumerate(operands)]
-            results = compute(False, *given, **params)
+            results = self.compute(False, *given, **params)
         elif prelude.witness is None:
             for i, x in enumerate(prelude(operands)):
                 mark_p.bind(x, name=f"{number} operand {i}")
-            results = compute(False, *operands, **params)
+            results = self.compute(False, *operands, **params)
         else:
             count, own = len(params["original"].out_avals), len(prelude.reads)
             found = compat.jaxpr_as_fun(prelude.witness)(*operands)
@@ -299,7 +300,16 @@ def _primitive(
             results = found[:count]  # such sites have no residuals
         return [mark_p.bind(x, name=f"{number} result {i}") for i, x in enumerate(results)]
 
-    with_marks: Lowering = mlir.lower_fun(marked, multiple_results=True)
+
+def _primitive(
+    name: str, compute: Callable[..., list[jax.Array]], types: Callable[..., list[ShapedArray]]
+) -> Primitive:
+    primitive, computation = Primitive(name), _Computation(name, compute)
+    primitive.multiple_results = True
+    primitive.def_impl(computation.run)
+    primitive.def_abstract_eval(types)
+    for platform, ours in {None: "", "cpu": "cpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}.items():
+        mlir.register_lowering(primitive, computation.lowering_for(ours), platform=platform)
     return primitive
 
 
