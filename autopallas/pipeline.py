@@ -42,7 +42,7 @@ from autopallas.report import Failure, Rematerialised, Report, Site
 from autopallas.report import NearMiss as NearMissRecord
 from autopallas.report.describe import Describer
 from autopallas.report.live_report import LiveReport
-from autopallas.rewrite.rematerialisation.conditions import obstacle_to, wanted_extent
+from autopallas.rewrite.rematerialisation.conditions import Extent, obstacle_to, wanted_extent
 from autopallas.rewrite.rematerialisation.rematerialise import rematerialise
 from autopallas.rewrite.sites import splice
 from autopallas.sharding.call_shardings import Shardings
@@ -136,7 +136,8 @@ def rewritten(
                 decisions = run("plan", "leave out suspects", only_allowed, matches, decisions, device)
                 decisions = run("plan", "leave out disabled", _without_disabled, matches, decisions, disabled)
                 decisions = run("plan", "leave out sites", without_left_out, matches, decisions)
-            if parts and _adds_products(graph, matches, decisions, options):
+            wanted = wanted_extent(program, options, graph, device, shardings)
+            if parts and _adds_products(graph, matches, decisions, bool(wanted)):
                 return rewritten(program, options, probes, shardings, disabled, parts=False)
             describer = Describer()
             decisions = run("report", "describe sites", describer.accountable, matches, decisions)
@@ -144,13 +145,12 @@ def rewritten(
                 result, decisions = run(
                     "rewrite", "splice", splice_what_can_be, program, graph, matches, decisions, options.strict
                 )
-            wanted = wanted_extent(options, graph)
             if wanted and not (disabled or leaving_out.value or is_bisecting()):
-                if not (obstacle := obstacle_to(program, options, device, shardings)):
+                if not (obstacle := obstacle_to(program, options, device)):
                     with contained(op=REMATERIALISATION, stage="rewrite"):
-                        less = partial(_with_less_kept, everywhere=wanted == "everywhere")
+                        less = partial(_with_less_kept, extent=wanted, platform=device.platform)
                         result, again = run("rewrite", "rematerialise", less, program, graph, result)
-                elif wanted == "everywhere":
+                elif wanted != "fast stacks":
                     notes = (*notes, f"{REMATERIALISATION}: {obstacle}")
             sites = run("rewrite", "record sites", describer.records, matches, decisions)
             if failures:
@@ -173,11 +173,11 @@ def rewritten(
 
 
 def _with_less_kept(
-    program: ClosedJaxpr, graph: Graph, result: ClosedJaxpr, everywhere: bool
+    program: ClosedJaxpr, graph: Graph, result: ClosedJaxpr, extent: Extent, platform: str
 ) -> tuple[ClosedJaxpr, tuple[Rematerialised, ...]]:
     """Rematerialises in what became of a program, with calls inlined also where no site was replaced."""
     flat = result if result is not program else jaxprs.with_weak_types(splice(graph, (), ()), program)
-    found, again = rematerialise(flat, everywhere)
+    found, again = rematerialise(flat, extent, platform)
     return (found, again) if again else (result, ())
 
 
@@ -255,11 +255,13 @@ def _recognised(
     return graph, run("plan", "deny places", deny_places, graph, matches, options), misses
 
 
-def _adds_products(graph: Graph, matches: Sequence[Match], decisions: Sequence[Decision], options: Options) -> bool:
-    """Returns whether the rewritten program would compute products that the program itself lacks."""
+def _adds_products(graph: Graph, matches: Sequence[Match], decisions: Sequence[Decision], again: bool) -> bool:
+    """Returns whether the rewritten program would compute products that the program itself lacks.
+
+    ``again`` tells whether it may be rewritten where no site is replaced, since something is computed again.
+    """
     applied = [match for match, decision in zip(matches, decisions, strict=True) if decision.verdict == "applied"]
-    changes = bool(applied or wanted_extent(options, graph))
-    return changes and has_added_products(graph, _computed(applied))
+    return bool(applied or again) and has_added_products(graph, _computed(applied))
 
 
 def _computed(matches: Iterable[Match]) -> set[int]:

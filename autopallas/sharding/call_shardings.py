@@ -23,6 +23,7 @@ from autopallas.compat import ClosedJaxpr, JaxprLike, MeshLike, Params, PyTree
 __all__ = [
     "Shardings",
     "ShardingsNeeded",
+    "has_explicit_shardings",
     "is_recording",
     "known",
     "needs_shardings",
@@ -108,6 +109,11 @@ def on_several_devices(program: JaxprLike) -> bool:
     return _is_spread(program, {AxisType.Auto, AxisType.Explicit})
 
 
+def has_explicit_shardings(program: JaxprLike) -> bool:
+    """Returns whether types of a program tell how values are spread over several devices."""
+    return _is_spread(program, {AxisType.Explicit})
+
+
 def _is_spread(program: JaxprLike, kinds: Set[AxisType]) -> bool:
     divided: dict[int, bool] = {}  # one answer per mesh: a program has few meshes and many values
     todo, seen = [program], set()
@@ -123,7 +129,8 @@ def _is_spread(program: JaxprLike, kinds: Set[AxisType]) -> bool:
                 todo += [body for _, _, body in bodies]
             else:
                 values += equation.outvars
-            if equation.primitive.name == "sharding_constraint" and _constrained_over(equation) is not None:
+            constraint = AxisType.Auto in kinds and equation.primitive.name == "sharding_constraint"
+            if constraint and _constrained_over(equation) is not None:
                 return True
         for value in values:
             mesh = getattr(getattr(value.aval, "sharding", None), "mesh", None)

@@ -123,14 +123,14 @@ def test_the_bits_are_the_same_where_nothing_is_fused_otherwise():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("token", [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, 5e-8, -3e38])
-def test_the_condition_holds_for_every_number(dtype, token):
-    """What is kept comes through, whatever the number of the backward is."""
+@pytest.mark.parametrize("hide", [kept_values._selected, kept_values._behind_a_barrier], ids=["selected", "barrier"])
+def test_what_is_kept_comes_through_whatever_the_number_of_the_backward_is(hide, dtype, token):
     with jax.enable_x64(dtype == "float64"):
         like = jax.make_jaxpr(jnp.exp)(jnp.ones(3)).eqns[0]
         token = jnp.full((2, 3), token, dtype)
         arrays = [jnp.asarray([1.0, np.nan, -0.0, np.inf]), jnp.asarray([True, False]), jnp.arange(3)]
         variables = jax.make_jaxpr(lambda *x: x)(token, token, *arrays).jaxpr.invars
-        equations, results = kept_values._hidden(variables[:2], variables[2:], like)
+        equations, results = kept_values._hidden(variables[:2], variables[2:], like, hide)
         closed = jax.make_jaxpr(lambda *x: x)(token, token, *arrays)
         program = kept_values.jaxprs.rebuild(closed, [], [], variables, results, equations)
         for given, wanted in zip(jaxpr_as_fun(program)(token, token, *arrays), arrays, strict=True):
@@ -327,7 +327,7 @@ def test_the_report_tells_what_is_computed_again():
 
 
 def test_an_error_leaves_the_program_as_it_was_rewritten(monkeypatch):
-    def broken(program, everywhere):
+    def broken(program, extent, platform):
         raise KeyError("on purpose")
 
     monkeypatch.setattr(pipeline, "rematerialise", broken)

@@ -1,10 +1,13 @@
 """Values of a program, or of one round of a loop, that its backward computes again.
 
 A compiler would find that equations compute what others have computed, and take these.  So the array that is kept is
-read through a selection, by a condition that always holds: the bits of a number of the backward, with one of them set,
-are not all zero.  No compiler is known to find that out; one that does computes the program as it was.  And the number
-is known in the backward alone, so that nothing is computed early.  A branch tells whether the condition holds: without
-it, a compiler would fuse the condition with all that reads the array, and keep what the number follows from.
+read behind a barrier, together with a number that is known in the backward alone, so that nothing is computed early.
+
+XLA's CPU compiler removes barriers before it looks for equal equations.  There the array is read through a selection
+instead, by a condition that always holds: the bits of a number of the backward, with one of them set, are not all zero.
+No compiler is known to find that out; one that does computes the program as it was.  A branch tells whether the
+condition holds: without it, a compiler would fuse the condition with all that reads the array, and keep what the number
+follows from.
 """
 
 from __future__ import annotations
@@ -191,8 +194,9 @@ class Kept(Recomputation):
 
     # ------------------------------------------------------------------ the program
 
-    def rewritten(self, groups: Iterable[Group]) -> list[JaxprEqn]:
-        """Returns the equations, with those of groups again, which what comes after the peak reads."""
+    def rewritten(self, groups: Iterable[Group], platform: str) -> list[JaxprEqn]:
+        """Returns the equations for a platform, with those of groups again, which what comes after the peak reads."""
+        hide = _selected if platform == "cpu" else _behind_a_barrier
         added: dict[int, list[JaxprEqn]] = defaultdict(list)
         names: dict[Var, Var] = {}
         ordered = sorted(groups, key=lambda group: group.late)
@@ -202,7 +206,7 @@ class Kept(Recomputation):
             tokens = [token] if before is None else [token, *self._after(before, group.late[0])]
             largest = max(map(size_of, group.values))
             hidden = [base for base in group.bases if is_large_beside(base, largest)]
-            new, results = _hidden(tokens, hidden, self.equations[group.late[0]])
+            new, results = _hidden(tokens, hidden, self.equations[group.late[0]], hide)
             own = dict(zip(hidden, results, strict=True))
             new += self.computed_again(group, own)
             added[group.late[0]] += new
@@ -216,10 +220,12 @@ class Kept(Recomputation):
         return jaxprs.live_equations(found, list(self._results))
 
 
-def _hidden(tokens: Sequence[Var], arrays: Sequence[Var], like: JaxprEqn) -> tuple[list[JaxprEqn], list[Var]]:
+def _hidden(
+    tokens: Sequence[Var], arrays: Sequence[Var], like: JaxprEqn, hide: Callable[[int], Callable[..., list[jax.Array]]]
+) -> tuple[list[JaxprEqn], list[Var]]:
     """Returns equations that give the same arrays, as a compiler cannot know, once the tokens are known."""
     given = [*tokens, *arrays]
-    program = compat.make_jaxpr(_selected(len(tokens)), *(array_types.typed_like(v.aval) for v in given)).jaxpr
+    program = compat.make_jaxpr(hide(len(tokens)), *(array_types.typed_like(v.aval) for v in given)).jaxpr
     names: dict[Var, JaxprAtom] = dict(zip(program.invars, given, strict=True))
     found = []
     for equation in program.eqns:
@@ -230,12 +236,20 @@ def _hidden(tokens: Sequence[Var], arrays: Sequence[Var], like: JaxprEqn) -> tup
     return found, [v for v in renamed(program.outvars, names) if isinstance(v, Var)]
 
 
-def _selected(count: int) -> Callable[..., list[jax.Array]]:
+def _first(token: jax.Array) -> jax.Array:
+    return lax.reshape(lax.slice(token, (0,) * token.ndim, (1,) * token.ndim), ())
+
+
+def _behind_a_barrier(count: int) -> Callable[..., list[jax.Array]]:
     """Returns a function of so many tokens and of arrays, which returns the arrays."""
+    return lambda *given: list(lax.optimization_barrier((*map(_first, given[:count]), *given[count:])))[count:]
+
+
+def _selected(count: int) -> Callable[..., list[jax.Array]]:
+    """Does the same where barriers are removed early."""
 
     def bits_of(token: jax.Array) -> jax.Array:
-        number = lax.reshape(lax.slice(token, (0,) * token.ndim, (1,) * token.ndim), ())
-        bits = lax.bitcast_convert_type(number, jnp.dtype(f"int{8 * number.dtype.itemsize}"))
+        bits = lax.bitcast_convert_type(_first(token), jnp.dtype(f"int{8 * token.dtype.itemsize}"))
         return lax.convert_element_type(bits, jnp.int32)
 
     def has_bits(bit: int) -> Callable[[jax.Array], jax.Array]:

@@ -20,6 +20,7 @@ from autopallas.compat import ClosedJaxpr, JaxprLike
 from autopallas.graph.edit import Edit, rebuild
 from autopallas.graph.flatten import Body, flatten
 from autopallas.report.records import Rematerialised
+from autopallas.rewrite.rematerialisation.conditions import Extent
 from autopallas.rewrite.rematerialisation.kept import Kept
 from autopallas.rewrite.rematerialisation.stacks import with_less_stacked
 
@@ -30,19 +31,22 @@ _LEAST_GAIN = 0.05
 """Part of the largest number of bytes that are needed at once, as estimated, by which it has to be smaller at least."""
 
 
-def rematerialise(program: ClosedJaxpr, everywhere: bool = True) -> tuple[ClosedJaxpr, tuple[Rematerialised, ...]]:
+def rematerialise(
+    program: ClosedJaxpr, extent: Extent = "everywhere", platform: str = "cpu"
+) -> tuple[ClosedJaxpr, tuple[Rematerialised, ...]]:
     """Returns a program that computes elementwise values again where it would have kept them, and which these are.
 
     Args:
       program: flat, but for its loops, in which the same is done.
-      everywhere: whether this is done everywhere, or in the stacks between scans alone, which makes loops faster.
+      extent: where this is done.
+      platform: what the program is for, since compilers differ in what keeps equations apart that are equal.
 
     Returns:
       The program as it is, and an empty tuple, where the memory that it needs would hardly be less.
     """
     told: list[Rematerialised] = []
     root = flatten(program)
-    found = _changed(rebuild(root, dict.fromkeys(_loops(root), Edit())), told, everywhere)
+    found = _changed(rebuild(root, dict.fromkeys(_loops(root), Edit())), told, extent, platform)
     assert isinstance(found, ClosedJaxpr)
     return (found, tuple(told)) if told else (program, ())
 
@@ -56,19 +60,19 @@ def _loops(body: Body) -> Iterator[Body]:
                 yield from _loops(child.body)
 
 
-def _changed(program: JaxprLike, told: list[Rematerialised], everywhere: bool) -> JaxprLike:
+def _changed(program: JaxprLike, told: list[Rematerialised], extent: Extent, platform: str) -> JaxprLike:
     jaxpr, consts = jaxprs.open_jaxpr(program)
     equations = [
-        jaxprs.with_bodies(e, lambda body: _changed(body, told, everywhere)) if e.primitive.name in _LOOPS else e
+        jaxprs.with_bodies(e, lambda body: _changed(body, told, extent, platform)) if e.primitive.name in _LOOPS else e
         for e in jaxpr.eqns
     ]
-    stacked, records = with_less_stacked(jaxpr, equations, fast=not everywhere)
+    stacked, records = with_less_stacked(jaxpr, equations, extent == "fast stacks")
     if records and sum(one.bytes for one in records) >= _LEAST_GAIN * Kept(jaxpr, equations).most_bytes():
         equations = stacked
         told += records
-    kept = Kept(jaxpr, equations) if everywhere else None
+    kept = Kept(jaxpr, equations) if extent == "everywhere" else None
     if kept is not None and (groups := kept.groups()):
-        again = kept.rewritten(groups)
+        again = kept.rewritten(groups, platform)
         if Kept(jaxpr, again).most_bytes() <= (1 - _LEAST_GAIN) * kept.most_bytes():
             equations = again
             told += map(kept.record, groups)
