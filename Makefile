@@ -77,7 +77,7 @@ check-tpu:  ## Compiles the TPU kernels for every generation, without a TPU, wit
 check-tpu-line: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,tpu-check]'
 	FULL_GRID=1 $(VENV)/bin/python -m pytest -q -rs --numprocesses=$(WORKERS) --maxprocesses=4 -k "tpu or Tpu" \
-	  tests/kernels tests/sharding/test_tpu.py tests/tuning/test_tables_tpu_compile.py $(ARGS)
+	  tests/kernels tests/rematerialisation tests/sharding/test_tpu.py tests/tuning/test_tables_tpu_compile.py $(ARGS)
 	$(VENV)/bin/python -m pytest -q --numprocesses=$(WORKERS) --maxprocesses=4 \
 	  tests/tuning/test_ahead_of_time.py tests/tuning/test_ranking.py $(ARGS)
 	$(VENV)/bin/python -m benchmarks.tpu_schedule
@@ -89,7 +89,7 @@ check-gpu:  ## Compiles the GPU kernels for the H100, without a GPU, on a Python
 check-gpu-line: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,gpu-check]'
 	NPROC=32 FULL_GRID=1 $(VENV)/bin/python -m pytest -q -rsP --numprocesses=$(WORKERS) --maxprocesses=4 -k "gpu or Gpu" \
-	  tests/kernels tests/tuning/test_gpu_ahead_of_time.py tests/test_benchmarks_gpu_model.py $(ARGS)
+	  tests/kernels tests/rematerialisation tests/tuning/test_gpu_ahead_of_time.py tests/test_benchmarks_gpu_model.py $(ARGS)
 
 faults: $(VENV)/.installed  ## Breaks every kernel at every stage, and prints the matrix of faults
 	FAULTS=all $(VENV)/bin/python -m pytest -q --numprocesses=$(WORKERS) --maxprocesses=4 tests/faults $(ARGS)

@@ -42,7 +42,7 @@ from autopallas.report import Failure, Rematerialised, Report, Site
 from autopallas.report import NearMiss as NearMissRecord
 from autopallas.report.describe import Describer
 from autopallas.report.live_report import LiveReport
-from autopallas.rewrite.rematerialisation.conditions import Extent, obstacle_to, wanted_extent
+from autopallas.rewrite.rematerialisation.conditions import Extent, limit_of, obstacle_to, wanted_extent
 from autopallas.rewrite.rematerialisation.rematerialise import rematerialise
 from autopallas.rewrite.sites import splice
 from autopallas.sharding.call_shardings import Shardings
@@ -150,7 +150,9 @@ def rewritten(
                     with contained(op=REMATERIALISATION, stage="rewrite"):
                         less = partial(_with_less_kept, extent=wanted, platform=device.platform)
                         result, again = run("rewrite", "rematerialise", less, program, graph, result)
-                elif wanted != "fast stacks":
+                    if wanted == "stacks" and not again:
+                        obstacle = f"no scan stacks what follows from less, and {limit_of(device)}"
+                if obstacle and wanted != "fast stacks":
                     notes = (*notes, f"{REMATERIALISATION}: {obstacle}")
             sites = run("rewrite", "record sites", describer.records, matches, decisions)
             if failures:

@@ -14,7 +14,7 @@ from autopallas.plan.allowed_places import names_places
 from autopallas.sharding.call_shardings import Shardings, has_explicit_shardings, on_several_devices
 from autopallas.sites.device import Device
 
-__all__ = ["Extent", "obstacle_to", "wanted_extent"]
+__all__ = ["Extent", "limit_of", "obstacle_to", "wanted_extent"]
 
 Extent: TypeAlias = Literal["everywhere", "stacks", "fast stacks", ""]
 """Where less is kept: everywhere, in the stacks between scans, in those of them that take longer than what is computed
@@ -27,9 +27,9 @@ def wanted_extent(
     """Returns where less is to be kept for a backward: everywhere where less memory is wanted, or where that is named;
     else in the stacks between scans, if there are some.
 
-    A TPU's compiler computes elementwise values again by itself, but for what scans stack.  Where arrays are spread over
-    devices, no number of one of them tells when to compute.  Without being asked to, nothing is computed again but on
-    one CPU, where it was measured how long that takes.
+    A TPU's compiler computes elementwise values again by itself, but for what scans stack.  Where arrays are spread
+    over devices, no number of one of them tells when to compute.  Without being asked to, nothing is computed again but
+    on one CPU, where it was measured how long that takes.
     """
     if not looks_for(options.ops, REMATERIALISATION):
         return ""
@@ -39,6 +39,13 @@ def wanted_extent(
     if device.platform != "cpu" or not any(count > 1 for count in scans):
         return ""
     return "" if _is_spread(program, shardings) else "fast stacks"
+
+
+def limit_of(device: Device) -> str:
+    """Returns why nothing is computed again but in the stacks between scans."""
+    if device.platform == "tpu":
+        return "elsewhere the TPU's compiler computes elementwise values again itself"
+    return "elsewhere nothing is computed again where arrays are spread over several devices"
 
 
 def _is_spread(program: ClosedJaxpr, shardings: Shardings | None) -> bool:
