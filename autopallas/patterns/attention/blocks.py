@@ -291,26 +291,22 @@ class BlockDraft(SeveralDraft):
         heads = [space.resolve(part.head_axis) for part in self.parts]
         uses = [first.query, *(ref for part in self.parts for ref in (part.key, part.value))]
         operands: list[int] = []
-        carriers = []
-        for part in self.parts:
-            axes = query_axis, space.resolve(part.key_axis)
-            bodies = (self.body, *further)
-            carrier = Carrier(part.scope, bodies, axes, part.score, pinned_sides, across, self.homes, len(uses))
+        carriers = [
+            Carrier(
+                part.scope,
+                (self.body, *further),
+                (query_axis, space.resolve(part.key_axis)),
+                part.score,
+                pinned_sides,
+                across,
+                self.homes,
+                len(uses),
+            )
+            for part in self.parts
+        ]
+        for carrier in carriers:
             carrier.operands = operands
-            carriers.append(carrier)
-        names = ("queries", *("keys", "values") * len(self.parts))
-        self._places = []
-        read: list[Operand] = []
-        for role, (ref, name) in enumerate(zip(uses, names, strict=True)):
-            pinned = pinned_roles.get(role)
-            found = carriers[0].role(ref, pinned, name)
-            earlier = [i for i in range(role) if pinned is not None and pinned_roles.get(i) == pinned]
-            if earlier:  # its cotangent is that of the operand that all of them read
-                operands.pop()
-                found = Operand(self._places[earlier[0]], found.view)
-            self._places.append(found.position)
-            read.append(found)
-        query, *read = read
+        query, *read = self._read(carriers[0], uses, pinned_roles)
         for carrier in carriers:
             carrier.roles = len(operands)
         programs = []
@@ -369,6 +365,22 @@ class BlockDraft(SeveralDraft):
             assume_finite=self.assume_finite,
         )
         return replace(site, sizes=labels.sizes()), carriers[0]
+
+    def _read(self, carrier: Carrier, uses: Sequence[Ref], pinned_roles: Mapping[int, int | None]) -> list[Operand]:
+        """Reads queries, keys and values as operands, and notes their places."""
+        names = ("queries", *("keys", "values") * len(self.parts))
+        self._places = []
+        read: list[Operand] = []
+        for role, (ref, name) in enumerate(zip(uses, names, strict=True)):
+            pinned = pinned_roles.get(role)
+            found = carrier.role(ref, pinned, name)
+            earlier = [i for i in range(role) if pinned is not None and pinned_roles.get(i) == pinned]
+            if earlier:  # its cotangent is that of the operand that all of them read
+                carrier.operands.pop()
+                found = Operand(self._places[earlier[0]], found.view)
+            self._places.append(found.position)
+            read.append(found)
+        return read
 
     # ------------------------------------------------------------------ the backward
 

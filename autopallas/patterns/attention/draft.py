@@ -320,42 +320,12 @@ class AttentionDraft(ProvedAttention):
         roles = self.role_uses(forward)
         every = [use for uses in roles for use in uses]
         pairs = [(backward, body) for backward in search.found for body in homes_of(graph, backward)]
-        levels: dict[int, int] = {}  # per use, how far back its operand lies
-        for use in dict.fromkeys(use for backward in search.found for use in backward.levels):
-            known = [(b.levels[use], body) for b, body in pairs if use in b.levels]
-            depth = min(len(steps) for steps, _ in known)
-            for brought in (False, across):  # values of both bodies are preferred to values further back
-                fitting = [
-                    i
-                    for i in range(depth)
-                    if all(self._fits(s[i], body, brought) for s, body in known)
-                    and passed.isdisjoint(s[i].operand for s, _ in known)
-                ]
-                if fitting:
-                    break
-            else:
-                raise Mismatch(
-                    "the backward lacks an operand where it stands", forward.uses[use].number, advice=WHOLE_GRADIENT
-                )
-            levels[use] = fitting[-1]
-        pins: dict[int, int] = {}
-        for backward in search.found:
-            for use, steps in backward.levels.items():
-                if pins.setdefault(use, steps[levels[use]].operand) != steps[levels[use]].operand:
-                    raise Mismatch(
-                        "two backwards of the site give the cotangents of different operands", advice=WHOLE_GRADIENT
-                    )
+        levels = self._levels(search, pairs, across, passed)
+        pins = _pins(search, levels)
         self.terms = self._terms_of(forward)
         sides = [pin for use, pin in pins.items() if use not in every]
-        pinned_roles: dict[int, int | None] = {}
         lacking = {use for backward in search.found for use in backward.lacking}
-        for role, uses in enumerate(roles):
-            found = [pins[use] for use in uses if use in pins]
-            if len(found) > 1 or (found and not lacking.isdisjoint(uses)):
-                raise Mismatch(
-                    "the gradients of what several blocks of keys read are not added up", found[0], advice=QUERIES_ONCE
-                )
-            pinned_roles[role] = found[0] if found else None
+        pinned_roles = _pinned_roles(roles, pins, lacking)
         for number in sides:
             if sides.count(number) > 1:
                 raise Mismatch("a side input with a gradient is read in two places", number, advice=SIDE_INPUT_ONCE)
@@ -400,6 +370,33 @@ class AttentionDraft(ProvedAttention):
                 for backward, body in pairs
             ),
         )
+
+    def _levels(
+        self, search: Search, pairs: Sequence[tuple[Backward, Body]], across: bool, passed: Set[int]
+    ) -> dict[int, int]:
+        """Returns how far back the operand of each use lies: values of both bodies are preferred to values further
+        back."""
+        levels: dict[int, int] = {}
+        for use in dict.fromkeys(use for backward in search.found for use in backward.levels):
+            known = [(b.levels[use], body) for b, body in pairs if use in b.levels]
+            depth = min(len(steps) for steps, _ in known)
+            for brought in (False, across):
+                fitting = [
+                    i
+                    for i in range(depth)
+                    if all(self._fits(s[i], body, brought) for s, body in known)
+                    and passed.isdisjoint(s[i].operand for s, _ in known)
+                ]
+                if fitting:
+                    break
+            else:
+                raise Mismatch(
+                    "the backward lacks an operand where it stands",
+                    search.forward.uses[use].number,
+                    advice=WHOLE_GRADIENT,
+                )
+            levels[use] = fitting[-1]
+        return levels
 
     def _check_lacking(self, numbers: Sequence[int], sides: frozenset[int]) -> None:
         """Checks that no side input with a gradient is among values of which the program has no cotangent, or among
@@ -503,3 +500,28 @@ def homes_of(graph: Graph, backward: Backward) -> list[Body]:
     if not homes:
         raise Mismatch("the backward is spread over several bodies", advice=WHOLE_GRADIENT)
     return homes
+
+
+def _pins(search: Search, levels: Mapping[int, int]) -> dict[int, int]:
+    """Returns the number of the operand that each use reads, of those with a cotangent."""
+    pins: dict[int, int] = {}
+    for backward in search.found:
+        for use, steps in backward.levels.items():
+            if pins.setdefault(use, steps[levels[use]].operand) != steps[levels[use]].operand:
+                raise Mismatch(
+                    "two backwards of the site give the cotangents of different operands", advice=WHOLE_GRADIENT
+                )
+    return pins
+
+
+def _pinned_roles(roles: Sequence[Sequence[int]], pins: Mapping[int, int], lacking: Set[int]) -> dict[int, int | None]:
+    """Returns the number of the operand that each role reads; None where it has no cotangent."""
+    pinned_roles: dict[int, int | None] = {}
+    for role, uses in enumerate(roles):
+        found = [pins[use] for use in uses if use in pins]
+        if len(found) > 1 or (found and not lacking.isdisjoint(uses)):
+            raise Mismatch(
+                "the gradients of what several blocks of keys read are not added up", found[0], advice=QUERIES_ONCE
+            )
+        pinned_roles[role] = found[0] if found else None
+    return pinned_roles
