@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -471,6 +473,51 @@ def test_without_stacks_nothing_is_computed_again_by_default():
     w, x = draw(64, 64) / 8, draw(1024, 64)
     step = jax.value_and_grad(lambda w: jnp.sum(jax.nn.gelu(jax.nn.gelu(x @ w) @ w)))
     assert arrays_of(step, w)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("between", "again"),
+    [
+        (lambda y, p: jnp.sqrt(y + 0.5), 1),
+        (lambda y, p: jnp.sqrt(jnp.sqrt(y + 0.5) + 0.5), 0),
+        (lambda y, p: ((y + 0.5) / p + 0.5) / p, 0),
+        (lambda y, p: lax.rsqrt(y), 0),
+        (lambda y, p: ((y + 0.5) * p + 0.5) * p, 1),
+        (lambda y, p: lax.fori_loop(0, 8, lambda _, y: (y + 0.5) * p, y), 0),
+        (lambda y, p: functools.reduce(lambda y, _: (y + 0.5) * p, range(8), y), 0),
+    ],
+    ids=["root", "two roots", "two quotients", "inverse root", "two products", "loop", "eight products"],
+)
+def test_what_takes_longer_than_its_stack_is_kept(between, again):
+    def step(x, rows, factors):
+        def body(c, given):
+            return c * 0.5 + between(*given) * c * 0.01, None
+
+        return jax.grad(lambda x: jnp.mean(lax.scan(body, x, (rows, factors))[0] ** 2))(x)
+
+    rows, factors = jnp.abs(draw(100, 1024)) + 0.5, jnp.abs(draw(100, 1024, seed=1)) + 0.5
+    assert arrays_of(step, draw(1024, seed=2), rows, factors)[0] == again
+
+
+@pytest.mark.parametrize(
+    "product",
+    [lambda w, c: w @ c, lambda w, c: jnp.sum(w * c, -1), lambda w, c: (c[None] @ w.T)[0]],
+    ids=["vector", "sum", "one row"],
+)
+def test_what_becomes_a_row_of_an_outer_product_is_kept(product):
+    """Species that eat each other: the gradient of the matrix has a row for each slice, of which a compiler makes every
+    element anew."""
+
+    def step(w, c):
+        def loss(w, c):
+            round_ = lambda c, _: (c + 0.1 * c * (1 - c - 0.01 * product(w, c)), None)  # noqa: E731
+            return jnp.mean(lax.scan(round_, c, None, length=128)[0] ** 2)
+
+        return jax.value_and_grad(loss, (0, 1))(w, c)
+
+    arguments = draw(256, 256) / 16, jnp.abs(draw(256, seed=1)) / 2
+    assert less_stacked(step, *arguments)[1] > 0
+    assert arrays_of(step, *arguments)[0] == 0
 
 
 @pytest.mark.parametrize(

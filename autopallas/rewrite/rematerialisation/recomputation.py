@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -20,6 +20,7 @@ from autopallas.rewrite.rematerialisation.rounding import compared, roundings
 
 __all__ = [
     "LEAST_BYTES",
+    "LONG",
     "SAME",
     "SHORT",
     "Group",
@@ -34,7 +35,7 @@ SAME = frozenset({"copy", "expand_dims", "reshape", "squeeze"})
 """Primitives whose results are their operands, as they are stored."""
 SHORT = ELEMENTWISE | SAME | {"broadcast_in_dim", "transpose"}
 """Primitives of what is computed again."""
-_LONG = frozenset(
+LONG = frozenset(
     """acos acosh asin asinh atan atan2 atanh cos cosh erf erf_inv erfc exp exp2 expm1 log log1p log2 logistic pow sin
     sinh tan tanh""".split()
 )
@@ -163,7 +164,7 @@ class Recomputation(ABC):
 
     def is_long(self, position: int) -> bool:
         """Returns whether an equation takes long for each element."""
-        return self.equations[position].primitive.name in _LONG or position in self._calls
+        return self.equations[position].primitive.name in LONG or position in self._calls
 
     @abstractmethod
     def candidates(self) -> set[Var]:
@@ -181,6 +182,15 @@ class Recomputation(ABC):
     def is_worth(self, value: Var, sources: Set[Var], equations: Set[int]) -> bool:
         """Returns whether to compute a value again, from some large arrays and others, by some equations."""
 
+    def is_slow(self, value: Var, equations: Set[int]) -> bool:
+        """Returns whether it takes longer to compute a value again than to keep it.
+
+        Args:
+          value: the value.
+          equations: those of its equations that nothing else computes again.
+        """
+        return False
+
     # ------------------------------------------------------------------ what is computed again
 
     def groups(self) -> list[Group]:
@@ -191,8 +201,10 @@ class Recomputation(ABC):
         self._far = self._through_two(again)
         again -= self._far
         for _ in range(_ROUNDS if again else 0):
-            groups = list(self._grouped(again))
-            left = {v for group in groups if not self.can_compute(group) or self.gain(group) <= 0 for v in group.values}
+            groups, left = self._grouped(again)
+            left |= {
+                v for group in groups if not self.can_compute(group) or self.gain(group) <= 0 for v in group.values
+            }
             left.update(base for group in groups for base in group.bases if base in again)  # which is kept for it
             if not left:
                 return groups
@@ -204,20 +216,27 @@ class Recomputation(ABC):
         stored = sum(size_of(value) for value in group.values if value in self.stored)
         return stored - sum(size_of(base) for base in group.bases if not self.is_kept(base))
 
-    def _grouped(self, again: set[Var]) -> Iterator[Group]:
+    def _grouped(self, again: set[Var]) -> tuple[list[Group], set[Var]]:
+        """Returns groups of values, and values that take too long."""
         groups: dict[frozenset[Var], Group] = defaultdict(Group)
+        known: dict[frozenset[Var], set[int]] = defaultdict(set)  # equations whose results are there for the next value
+        slow: set[Var] = set()
         passed = self._passed(again)
         for value in sorted(again, key=self.defined.__getitem__):
             bases, equations = self._chain(value, again, passed)
             large = frozenset(base for base in bases if is_large_beside(base, size_of(value)))
             if len(equations) <= _LONGEST and self.is_worth(value, large, equations):
-                group = groups[large]
-                group.values.append(value)
-                group.bases.update(bases)
-                group.equations |= equations
+                if self.is_slow(value, equations - known[large]):
+                    slow.add(value)
+                else:
+                    group = groups[large]
+                    group.values.append(value)
+                    group.bases.update(bases)
+                    group.equations |= equations
+                known[large] |= equations
         for group in groups.values():
             group.late = sorted({i for value in group.values for i in self.readers[value] if i > self.peak})
-            yield group
+        return list(groups.values()), slow
 
     def _passed(self, again: set[Var]) -> set[Var]:
         """Returns the values that are not kept, but computed from others, where these are not larger together."""

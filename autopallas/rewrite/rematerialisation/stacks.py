@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from autopallas import array_types, compat, jaxprs
 from autopallas.compat import Jaxpr, JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.report.records import Rematerialised
+from autopallas.rewrite.rematerialisation.costs import MOST, MOST_FOR_A_LARGE_STACK, cost, repeated
 from autopallas.rewrite.rematerialisation.recomputation import (
     LEAST_BYTES,
     SHORT,
@@ -31,8 +32,7 @@ __all__ = ["with_less_stacked"]
 
 
 _LARGE = 2**22
-"""Size of a stack that no cache close to a processor holds.  A logarithm or the like costs less than to write and read
-it; below, it costs more (docs/respellings.md has what was measured)."""
+"""Size of a stack that no cache close to a processor holds."""
 _SIXTEEN_BITS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
@@ -155,7 +155,7 @@ class _Pair(Recomputation):
         self.stored = {v for v in own if self.can_repeat(v) and size_of(v) * self.length >= LEAST_BYTES}
 
     def candidates(self) -> set[Var]:
-        return set(self.stored)
+        return self.stored - repeated(self.equations[self.peak + 1 :]) if self._fast else set(self.stored)
 
     def is_kept(self, value: Var) -> bool:
         return value in self._kept
@@ -164,11 +164,16 @@ class _Pair(Recomputation):
         return bool(group.late)
 
     def is_worth(self, value: Var, sources: Set[Var], equations: Set[int]) -> bool:
+        return True
+
+    def is_slow(self, value: Var, equations: Set[int]) -> bool:
         if not self._fast:
-            return True
-        if any(v.aval.dtype in _SIXTEEN_BITS for position in equations for v in self.equations[position].outvars):
             return False
-        return size_of(value) * self.length >= _LARGE or not any(map(self.is_long, equations))
+        made = [self.equations[position] for position in equations]
+        if any(variable.aval.dtype in _SIXTEEN_BITS for equation in made for variable in equation.outvars):
+            return True
+        most = MOST_FOR_A_LARGE_STACK if size_of(value) * self.length >= _LARGE else MOST
+        return sum(map(cost, made)) > most * value.aval.size
 
     def rewritten(self, groups: Sequence[Group], read: Set[Var]) -> list[JaxprEqn]:
         """Returns the second scan, which computes groups again, and the first, which no longer stacks their values; the
