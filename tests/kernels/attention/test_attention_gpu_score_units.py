@@ -13,7 +13,14 @@ from attention_cases import QUERY, SCORE, Case, promoted_spec, traced
 from test_attention_implementations import BY_NAME, both
 from test_attention_pallas_gpu import needs_interpreter, racing
 
-from autopallas.kernels.attention import gpu_backward, gpu_block_sizes, gpu_score_units, pallas_gpu, reference
+from autopallas.kernels.attention import (
+    gpu_backward,
+    gpu_backward_plan,
+    gpu_block_sizes,
+    gpu_score_units,
+    pallas_gpu,
+    reference,
+)
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.gpu_score_units import Units, fit, halves, norm, slope
 from autopallas.kernels.attention.operands import Cotangents, Operands
@@ -185,7 +192,7 @@ def test_gradients_of_rows_and_keys_of_every_size(name, monkeypatch):
             return run(*given)[1][:3]
 
     found = gradients()
-    for module in (gpu_backward, gpu_block_sizes):
+    for module in (gpu_backward, gpu_backward_plan, gpu_block_sizes):
         monkeypatch.setattr(module, "fit", lambda spec: False)
     first = 0 if name == "full" else 1  # a row that sees one key has no gradient but what is rounded
     wanted = exact(case, *given)

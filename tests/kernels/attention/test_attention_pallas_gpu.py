@@ -366,8 +366,9 @@ def test_the_gradient_of_a_bias_is_summed_over_several_examples(length):
     delta = np.sum(p * dp, axis=-1)
     wanted = np.sum(p * (dp - delta[..., None]), axis=0, keepdims=True)
     rows = ScaledRows(dout, jnp.asarray(shift, F32), jnp.asarray(delta, F32))
+    operands = Operands(query, key, value, (side,), None)
     with racing():
-        found = gpu_side_gradient.tile_gradient(case.spec(BF16), 0, Operands(query, key, value, (side,), None), rows)
+        found = gpu_side_gradient.tile_gradient(case.spec(BF16), 0, operands, rows, None)
     assert found.dtype == BF16
     by_row = np.linalg.norm(np.asarray(found, np.float64) - wanted, axis=-1)
     assert np.all(by_row <= 2**-7 * np.linalg.norm(wanted, axis=-1) + 1e-6)
