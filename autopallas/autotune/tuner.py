@@ -193,7 +193,7 @@ class Tuner:
         """Returns whether a search of so many seconds that nobody asked for would find nothing worth its time."""
         operation = operation_named(match.op)
         hopeless = operation.only_restates(implementation)
-        hopeless = hopeless or not operation.may_gain(implementation, self._options.objective)
+        hopeless = hopeless or not operation.may_gain(implementation, self._options.objective, match.spec)
         if self._device.platform != "cpu":  # where small rewrites, which come last, gain by a row alone
             hopeless = hopeless or operation.priority < 0
         return seconds < self._least or hopeless or not takes_long(match, self._device.platform)

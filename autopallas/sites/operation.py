@@ -263,11 +263,14 @@ class Operation:
         """Returns whether an implementation is the reference under another name, from which nothing is to be gained."""
         return name == "reference"
 
-    def may_gain(self, name: str, objective: str) -> bool:
+    def may_gain(self, name: str, objective: str, spec: SiteSpec) -> bool:
         """Returns whether an implementation may gain what an objective asks for, so that a first step may wait for a
-        measurement: its module states as ``GAINS`` what it is written for, and may gain anything where it does not."""
-        stated: Sequence[str] = getattr(self.implementation(name), "GAINS", (objective,))
-        return objective in stated
+        measurement: its module states as ``GAINS``, or as ``gains(spec)``, what it is written for; where it states
+        nothing, it may gain anything."""
+        module = self.implementation(name)
+        own: Callable[[SiteSpec], Sequence[str]] | None = getattr(module, "gains", None)
+        stated: Sequence[str] = getattr(module, "GAINS", (objective,))
+        return objective in (stated if own is None else own(spec))
 
     def supports(self, name: str, spec: SiteSpec, device: Device) -> Supported | Unsupported:
         """Returns whether the named implementation can compute ``spec`` on ``device``."""

@@ -205,7 +205,7 @@ def test_it_says_what_it_cannot_compute(op, change, words):
 def test_without_a_measured_row_no_norm_is_replaced_on_a_gpu(op):
     """A row says nothing of other sizes, and no first step waits for a quick search."""
     operation = operation_named(op)
-    assert not operation.may_gain("pallas_gpu", "time")
+    assert not operation.may_gain("pallas_gpu", "time", operation.sample)
     tables = operation.part("tuned_block_sizes")
     (bucket,) = {key[3] for key in tables.TABLE["NVIDIA H100"] if key[3].endswith("N1024") and ">=32768" in key[3]}
     measured = replace(operation.sample, rows=65536)

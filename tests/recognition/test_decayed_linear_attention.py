@@ -1,6 +1,7 @@
 """Linear attention with decays between the steps: which spellings are found, which are refused, what is computed."""
 
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from support.compare import compare, with_gradients
 
 import autopallas
 from autopallas.kernels.linear_attention import linear_attention
+from autopallas.sites.operation import operation_named
 
 B, T, H, N, P = 2, 70, 3, 8, 6
 
@@ -337,6 +339,69 @@ def test_gradients_without_the_forward():
     assert sites == [("linear_attention", "forward")] * 2
     outcome = compare(lambda q, k, v: gradient(q, k, v), (q, k, v), gradients=False)
     assert outcome.complaints == []
+
+
+def of_chunks(q, k, v, logs, segments, size=10):
+    """State space duality: attention within chunks, and states from chunk to chunk, each by segments of logarithms."""
+    split = lambda x: x.reshape(x.shape[0], T // size, size, *x.shape[2:])  # noqa: E731
+    q, k, v, logs = split(q), split(k), split(v), split(logs.swapaxes(1, 2)).transpose(0, 3, 1, 2)
+    within = jnp.einsum("bcthn,bcshn,bhcts,bcshp->bcthp", q, k, jnp.exp(segments(logs)), v)
+    sums = jnp.cumsum(logs, -1)
+    states = jnp.einsum("bcshn,bhcs,bcshp->bchpn", k, jnp.exp(sums[..., -1:] - sums), v)
+    states = jnp.concatenate([jnp.zeros_like(states[:, :1]), states], 1)
+    between = jnp.exp(segments(jnp.pad(sums[..., -1], ((0, 0), (0, 0), (1, 0)))))
+    states = jnp.einsum("bhzc,bchpn->bzhpn", between, states)[:, :-1]
+    return (within + jnp.einsum("bcthn,bchpn,bhct->bcthp", q, states, jnp.exp(sums))).reshape(v.shape[0], T, H, P)
+
+
+def segments_by_differences(logs):
+    sums = jnp.cumsum(logs, -1)
+    seen = jnp.tril(jnp.ones((logs.shape[-1],) * 2, bool))
+    return jnp.where(seen, sums[..., :, None] - sums[..., None, :], -jnp.inf)
+
+
+def segments_by_repetition(logs):
+    every = jnp.ones((logs.shape[-1],) * 2, bool)
+    repeated = jnp.where(jnp.tril(every, -1), jnp.repeat(logs[..., None], logs.shape[-1], -1), 0)
+    return jnp.where(jnp.tril(every), jnp.cumsum(repeated, -2), -jnp.inf)
+
+
+@pytest.mark.parametrize("segments", [segments_by_differences, segments_by_repetition])
+@pytest.mark.parametrize("shared", [False, True])
+def test_chunks_that_also_make_states_have_their_backward(segments, shared):
+    def program(q, k, v, logs):
+        if shared:  # heads share queries and keys, and projections give everything
+            q, k = (jnp.broadcast_to(jnp.sin(x[:, :, :1]), x.shape) for x in (q, k))
+            v, logs = jnp.tanh(v), -jax.nn.softplus(logs)
+        return of_chunks(q, k, v, logs, segments)
+
+    arguments = operands(True)
+    outcome = compare(program, arguments)
+    assert outcome.complaints == []
+    assert outcome.counts("linear_attention") == 1
+    assert found(with_gradients(program, arguments), arguments)[1] == [("linear_attention", "forward+backward")]
+
+
+def test_chunks_whose_weights_are_needed_elsewhere_are_left_alone():
+    def program(q, k, v, logs):
+        kept = []
+
+        def segments(logs):
+            kept.append(segments_by_differences(logs))
+            return kept[-1]
+
+        return of_chunks(q, k, v, logs, segments), jnp.exp(kept[0])
+
+    arguments = operands(True)
+    outcome = compare(program, arguments)
+    assert outcome.complaints == []
+    assert outcome.counts("linear_attention") == 0
+
+
+def test_no_first_step_waits_for_a_measurement_of_one_chunk():
+    operation = operation_named("linear_attention")
+    assert operation.may_gain("xla", "time", operation.sample)
+    assert not operation.may_gain("xla", "time", replace(operation.sample, steps=64))
 
 
 # ---------------------------------------------------------------------- refusals

@@ -398,6 +398,6 @@ def test_it_is_found_where_all_that_the_program_gives_is_a_loss():
 
 def test_its_first_step_waits_for_a_measurement_only_where_memory_counts():
     operation = operation_named("gated_mlp")
-    assert not operation.may_gain("xla", "time")
-    assert operation.may_gain("xla", "memory")
-    assert operation_named("attention").may_gain("xla", "time")
+    assert not operation.may_gain("xla", "time", operation.sample)
+    assert operation.may_gain("xla", "memory", operation.sample)
+    assert operation_named("attention").may_gain("xla", "time", operation.sample)

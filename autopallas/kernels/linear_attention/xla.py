@@ -22,10 +22,12 @@ from autopallas.sites.index_notation import summed_to
 from autopallas.sites.operation import Supported, Unsupported
 from autopallas.sites.spec import BlockSizes, Sizes
 
-__all__ = ["NUMERICS", "backward", "forward", "running_sizes", "supports"]
+__all__ = ["NUMERICS", "backward", "forward", "gains", "running_sizes", "supports"]
 
 NUMERICS: Numerics = "tolerance"
 """How its results relate to the original's."""
+_STEPS = 64
+"""Steps of a chunk where no block sizes say otherwise."""
 _SCALED = ("query", "key")
 """Operands that may have factors."""
 
@@ -35,13 +37,18 @@ def supports(spec: LinearAttentionSpec, device: Device) -> Supported | Unsupport
     return Supported()
 
 
+def gains(spec: LinearAttentionSpec) -> tuple[str, ...]:
+    """Returns what may be gained: nothing where a sequence is one chunk, whose scores are computed as written."""
+    return ("time", "memory") if spec.steps > _STEPS else ()
+
+
 def running_sizes(spec: LinearAttentionSpec, block_sizes: BlockSizes, device: Device) -> Sizes:
     """Returns the steps of a chunk, which are those of a sequence at most."""
     return {"chunk": _steps_of_chunk(spec, block_sizes)}
 
 
 def _steps_of_chunk(spec: LinearAttentionSpec, block_sizes: BlockSizes | None) -> int:
-    return min(64 if block_sizes is None else int(block_sizes.to_dict()["chunk"]), spec.steps)
+    return min(_STEPS if block_sizes is None else int(block_sizes.to_dict()["chunk"]), spec.steps)
 
 
 def forward(spec: LinearAttentionSpec, block_sizes: BlockSizes | None, operands: Mapping[str, jax.Array]) -> jax.Array:

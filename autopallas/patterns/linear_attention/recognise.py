@@ -88,7 +88,11 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             still = surviving(graph, given, reads)
             left = [(match, node) for match, node in sites if (node.name == "div") == quotients]
             left = [(match, node) for match, node in left if not still.isdisjoint(match.results)]
-            found, missed = complete(graph, [own for own in left if not (with_backward and in_backward(own[1]))])
+            left = [(match, node) for match, node in left if not (with_backward and in_backward(node))]
+            found, missed = complete(graph, left)
+            if with_backward:
+                done = {match.results for match in found}
+                found += complete(graph, _as_shared(graph, [own for own in left if own[0].results not in done]))[0]
             matches += [match for match in found if match.backwards or not with_backward]
             misses += [] if with_backward or quotients else missed
     return matches, misses
@@ -146,24 +150,44 @@ def _candidates(graph: Graph) -> list[Node]:
     return found
 
 
-def _match(graph: Graph, node: Node) -> Match | None:
+def _match(graph: Graph, node: Node, shared: bool = False) -> Match | None:
     """Returns the site whose result a contraction or a quotient gives, if it is one.
+
+    Args:
+      graph: the program.
+      node: the contraction or the quotient.
+      shared: whether queries, keys and values are read where something else reads them too, and not further back.
 
     Raises:
       Mismatch: it is none, but resembles one.
     """
     for place in (0, 1):
         with suppress(_Unlike):
-            if (match := _Place(graph, node, place).match()) is not None:
+            if (match := _Place(graph, node, place, shared).match()) is not None:
                 return match
     return None
+
+
+def _as_shared(graph: Graph, sites: Sequence[tuple[Match, Node]]) -> list[tuple[Match, Node]]:
+    """Returns the sites, of which no backward was found, that read other values if they read what is shared.
+
+    Where chunks of a sequence are read both within a chunk and by what goes from chunk to chunk, the program adds up
+    the cotangents of chunks, and the site has none of the whole sequence.
+    """
+    found: list[tuple[Match, Node]] = []
+    for match, node in sites:
+        with contained(node), suppress(Mismatch), bounded(graph):
+            other = _match(graph, node, shared=True)
+            if other is not None and other.operands != match.operands:
+                found.append((other, node))
+    return found
 
 
 class _Place:
     """A contraction of masked products, or of running sums, with another array."""
 
-    def __init__(self, graph: Graph, node: Node, place: int):
-        self.graph, self.node, self.scope = graph, node, Scope(graph)
+    def __init__(self, graph: Graph, node: Node, place: int, shared: bool = False):
+        self.graph, self.node, self.scope, self.shared = graph, node, Scope(graph), shared
         self.space = self.scope.space
         self.whole = self.space.full(node.outputs[0])
         self.factor, self.epsilon = 1.0, 0.0
@@ -194,7 +218,7 @@ class _Place:
         weights = parts.weights
         given = {"query": parts.query, "key": parts.key, "value": parts.value}
         if weights.decay is not None:
-            given["log_decays" if weights.form in ("steps", "sums") else "decay"] = weights.decay
+            given["log_decays" if weights.form in ("steps", "sums") else "decay"] = self._source(weights.decay)
         factors = {"query": weights.of_t, "key": weights.of_s}
         given |= {f"{name}_factor": own.ref for name, own in factors.items() if own is not None}
         read_as = {name: self._before_casts(ref) for name, ref in given.items()}
@@ -380,7 +404,7 @@ class _Place:
         """Returns the parts of masked products, whose number is given, that are multiplied by values."""
         space = self.space
         first, second, features = products
-        first, second, value = (space.canonical(x) for x in (first, second, self.other))
+        first, second, value = (self._source(x) for x in (first, second, self.other))
         keys = tuple(a for _, own in self.summed for a in space.resolve(own))
         if not {*keys} <= space.atoms(value):
             raise _Unlike
@@ -414,6 +438,17 @@ class _Place:
             own = weights.of_s._replace(ref=self._renamed(weights.of_s.ref, names))
             weights = weights._replace(of_s=own)
         return _Parts(query, key, value, features, weights, "scores")
+
+    def _source(self, ref: Ref) -> Ref:
+        """Returns an operand before changes of layout, or before those that follow what the forward shares."""
+        source = self.space.canonical(ref)
+        uses = [use for use in (ref, *self.space.met(source)) if use != source] if self.shared else []
+        for use in uses:
+            for found in self.space.chain(use):
+                users = self.graph.users.get(found.value, ())
+                if len(users) > 1 and sum(not in_backward(user) for user in users) > 1:
+                    return found
+        return source
 
     def _renamed(self, ref: Ref, names: dict[Atom, Atom]) -> Ref:
         view = ((start, tuple(names.get(a, a) for a in own)) for start, own in self.space.view(ref.view))
