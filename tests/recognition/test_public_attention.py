@@ -20,7 +20,8 @@ from support.compare import (
 )
 
 import autopallas
-from recognition.public_attention import JOINED, LOOK_ALIKES, PROGRAMS
+from recognition.attention_in_blocks import LOOK_ALIKES, PROGRAMS  # it enters its programs among the others
+from recognition.public_attention import JOINED
 
 
 def train_step(function, arguments) -> Compared:
