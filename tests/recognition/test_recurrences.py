@@ -12,7 +12,7 @@ import autopallas
 from autopallas.graph import Graph, flatten
 from autopallas.kernels.recurrence import directions
 from autopallas.patterns.recurrence import find
-from tests.recognition import matrix_recurrences, several_updates  # noqa: F401 (they enter their programs)
+from tests.recognition import loops_that_are_none, matrix_recurrences, several_updates  # noqa: F401 (they enter their programs)
 from tests.recognition.recurrences import FOUND, REFUSED, T, gated, receptance, retention, state_space
 
 ONLY = {"ops": ("recurrence",)}
