@@ -14,12 +14,12 @@ import jax
 import numpy as np
 from jax import lax
 
-from autopallas.compat import JaxprEqn, Var
+from autopallas.compat import ArrayFunction, JaxprEqn, Var
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.known_integers import known_array
 from autopallas.graph.rows import picked_labels
 
-__all__ = ["Column", "Window", "summed_axes"]
+__all__ = ["Column", "Cut", "Window", "summed_axes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +151,95 @@ class Column:
     @property
     def _labels(self) -> jax.Array:
         return lax.full((*self._rows, 1), self.index, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Consecutive rows of logits that are cut out along one axis, and of each of which a label is picked.
+
+    Where the other rows are read too, as in a transducer of whose last label there is a blank alone, the labels are
+    picked of all rows: label 0 of the others, which is left out again.
+
+    Attributes:
+      axis: the axis along which rows are cut out.
+      start, size: the first of these rows, and how many there are.
+      whole: how many rows there were.
+    """
+
+    axis: int
+    start: int
+    size: int
+    whole: int
+
+    @staticmethod
+    def of(equation: JaxprEqn) -> Cut | None:
+        """Returns what a slice cuts out, or what a ``pad`` puts back; None if it does not along one axis alone."""
+        params, before, after = equation.params, equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+        takes = equation.primitive.name == "slice"
+        axes = [axis for axis, (n, m) in enumerate(zip(before, after, strict=True)) if n != m]
+        if len(axes) != 1:
+            return None
+        (axis,) = axes
+        if takes:
+            strides = params["strides"]
+            if strides is not None and any(by != 1 for by in strides):
+                return None
+            return Cut(axis, int(params["start_indices"][axis]), after[axis], before[axis])
+        if any(low < 0 or high < 0 or between for low, high, between in params["padding_config"]):
+            return None
+        return Cut(axis, int(params["padding_config"][axis][0]), before[axis], after[axis])
+
+    def labels_axis(self, equation: JaxprEqn) -> int | None:
+        """Returns the axis of a gather's or scatter's indices that goes along with the rows; None if none does."""
+        numbers = equation.params["dimension_numbers"]
+        gathers = equation.primitive.name == "gather"
+        if self.axis not in numbers.operand_batching_dims:
+            return None
+        own = numbers.start_indices_batching_dims if gathers else numbers.scatter_indices_batching_dims
+        return int(own[numbers.operand_batching_dims.index(self.axis)])
+
+    def _elements_axis(self, equation: JaxprEqn) -> int:
+        """Returns the axis of what is picked or added that goes along with the rows."""
+        numbers, labels = equation.params["dimension_numbers"], self.labels_axis(equation)
+        gathers = equation.primitive.name == "gather"
+        elements = (equation.outvars[0] if gathers else equation.invars[2]).aval.shape
+        apart = numbers.offset_dims if gathers else numbers.update_window_dims
+        assert labels is not None
+        return [axis for axis in range(len(elements)) if axis not in apart][labels]
+
+    def gathered(self, equation: JaxprEqn) -> ArrayFunction:
+        """Returns the gather as one from all rows, of which some are taken."""
+        labels, axis = self.labels_axis(equation), self._elements_axis(equation)
+        params = equation.params
+        assert labels is not None
+
+        def gathered(logits: jax.Array, indices: jax.Array) -> jax.Array:
+            every = lax.gather(
+                logits, self._around(indices, labels), params["dimension_numbers"], params["slice_sizes"],
+                mode=params["mode"], fill_value=params["fill_value"],
+            )  # fmt: skip
+            return lax.slice_in_dim(every, self.start, self.start + self.size, axis=axis)
+
+        return gathered
+
+    def scattered(self, equation: JaxprEqn) -> ArrayFunction:
+        """Returns the scatter into zeros, with zeros put around it, as one into zeros of all rows."""
+        labels, axis = self.labels_axis(equation), self._elements_axis(equation)
+        numbers, mode = equation.params["dimension_numbers"], equation.params["mode"]
+        shape = list(equation.outvars[0].aval.shape)
+        shape[self.axis] = self.whole
+        assert labels is not None
+
+        def scattered(indices: jax.Array, updates: jax.Array) -> jax.Array:
+            zeros = lax.full(shape, 0, updates.dtype)
+            given = self._around(indices, labels), self._around(updates, axis)
+            return lax.scatter_add(zeros, *given, numbers, mode=mode)
+
+        return scattered
+
+    def _around(self, x: jax.Array, axis: int) -> jax.Array:
+        own = (self.start, self.whole - self.start - self.size, 0)
+        return lax.pad(x, lax.full((), 0, x.dtype), [own if d == axis else (0, 0, 0) for d in range(x.ndim)])
 
 
 def summed_axes(equations: Sequence[JaxprEqn], exponents: Set[Var]) -> set[tuple[tuple[int, ...], int]]:

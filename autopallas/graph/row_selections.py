@@ -25,7 +25,7 @@ from autopallas.compat import JaxprEqn, Var
 from autopallas.faults import contained
 from autopallas.graph.flatten import Body, is_contraction
 from autopallas.graph.label_sets import gathered, label_set, scattered
-from autopallas.graph.label_windows import Column, Window, summed_axes
+from autopallas.graph.label_windows import Column, Cut, Window, summed_axes
 from autopallas.graph.rewritten_body import Atom
 from autopallas.graph.rows import SELECTIONS, Rows, picked_from_several, picked_labels, rolled, selection
 from autopallas.graph.selected_rows import DEEPEST, KEEPS_ROWS, THROUGH
@@ -52,7 +52,8 @@ def move_selections(root: Body, assume_finite: bool = True, divided: bool = Fals
     for body in root.walk():
         if _may_select(body, choices):
             with contained("a selection of rows", "cross_entropy", "graph"):
-                _Mover(body, choices, assume_finite, divided).run()
+                if not _Mover(body, choices, assume_finite, divided).run():
+                    _Mover(body, choices, assume_finite, divided, stay=True).run()
     return root
 
 
@@ -72,10 +73,21 @@ def _sums_rows(equation: JaxprEqn) -> bool:
 
 
 class _Mover(SpreadRows):
-    """Moves the selections of one body."""
+    """Moves the selections of one body.
 
-    def __init__(self, body: Body, choices: set[tuple[Hashable, ...]], assume_finite: bool, divided: bool):
+    Args:
+      body, choices, assume_finite, divided: as for :class:`SpreadRows`.
+      stay: whether rows stay where they are, as where the product would be computed twice, of some rows and of all:
+        then only labels that are picked of some rows are picked of all.
+    """
+
+    def __init__(
+        self, body: Body, choices: set[tuple[Hashable, ...]], assume_finite: bool, divided: bool, stay: bool = False
+    ):
         super().__init__(body, choices, assume_finite, divided)
+        self.stay = stay
+        self.cuts: dict[Var, tuple[Var, Cut]] = {}
+        """Slices of logits that stay where they are."""
         self.pieces: dict[Var, tuple[Atom, Rows]] = {}
         """Slices of logits, by the variable that is read in their place."""
         self._constants = dict(zip(body.constvars, body.consts, strict=True))
@@ -86,17 +98,22 @@ class _Mover(SpreadRows):
         }
         self._own = self._flowing()
 
-    def run(self) -> None:
+    def run(self) -> bool:
+        """Changes the body; returns False if what was found would add products, so that nothing was changed."""
         if not self.choices and not self._selects():
-            return
+            return True
         for position, original in enumerate(self.body.equations):
             equation = self._renamed(original)
             new = self._in_place_of(equation)
             if new is not None:
                 self.names[equation.outvars[0]] = new
             self._add_original(position, equation)
-        if self.names and self._replace(*self._live()):
-            self.body.assumed.update(self.assumed)
+        if not self.names:
+            return True
+        if not self._replace(*self._live()):
+            return False
+        self.body.assumed.update(self.assumed)
+        return True
 
     # ------------------------------------------------------------------ what flows where
 
@@ -154,6 +171,8 @@ class _Mover(SpreadRows):
         column = self._column(equation) if name in ("slice", "pad") else None
         if column is not None:
             return column
+        if self.stay:
+            return self._of_cut(equation)
         rows = selection(equation)
         source = equation.invars[0] if equation.invars else None
         back = name == "rev" and rows is not None and rows.choice in self.choices  # it is its own derivative
@@ -271,6 +290,28 @@ class _Mover(SpreadRows):
             return self._emit(equation, window.gathered(equation), *equation.invars)
         if not gathers and ("window", window) in self.choices and self._is_zero(first):
             return self._emit(equation, window.scattered(equation), *equation.invars)
+        return None
+
+    def _of_cut(self, equation: JaxprEqn) -> Atom | None:
+        """Computes the labels' elements of rows that were cut out, or the gradient of these, as those of all rows."""
+        name, first = equation.primitive.name, equation.invars[0] if equation.invars else None
+        if not isinstance(first, Var):
+            return None
+        if name == "slice" and first in self.logits:
+            if (cut := Cut.of(equation)) is not None:
+                self.cuts[equation.outvars[0]] = first, cut
+        elif name == "gather" and first in self.cuts and len(self.names) < _MOST:
+            source, cut = self.cuts[first]
+            if cut.labels_axis(equation) is not None:
+                self.choices.add(("cut", cut, source.aval.shape))
+                return self._emit(equation, cut.gathered(equation), source, equation.invars[1])
+        elif name == "pad" and self._is_zero(equation.invars[1]):
+            cut, scatter = Cut.of(equation), self.definitions.get(first)
+            known = cut is not None and ("cut", cut, equation.outvars[0].aval.shape) in self.choices
+            if cut is None or not known or scatter is None or scatter.primitive.name != "scatter-add":
+                return None
+            if self._is_zero(scatter.invars[0]) and cut.labels_axis(scatter) is not None:
+                return self._emit(equation, cut.scattered(scatter), *scatter.invars[1:])
         return None
 
     def _column(self, equation: JaxprEqn) -> Atom | None:

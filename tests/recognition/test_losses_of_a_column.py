@@ -75,6 +75,63 @@ def each_example(x, w):
     return jax.vmap(example)(x).mean()
 
 
+def labels(count):
+    return jnp.arange(B * count).reshape(B, count) * 5 % V
+
+
+def picked(z, y, **options):
+    return jnp.take_along_axis(z, y[..., None], -1, **options)[..., 0]
+
+
+@found
+def blanks_and_labels_of_all_rows_but_the_last(x, w):
+    z = log_softmax(x @ w)
+    return -z[..., 0].mean() - jnp.sin(picked(z[:, :-1], labels(T - 1))).mean()
+
+
+@found
+def blanks_and_labels_of_all_rows_but_the_first(x, w):
+    z = x @ w
+    return (logsumexp(z, -1) - z[..., 0]).mean() - jnp.cos(picked(z[:, 1:], labels(T - 1))).mean()
+
+
+@found
+def blanks_and_labels_of_rows_in_the_middle_of_which_some_are_none(x, w):
+    z, y = log_softmax(x @ w), labels(3).at[0, 1].set(V).at[1, 0].set(-1)
+    return -z[..., 0].mean() - jnp.sin(picked(z[:, 2:5], y, mode="fill", fill_value=0.5)).mean()
+
+
+@found
+def labels_of_two_parts_and_a_column(x, w):
+    z = log_softmax(x @ w)
+    return -z[..., V - 1].mean() - jnp.sin(picked(z[:, :4], labels(4))).mean() - picked(z[:, 3:], labels(3)).mean()
+
+
+@found
+def transducer(x, w):
+    """Blanks at each time and label, and labels that all times share (Graves, 2012, arXiv:1211.3711)."""
+    steps = 4
+    z = log_softmax(jnp.tanh(jnp.sin(jnp.arange(steps))[:, None, None] + x[:, None]) @ w)
+    y = jnp.broadcast_to(labels(T - 1)[:, None], (B, steps, T - 1))
+    blanks, emitted = z[..., 0], picked(z[:, :, :-1], y)
+    first = jnp.concatenate([jnp.zeros((B, 1)), jnp.cumsum(emitted[:, 0], 1)], 1)
+
+    def time(before, now):
+        blank, label = now
+
+        def next_label(left, of_label):
+            stays, moves = of_label
+            left = jnp.logaddexp(stays, left + moves)
+            return left, left
+
+        stays = (before + blank).T
+        _, rest = lax.scan(next_label, stays[0], (stays[1:], label.T))
+        return jnp.concatenate([stays[:1], rest]).T, None
+
+    last, _ = lax.scan(time, first, (blanks[:, :-1].swapaxes(0, 1), emitted[:, 1:].swapaxes(0, 1)))
+    return -(last[:, -1] + blanks[:, -1, -1]).mean()
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", FOUND)
 def test_is_found_and_right(name, dtype):
@@ -129,7 +186,20 @@ def steps(x, w):
     return lax.scan(step, jnp.zeros(B), x.swapaxes(0, 1))
 
 
-@pytest.mark.parametrize("function", [rows, gates, probabilities, steps])
+def some_rows_are_read_as_they_are(x, w):
+    z = log_softmax(x @ w)
+    return -z[..., 0].mean() - jnp.sin(picked(z[:, :-1], labels(T - 1))).mean() + jnp.tanh(z[:, 1:]).sum()
+
+
+def every_other_row(x, w):
+    z = log_softmax(x @ w)
+    return -z[..., 0].mean() - jnp.sin(picked(z[:, ::2], labels(T // 2))).mean()
+
+
+LOOKALIKES = [rows, gates, probabilities, steps, some_rows_are_read_as_they_are, every_other_row]
+
+
+@pytest.mark.parametrize("function", LOOKALIKES)
 def test_what_looks_alike_is_right(function):
     assert compare(function, arguments()).complaints == []
     assert compare(gates, arguments(), gradients=False).counts("cross_entropy") == 0
