@@ -16,7 +16,23 @@ from jax.extend.core import Literal
 
 from autopallas import jaxprs
 
-__all__ = ["evaluate", "promoted"]
+__all__ = ["errors", "evaluate", "promoted"]
+
+
+def errors(found: np.ndarray, wanted: np.ndarray) -> tuple[float, float]:
+    """Maximum and mean absolute error over the largest value wanted, or over 0.01 where all are smaller.
+
+    NaNs and infinities have to coincide.
+    """
+    assert found.shape == wanted.shape
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted))
+    finite = np.isfinite(wanted)
+    np.testing.assert_array_equal(found[~finite & ~np.isnan(wanted)], wanted[~finite & ~np.isnan(wanted)])
+    if not finite.any():
+        return 0.0, 0.0
+    difference = np.abs(found[finite] - wanted[finite])
+    largest = max(np.abs(wanted[finite]).max(), 1e-2)
+    return float(difference.max() / largest), float(difference.mean() / largest)
 
 
 def promoted(x: Any) -> Any:

@@ -303,22 +303,6 @@ def named(results: Results, gradients: Gradients) -> dict[str, np.ndarray]:
     return {name: np.asarray(x, np.float64) for name, x in found.items() if x is not None}
 
 
-def errors(found: np.ndarray, wanted: np.ndarray) -> tuple[float, float]:
-    """Maximum and mean absolute error over the largest value wanted, or over 0.01 where all are smaller.
-
-    NaNs and infinities have to coincide.
-    """
-    assert found.shape == wanted.shape
-    np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted))
-    finite = np.isfinite(wanted)
-    np.testing.assert_array_equal(found[~finite & ~np.isnan(wanted)], wanted[~finite & ~np.isnan(wanted)])
-    if not finite.any():
-        return 0.0, 0.0
-    difference = np.abs(found[finite] - wanted[finite])
-    largest = max(np.abs(wanted[finite]).max(), 1e-2)
-    return float(difference.max() / largest), float(difference.mean() / largest)
-
-
 __all__ = [
     "CASES",
     "KEY",
@@ -326,7 +310,6 @@ __all__ = [
     "SCORE",
     "Case",
     "causal",
-    "errors",
     "named",
     "oracle",
     "promoted",

@@ -7,7 +7,8 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import KEY, QUERY, SCORE, errors, oracle, traced
+from attention_cases import KEY, QUERY, SCORE, oracle, traced
+from support.oracle import errors
 from test_attention_implementations import BY_NAME, computed
 
 from autopallas.kernels.attention import cudnn

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import KEY, QUERY, SCORE, Case, errors, oracle, side, traced
+from attention_cases import KEY, QUERY, SCORE, Case, oracle, side, traced
+from support.oracle import errors
 from test_attention_implementations import TOLERANCES, AttentionImplementation, computed
 from test_attention_pallas_gpu import BF16, F32, FULL_GRID, H100, TestPallasGpu, needs_interpreter, needs_mosaic, racing
 

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import KEY, QUERY, SCORE, Case, errors, named, oracle, side
+from attention_cases import KEY, QUERY, SCORE, Case, named, oracle, side
+from support.oracle import errors
 from test_attention_fills import BF16, BIAS, FORMS, KINDS, MASKS, NO_MASKS, PADDING, SCALE, case_of, operands, seen
 
 from autopallas import compat

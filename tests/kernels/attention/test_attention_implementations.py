@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import CASES, KEY, QUERY, SCORE, Case, errors, named, oracle, promoted_spec
+from attention_cases import CASES, KEY, QUERY, SCORE, Case, named, oracle, promoted_spec
+from support.oracle import errors
 
 from autopallas.kernels.attention import reference
 from autopallas.kernels.attention.block_sizes import BlockSizes

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import KEY, QUERY, SCORE, Case, errors, named, oracle, traced
+from attention_cases import KEY, QUERY, SCORE, Case, named, oracle, traced
+from support.oracle import errors
 from test_attention_implementations import BY_NAME, TOLERANCES, AttentionImplementation, both, computed
 
 import autopallas

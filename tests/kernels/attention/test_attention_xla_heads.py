@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import KEY, QUERY, SCORE, errors, oracle, traced
+from attention_cases import KEY, QUERY, SCORE, oracle, traced
+from support.oracle import errors
 from test_attention_implementations import BY_NAME, TOLERANCES, computed
 
 import autopallas

@@ -221,19 +221,3 @@ def computed(module: Any, sizes: Any, case: Case, spec: CrossEntropySpec, operan
             assert (gradient.shape, gradient.dtype) == (operand.shape, operand.dtype)
             found[f"dside{n}"] = gradient
     return {name: np.asarray(value, np.float64) for name, value in found.items()}
-
-
-def errors(found: np.ndarray, wanted: np.ndarray) -> tuple[float, float]:
-    """Maximum and mean absolute error over the largest value wanted, or over 0.01 where all are smaller.
-
-    NaNs and infinities have to coincide.
-    """
-    assert found.shape == wanted.shape
-    np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted))
-    finite = np.isfinite(wanted)
-    np.testing.assert_array_equal(found[~finite & ~np.isnan(wanted)], wanted[~finite & ~np.isnan(wanted)])
-    if not finite.any():
-        return 0.0, 0.0
-    difference = np.abs(found[finite] - wanted[finite])
-    largest = max(np.abs(wanted[finite]).max(), 1e-2)
-    return float(difference.max() / largest), float(difference.mean() / largest)

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cross_entropy_cases import BF16, F32, KINDS, LOSS, ROW, Case, computed, errors, oracle
+from cross_entropy_cases import BF16, F32, KINDS, LOSS, ROW, Case, computed, oracle
 from cross_entropy_implementation import BY_NAME, SIZES, CrossEntropyImplementation
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from support.oracle import errors
 
 import autopallas
 from autopallas.kernels.cross_entropy import cross_entropy, pallas_tpu
