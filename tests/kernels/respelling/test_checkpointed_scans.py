@@ -14,6 +14,7 @@ import autopallas
 from autopallas.graph import Graph, flatten
 from autopallas.kernels.respelling.kinds import kind_named
 from autopallas.patterns import find
+from autopallas.sites.device import Device
 
 T, B, H = 64, 8, 48
 KIND = ("scan_checkpoint",)
@@ -429,6 +430,19 @@ def test_it_is_looked_for_where_memory_is_asked_for_or_by_name():
     assert kinds(objective="memory")["scan_checkpoint"] == "applied"
     assert "scan_checkpoint" not in kinds(objective="memory", ops="-scan_checkpoint")
     assert kinds(objective="time", ops=KIND) == {"scan_checkpoint": "kept"}  # it takes longer
+
+
+@pytest.mark.parametrize(
+    "kind, width, verdict",
+    [("TPU v5 lite", 512, "applied"), ("TPU v5 lite", 16, "kept"), ("TPU v4", 512, "kept")],
+    ids=["v5e", "small", "without rows"],
+)
+def test_on_tpus_rows_of_loops_with_large_stacks_decide(kind, width, verdict):
+    types = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((width, 4 * width), (width, 4 * width), (512, 64, width))]
+    with Device("tpu", kind).targeted():
+        run = autopallas.optimize(jax.value_and_grad(lstm, (0, 1)), objective="memory")
+        report = autopallas.explain(run, types[:2], types[2])
+    assert [site.verdict for site in report.sites if site.kind == "scan_checkpoint"] == [verdict]
 
 
 def test_a_site_reports_what_it_costs_and_saves():
