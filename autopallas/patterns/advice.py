@@ -146,6 +146,10 @@ LOSS_PER_ROW = (
     "average these losses, not the logits."
 )
 NO_LOOP = "Write the loss without the loop, as one product and one log-softmax: the kernel works piece by piece itself."
+NO_LOOP_OVER_KEYS = (
+    "Write the attention without the loop, as one softmax of all scores: the kernel goes through them block by block "
+    "itself, and leaves out blocks that a mask hides."
+)
 ONE_LABEL = (
     "Pick one logit per row, with jnp.take_along_axis(logits, labels[..., None], -1), or with a one_hot and a sum."
 )

@@ -173,3 +173,32 @@ def test_advice_is_about_its_reason_and_reaches_every_view_of_the_report(functio
     assert Report.from_json(report.to_json()) == report
     assert words in report.to_html().replace("&#x27;", "'")
     assert words in " ".join(summary([("", report)]).split())
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("kind", ["scan", "fori_loop"])
+def test_attention_that_goes_through_blocks_of_keys_in_a_loop_says_so(kind, trained):
+    def attend(q, k, v):
+        def step(carry, block):
+            largest, total, result = carry
+            scores = q @ block[0].mT
+            higher = jnp.maximum(largest, scores.max(-1))
+            weights, rest = jnp.exp(scores - higher[:, None]), jnp.exp(largest - higher)
+            result = result * rest[:, None] + weights @ block[1]
+            return (higher, total * rest + weights.sum(-1), result), None
+
+        first = jnp.full(len(q), -jnp.inf), jnp.zeros(len(q)), jnp.zeros((len(q), v.shape[-1]))
+        if kind == "scan":
+            _, total, result = jax.lax.scan(step, first, (k, v))[0]
+        else:
+            _, total, result = jax.lax.fori_loop(0, len(k), lambda i, carry: step(carry, (k[i], v[i]))[0], first)
+        return result / total[:, None]
+
+    def program(*operands):
+        if trained:
+            return jax.grad(lambda *own: jnp.sin(attend(*own)).sum(), (0, 1, 2))(*operands)
+        return attend(*operands)
+
+    report = autopallas.explain(optimized_like_a_user(program), jnp.ones((6, 4)), *[jnp.ones((3, 5, 4))] * 2)
+    reasons = [miss.reason for miss in report.near_misses if miss.op == "attention"]
+    assert reasons == ["the program goes through the keys block by block already, with a running maximum"]

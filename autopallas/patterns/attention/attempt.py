@@ -13,11 +13,13 @@ import jax.numpy as jnp
 from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn, JaxprLike
 from autopallas.graph import Graph, Node, Ref
+from autopallas.graph.equal_loops import loops
 from autopallas.graph.labels import Atom, Dimension
 from autopallas.numerics.casts import rounds
 from autopallas.patterns.advice import (
     BETWEEN_PRODUCTS,
     FLOATS,
+    NO_LOOP_OVER_KEYS,
     NORMALISE,
     OVER_THE_KEYS,
     OWN_DERIVATIVE,
@@ -448,6 +450,14 @@ class Attempt:
                 raise mismatch from None
         return factor.normaliser, [], factor
 
+    def _is_running_maximum(self, ref: Ref) -> bool:
+        """Returns whether a value is the larger one of what a loop carries and something else."""
+        node = self.graph.definitions.get(self.scope.space.canonical(ref).value)
+        if node is None or node.name != "max" or not loops(node.body):
+            return False
+        carried = {self.graph.numbers[node.body][variable] for variable in node.body.invars}
+        return not carried.isdisjoint(node.inputs)
+
     def _prove_exact(self, softmax: Softmax, found: Exponential) -> tuple[LogSumExp, list[Term]]:
         """Returns the normaliser, and the terms beside it, of weights that are a softmax and nothing else."""
         terms = softmax.combine(found.rows)
@@ -457,6 +467,11 @@ class Attempt:
                 raise NoNormaliser(softmax.note.reason, advice=softmax.note.advice)
             if any(t.kind == "log" and softmax.depends(t) for t in terms):
                 raise NoNormaliser("the denominator is not a sum over the keys", advice=NORMALISE)
+            if any(t.kind == "value" and self._is_running_maximum(t.value) for t in terms):
+                raise NoNormaliser(
+                    "the program goes through the keys block by block already, with a running maximum",
+                    advice=NO_LOOP_OVER_KEYS,
+                )
             raise NoNormaliser("nothing normalises over the keys", advice=SAME_SUM)
         if len(normalisers) > 1:
             raise Mismatch("the normaliser sums something else than the numerator", advice=SAME_SUM)
