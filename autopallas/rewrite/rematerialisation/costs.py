@@ -6,13 +6,13 @@ What was measured, of chains of one operation, is in docs/rematerialisation.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from autopallas.compat import JaxprEqn, Var
 from autopallas.graph.custom_rules import ELEMENTWISE
-from autopallas.rewrite.rematerialisation.recomputation import LONG, SAME, variables
+from autopallas.rewrite.rematerialisation.recomputation import LONG, SAME, is_large_beside, size_of, variables
 
-__all__ = ["MOST", "MOST_FOR_A_LARGE_STACK", "cost", "repeated"]
+__all__ = ["MOST", "MOST_FOR_A_LARGE_STACK", "cost", "is_spread", "repeated"]
 
 MOST = 12
 """Largest cost, for each element of a stack, that is less than that of the stack."""
@@ -27,12 +27,21 @@ _COSTS = {
 """Costs of primitives for each element of their results, where that of a product is 1."""
 _WITH_THEIR_OPERANDS = ELEMENTWISE | SAME | {"concatenate", "pad", "rev", "slice", "transpose"}
 """Primitives that a compiler computes together with what computes their operands, wherever their results are read."""
+_REPEATING = ELEMENTWISE | {"broadcast_in_dim"}
+"""Those that read an element for several of their results where an axis of an operand has the size 1, and others."""
 
 
 def cost(equation: JaxprEqn) -> int:
     """Returns how long an elementwise equation takes, in products of two numbers."""
     (result,) = equation.outvars
     return _COSTS.get(equation.primitive.name, 1) * result.aval.size
+
+
+def is_spread(value: Var, equations: Sequence[JaxprEqn]) -> bool:
+    """Returns whether a value is made of much smaller arrays alone, such as all differences of two of some points."""
+    made = {variable for equation in equations for variable in equation.outvars}
+    read = [variable for equation in equations for variable in variables(equation.invars) if variable not in made]
+    return bool(read) and not any(is_large_beside(variable, size_of(value)) for variable in read)
 
 
 def repeated(equations: Sequence[JaxprEqn]) -> set[Var]:
@@ -42,24 +51,16 @@ def repeated(equations: Sequence[JaxprEqn]) -> set[Var]:
     found: set[Var] = set()
     for equation in reversed(equations):
         operands = variables(equation.invars)
-        if equation.primitive.name in _WITH_THEIR_OPERANDS:
-            if not found.isdisjoint(equation.outvars):
-                found.update(operands)
-        elif _repeats(equation):
+        if equation.primitive.name in _WITH_THEIR_OPERANDS and not found.isdisjoint(equation.outvars):
             found.update(operands)
+        elif equation.primitive.name in _REPEATING or _is_outer_product(equation):
+            found.update(v for v in operands if 1 < v.aval.size < equation.outvars[0].aval.size)
     return found
 
 
-def _repeats(equation: JaxprEqn) -> bool:
-    """Returns whether each element of an operand is read for several elements of a product of two, or of a copy."""
-    if equation.primitive.name == "broadcast_in_dim":
-        return _is_larger(equation.outvars[0], variables(equation.invars))
+def _is_outer_product(equation: JaxprEqn) -> bool:
     if equation.primitive.name != "dot_general":
         return False
     ((axes, _), _) = equation.params["dimension_numbers"]
-    summed = math.prod(equation.invars[0].aval.shape[axis] for axis in axes)
-    return summed == 1 and _is_larger(equation.outvars[0], variables(equation.invars))
-
-
-def _is_larger(result: Var, operands: Iterable[Var]) -> bool:
-    return any(1 < operand.aval.size < result.aval.size for operand in operands)
+    summed: int = math.prod(equation.invars[0].aval.shape[axis] for axis in axes)
+    return summed == 1

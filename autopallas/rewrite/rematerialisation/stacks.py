@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from autopallas import array_types, compat, jaxprs
 from autopallas.compat import Jaxpr, JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.report.records import Rematerialised
-from autopallas.rewrite.rematerialisation.costs import MOST, MOST_FOR_A_LARGE_STACK, cost, repeated
+from autopallas.rewrite.rematerialisation.costs import MOST, MOST_FOR_A_LARGE_STACK, cost, is_spread, repeated
 from autopallas.rewrite.rematerialisation.recomputation import (
     LEAST_BYTES,
     SHORT,
@@ -170,7 +170,9 @@ class _Pair(Recomputation):
         if not self._fast:
             return False
         made = [self.equations[position] for position in equations]
-        if any(variable.aval.dtype in _SIXTEEN_BITS for equation in made for variable in equation.outvars):
+        if is_spread(value, made) or any(
+            variable.aval.dtype in _SIXTEEN_BITS for equation in made for variable in equation.outvars
+        ):
             return True
         most = MOST_FOR_A_LARGE_STACK if size_of(value) * self.length >= _LARGE else MOST
         return sum(map(cost, made)) > most * value.aval.size
