@@ -202,3 +202,15 @@ def test_attention_that_goes_through_blocks_of_keys_in_a_loop_says_so(kind, trai
     report = autopallas.explain(optimized_like_a_user(program), jnp.ones((6, 4)), *[jnp.ones((3, 5, 4))] * 2)
     reasons = [miss.reason for miss in report.near_misses if miss.op == "attention"]
     assert reasons == ["the program goes through the keys block by block already, with a running maximum"]
+
+
+def test_predicted_weights_of_gathered_values_are_no_loss():
+    """The gradient of the gathered values, which the weights multiply, is added up by numbers that are no labels."""
+
+    def sampled(w, queries, image, places):  # as of deformable attention: a few points for each query
+        weights = softmax((queries @ w).reshape(2, 6, 2, 3))
+        return jnp.sin(jnp.einsum("bqhpd,bqhp->bqhd", image[places], weights)).sum()
+
+    arguments = jnp.ones((8, 6)), jnp.ones((2, 6, 8)), jnp.ones((9, 4)), jnp.zeros((2, 6, 2, 3), int)
+    report = autopallas.explain(optimized_like_a_user(jax.grad(sampled, (0, 1, 2))), *arguments)
+    assert [miss.op for miss in report.near_misses] == ["attention"]

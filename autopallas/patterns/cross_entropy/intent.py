@@ -77,8 +77,9 @@ class Intent:
     @cached_property
     def _has_labels(self) -> bool:
         inner = (node for number in self.inside if (node := self.graph.definitions.get(number)) is not None)
+        picks = (n for n in self.ends if n.name in ("gather", "scatter-add", "scatter") and n.inputs[0] in self.inside)
         return (
-            any(n.name in ("gather", "scatter-add", "scatter") and not self.touches(n.inputs[1]) for n in self.ends)
+            any(not self.touches(n.inputs[1]) for n in picks)
             or any(node.name == "scatter-add" and not self.touches(node.inputs[1]) for node in inner)
             or any(self._compares_labels(number) for number in self.inside)
         )
