@@ -545,6 +545,21 @@ def test_what_is_read_along_an_axis_of_one_is_kept():
     near(autopallas.optimize(step, strict=True)(x, v), jax.jit(step)(x, v), 1e-5)
 
 
+@pytest.mark.parametrize(("cells", "again"), [(8192, 0), (65536, 3)])
+def test_small_stacks_are_kept_where_something_is_padded(cells, again):
+    """Diffusion that stops at edges, whose gradient reads neighbours: they are padded, and lie in no vector."""
+
+    def step(u):
+        def body(u, _):
+            between = jnp.roll(u, -1) - u
+            flux = between / (1 + between * between)
+            return u + 0.1 * (flux - jnp.roll(flux, 1)), None
+
+        return jax.grad(lambda u: jnp.mean(lax.scan(body, u, None, length=40)[0] ** 2))(u)
+
+    assert arrays_of(step, draw(cells))[0] == again
+
+
 def test_differences_of_all_points_are_kept():
     """Their squares are computed again, from the differences."""
 

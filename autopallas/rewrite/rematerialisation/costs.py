@@ -12,7 +12,7 @@ from autopallas.compat import JaxprEqn, Var
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.rewrite.rematerialisation.recomputation import LONG, SAME, is_large_beside, size_of, variables
 
-__all__ = ["MOST", "MOST_FOR_A_LARGE_STACK", "cost", "is_spread", "repeated"]
+__all__ = ["MOST", "MOST_FOR_A_LARGE_STACK", "beside_padded", "cost", "is_spread", "repeated"]
 
 MOST = 12
 """Largest cost, for each element of a stack, that is less than that of the stack."""
@@ -25,7 +25,7 @@ _COSTS = {
     **dict.fromkeys((*LONG, "custom_jvp_call"), 16),
 }
 """Costs of primitives for each element of their results, where that of a product is 1."""
-_WITH_THEIR_OPERANDS = ELEMENTWISE | SAME | {"concatenate", "pad", "rev", "slice", "transpose"}
+_WITH_THEIR_OPERANDS = ELEMENTWISE | SAME | {"concatenate", "pad", "rev", "slice", "split", "transpose"}
 """Primitives that a compiler computes together with what computes their operands, wherever their results are read."""
 _REPEATING = ELEMENTWISE | {"broadcast_in_dim"}
 """Those that read an element for several of their results where an axis of an operand has the size 1, and others."""
@@ -55,6 +55,20 @@ def repeated(equations: Sequence[JaxprEqn]) -> set[Var]:
             found.update(operands)
         elif equation.primitive.name in _REPEATING or _is_outer_product(equation):
             found.update(v for v in operands if 1 < v.aval.size < equation.outvars[0].aval.size)
+    return found
+
+
+def beside_padded(equations: Sequence[JaxprEqn]) -> set[Var]:
+    """Returns the values that a compiler may compute one by one, and not by vectors: it asks of each element where it
+    lies where something is padded, such as a gradient of neighbours, and of all it computes together with that."""
+    together = [equation for equation in equations if equation.primitive.name in _WITH_THEIR_OPERANDS]
+    found: set[Var] = set()
+    for equation in together:
+        if equation.primitive.name == "pad" or not found.isdisjoint(variables(equation.invars)):
+            found.update(equation.outvars)
+    for equation in reversed(together):
+        if not found.isdisjoint(equation.outvars):
+            found.update(variables(equation.invars))
     return found
 
 

@@ -17,7 +17,14 @@ import jax.numpy as jnp
 from autopallas import array_types, compat, jaxprs
 from autopallas.compat import Jaxpr, JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.report.records import Rematerialised
-from autopallas.rewrite.rematerialisation.costs import MOST, MOST_FOR_A_LARGE_STACK, cost, is_spread, repeated
+from autopallas.rewrite.rematerialisation.costs import (
+    MOST,
+    MOST_FOR_A_LARGE_STACK,
+    beside_padded,
+    cost,
+    is_spread,
+    repeated,
+)
 from autopallas.rewrite.rematerialisation.recomputation import (
     LEAST_BYTES,
     SHORT,
@@ -155,7 +162,11 @@ class _Pair(Recomputation):
         self.stored = {v for v in own if self.can_repeat(v) and size_of(v) * self.length >= LEAST_BYTES}
 
     def candidates(self) -> set[Var]:
-        return self.stored - repeated(self.equations[self.peak + 1 :]) if self._fast else set(self.stored)
+        if not self._fast:
+            return set(self.stored)
+        behind = self.equations[self.peak + 1 :]
+        slow = beside_padded(behind)
+        return {v for v in self.stored - repeated(behind) if v not in slow or size_of(v) * self.length >= _LARGE}
 
     def is_kept(self, value: Var) -> bool:
         return value in self._kept
