@@ -160,11 +160,13 @@ def table_grid(platform: str = "cpu") -> tuple[Case, ...]:
     take a gigabyte, more than vector memory holds.
     """
     if platform == "tpu":
+        sizes = ((512, 16, 64), (1024, 16, 16), (2048, 16, 4), (4096, 16, 1), (8192, 4, 1))
         return tuple(
-            square(direction, "bfloat16", mask, length, 128, heads, batch)
+            square(direction, "bfloat16", mask, length, head_size, heads, batch)
             for direction in DIRECTIONS
             for mask in ("full32", "causal32")
-            for length, heads, batch in ((2048, 16, 4), (4096, 16, 1), (8192, 4, 1))
+            for head_size in (64, 128)
+            for length, heads, batch in sizes
         )
     masks, given = ("full", "causal", "window", "padded"), ("causal_padded", "masked", "bias")
     squares = ((256, 8), (512, 8), (1024, 8), (2048, 8), (4096, 4), (8192, 2), (16384, 2))

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from attention_cases import Case
 
+import autopallas
 from autopallas.kernels.attention import attention, tpu_block_sizes
 from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.cases import causal32, square, types
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.programs import causal
 from autopallas.kernels.attention.schedule import schedule
@@ -118,6 +120,8 @@ def test_the_table_is_well_formed():
             if implementation in ("pallas_gpu", "cudnn"):
                 mask, _, head = mask.rpartition(", D")
                 assert int(head) in (32, 64, 128, 256)
+            if implementation == "pallas_tpu":
+                mask = mask.removesuffix(", D64")
             mask = mask.removesuffix(", T x S input")
             assert mask in ("full", "causal", "static", "dynamic", "causal and dynamic")
             assert isinstance(row.block_sizes, BlockSizes)
@@ -155,6 +159,25 @@ def test_what_a_tpus_table_knows_of_other_heads_is_taken_where_it_fits(kind):
         needed = max(tpu_block_sizes.vmem_bytes(spec, sizes, generation(device)).values())
         assert needed <= generation(device).budget
         assert (sizes == found.row.block_sizes) == (size == 128)
+
+
+@pytest.mark.parametrize("objective", ["time", "memory"])
+@pytest.mark.parametrize(
+    "batch, length, size, verdict",
+    [(16, 1024, 128, "applied"), (1, 1024, 128, "kept"), (4, 2048, 64, "applied"), (1, 1024, 64, "kept")],
+)
+def test_scores_that_fit_into_a_tpus_vector_memory_are_left_to_its_compiler(objective, batch, length, size, verdict):
+    case = square("forward", "bfloat16", "causal32", length, size, heads=16, batch=batch)
+    with Device("tpu", "TPU v5 lite").targeted():
+        (site,) = autopallas.explain(autopallas.optimize(causal32, objective=objective), *types(case)).sites
+    assert site.verdict == verdict
+    assert (verdict == "kept") == ("0x may be left" in site.reason)
+
+
+def test_rows_of_tpus_hold_for_heads_of_half_the_lanes_or_for_wider_ones():
+    for size, end in ((32, "D64"), (64, "D64"), (65, "full"), (128, "full"), (256, "full")):
+        spec = replace(spec_of(2048, 2048), head_size=size, value_head_size=size)
+        assert table_key(spec, "pallas_tpu", "forward")[-1].endswith(end)
 
 
 def test_implementations_that_do_not_exist_are_unsupported():
