@@ -130,7 +130,7 @@ def _rounded_rows_cancel(replace: Replace) -> None:
 
         return summands
 
-    replace("patterns.softmax", "Softmax._summands", change)
+    replace("patterns.row_terms", "RowTerms._summands", change)
 
 
 def _rounded_maximum(replace: Replace) -> None:
@@ -139,7 +139,7 @@ def _rounded_maximum(replace: Replace) -> None:
     def change(old: Any) -> Any:
         return lambda self, row, argument, about=True: old(self, row, argument, True)
 
-    replace("patterns.softmax", "Softmax._is_maximum", change)
+    replace("patterns.row_terms", "RowTerms._is_maximum", change)
 
 
 def _integers_through_floats(replace: Replace) -> None:
