@@ -150,8 +150,8 @@ def rewritten(
                     with contained(op=REMATERIALISATION, stage="rewrite"):
                         less = partial(_with_less_kept, extent=wanted, platform=device.platform)
                         result, again = run("rewrite", "rematerialise", less, program, graph, result)
-                    if wanted == "stacks" and not again:
-                        obstacle = f"no scan stacks what follows from less, and {limit_of(device)}"
+                        if wanted == "stacks" and not again:
+                            obstacle = f"no scan stacks what follows from less, and {limit_of(device)}"
                 if obstacle and wanted != "fast stacks":
                     notes = (*notes, f"{REMATERIALISATION}: {obstacle}")
             sites = run("rewrite", "record sites", describer.records, matches, decisions)

@@ -15,6 +15,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 import autopallas
+from autopallas import pipeline
 from autopallas.compile import gpu, tpu
 from autopallas.rewrite.rematerialisation.rematerialise import rematerialise
 from autopallas.sites.device import Device
@@ -59,6 +60,18 @@ def test_outside_of_loops_the_compiler_for_tpus_does_so_itself():
     arguments, step = parameters(), step_of(jax.nn.gelu)
     assert told(GPU, step, *arguments, objective="memory")
     assert not told(TPU, step, *arguments, objective="memory")
+
+
+def test_a_pass_that_fails_says_nothing_of_what_scans_stack(monkeypatch):
+    def broken(program, extent, platform):
+        raise KeyError("broken for stacks")
+
+    monkeypatch.setattr(pipeline, "rematerialise", broken)
+    run = autopallas.optimize(jax.value_and_grad(layers), ops="rematerialisation", strict=False)
+    with TPU.targeted(), pytest.warns(UserWarning, match="broken for stacks"):
+        report = autopallas.explain(run, *example())
+    assert report.notes == ()
+    assert any("broken for stacks" in failure.error for failure in report.failures)
 
 
 def test_of_other_devices_nothing_is_known():

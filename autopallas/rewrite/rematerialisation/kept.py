@@ -168,7 +168,7 @@ class Kept(Recomputation):
     def can_compute(self, group: Group) -> bool:
         return bool(group.late) and self._token(group.late) is not None
 
-    def is_worth(self, value: Var, sources: Set[Var], equations: Set[int]) -> bool:
+    def is_worth(self, sources: Set[Var], equations: Set[int]) -> bool:
         return bool(sources) and not {self.equations[position].primitive.name for position in equations} <= SAME
 
     # ------------------------------------------------------------------ when it is computed again

@@ -178,9 +178,9 @@ class Recomputation(ABC):
     def can_compute(self, group: Group) -> bool:
         """Returns whether the backward can compute a group again where it first reads one of its values."""
 
-    @abstractmethod
-    def is_worth(self, value: Var, sources: Set[Var], equations: Set[int]) -> bool:
+    def is_worth(self, sources: Set[Var], equations: Set[int]) -> bool:
         """Returns whether to compute a value again, from some large arrays and others, by some equations."""
+        return True
 
     def is_slow(self, value: Var, equations: Set[int]) -> bool:
         """Returns whether it takes longer to compute a value again than to keep it.
@@ -225,7 +225,7 @@ class Recomputation(ABC):
         for value in sorted(again, key=self.defined.__getitem__):
             bases, equations = self._chain(value, again, passed)
             large = frozenset(base for base in bases if is_large_beside(base, size_of(value)))
-            if len(equations) <= _LONGEST and self.is_worth(value, large, equations):
+            if len(equations) <= _LONGEST and self.is_worth(large, equations):
                 if self.is_slow(value, equations - known[large]):
                     slow.add(value)
                 else:

@@ -174,9 +174,6 @@ class _Pair(Recomputation):
     def can_compute(self, group: Group) -> bool:
         return bool(group.late)
 
-    def is_worth(self, value: Var, sources: Set[Var], equations: Set[int]) -> bool:
-        return True
-
     def is_slow(self, value: Var, equations: Set[int]) -> bool:
         if not self._fast:
             return False
