@@ -14,8 +14,9 @@ from enum import IntEnum
 import jax.numpy as jnp
 
 from autopallas import jaxprs
-from autopallas.compat import Jaxpr, JaxprAtom, JaxprEqn, Var
+from autopallas.compat import Dtype, Jaxpr, JaxprAtom, JaxprEqn, Var
 from autopallas.graph.custom_rules import ELEMENTWISE
+from autopallas.numerics.casts import is_quantised, widens
 
 __all__ = ["Rounding", "compared", "roundings"]
 
@@ -139,8 +140,7 @@ def _result(equation: JaxprEqn, worst: Rounding) -> Rounding:
     single = dtype in (jnp.float32, jnp.float64)
     if name == "convert_element_type":
         (given,) = equation.invars
-        exact = single if not _is_float(given) else jnp.promote_types(given.aval.dtype, dtype) == dtype
-        return worst if exact else Rounding.OPEN
+        return worst if (_keeps(given.aval.dtype, dtype) if _is_float(given) else single) else Rounding.OPEN
     return Rounding.ONCE if single and name in _ONCE and worst == Rounding.SURE else Rounding.OPEN
 
 
@@ -154,7 +154,16 @@ def _jumps(equation: JaxprEqn) -> bool:
         return False
     if name in _STEPS or name in ELEMENTWISE and not all(map(_is_float, equation.outvars)):
         return True
+    if any(is_quantised(variable.aval.dtype) for variable in equation.outvars):  # rounded by as much as an eighth
+        return name in ELEMENTWISE - _UNROUNDED
     return name in _CUT and any(jnp.issubdtype(atom.aval.dtype, jnp.complexfloating) for atom in floats)
+
+
+def _keeps(source: Dtype, target: Dtype) -> bool:
+    """Returns whether a cast of floats keeps every value as it is."""
+    if is_quantised(source) or is_quantised(target):  # which JAX promotes to no other type
+        return source == target or widens(jnp.dtype(jnp.bfloat16), target)
+    return bool(jnp.promote_types(source, target) == target)
 
 
 def _is_float(atom: JaxprAtom) -> bool:
