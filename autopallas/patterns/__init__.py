@@ -41,9 +41,7 @@ def find(
             with contained(op=name, stage="recognition"):
                 found, missed = _pattern(name).find(graph, assume_finite)
                 found = [match for match in found if looks_for(asked, name, kind_of(match.spec))]
-                last = operation_named(name).priority < 0
-                taken = {n for match in matches for n in _taken(match, last)}  # self-attention looks like a loss
-                matches += [match for match in found if taken.isdisjoint(match.replaced)]
+                matches = _once([*matches, *found])  # self-attention looks like a loss
                 misses += missed
                 if found:
                     graph.replaced = frozenset(number for match in matches for number in match.replaced)
@@ -80,7 +78,7 @@ def _widened(graph: Graph, matches: list[Match]) -> list[Match]:
     operations = {match.op for match in matches} & {*OPERATIONS}
     hooks = {op: hook for op in operations if (hook := getattr(_pattern(op), "widened", None)) is not None}
     asked = [match for match in matches if match.op in hooks]
-    reads = {number: read for match in matches for number, read in match.reads.items()} if asked else {}
+    reads = {number: read for match in reversed(matches) for number, read in match.reads.items()} if asked else {}
     given, still = set(reads), surviving(graph, reads, reads) if asked else frozenset[int]()
     found: dict[Match, Match] = {}
     for match in asked:
@@ -108,22 +106,20 @@ def _may_have(graph: Graph, operation: Operation) -> bool:
 def _once(matches: list[Match]) -> list[Match]:
     """Drops the matches that compute a value which an earlier match computes.
 
-    Those of operations that look last may compute gradients that it computes: see :func:`_taken`.
+    Those of operations that look last may compute what those of other operations do: such a site is dropped where the
+    other is applied, and stays where it is not, which is not known yet. Of each other they may compute the gradients.
     """
-    taken: dict[bool, set[int]] = {False: set(), True: set()}
+    first, last = set[int](), set[int]()
     kept = []
     for match in matches:
-        if taken[match.site.operation.priority < 0].isdisjoint(match.replaced):
+        looks_last = match.site.operation.priority < 0
+        taken = last if looks_last else first
+        if taken.isdisjoint(match.replaced):
             kept.append(match)
-            for last, numbers in taken.items():
-                numbers.update(_taken(match, last))
+            taken.update(_results(match) if looks_last else match.replaced)
     return kept
 
 
-def _taken(match: Match, last: bool) -> tuple[int, ...]:
-    """Returns the values of a match that no later match may compute.
-
-    For operations that look last these are its results alone: such a site of one of its gradients is dropped where the
-    match is applied, and stays where it is not, which is not known yet.
-    """
-    return tuple(number for part in match.passes for number in part.results) if last else match.replaced
+def _results(match: Match) -> tuple[int, ...]:
+    """Returns the results of all passes of a match, without the gradients of its backwards."""
+    return tuple(number for part in match.passes for number in part.results)

@@ -44,7 +44,7 @@ _BF16 = np.dtype(jnp.bfloat16)
 def supports(spec: RecurrenceSpec, device: Device) -> Supported | Unsupported:
     """Returns whether the largest state is a bfloat16 matrix of at most 128 rows and columns, with one decay."""
     if not spec.is_matrix:
-        return Unsupported("its state is no matrix, so that there is no product for wgmma")
+        return Unsupported("no products compute several steps of its state at once, so that there is none for wgmma")
     if spec.delta:
         return Unsupported("its step corrects the state by the delta rule, for which there is no GPU kernel")
     if spec.decay != "scalar":

@@ -33,7 +33,7 @@ def supports(spec: RecurrenceSpec, device: Device) -> Supported | Unsupported:
     if (answer := reason_against(device, (), (spec.state_dtype, spec.result_dtype))) is not None:
         return answer
     if not spec.is_matrix:
-        return Unsupported("its state is no matrix, so that no products compute several steps")
+        return Unsupported("no products compute several steps of its state at once")
     if spec.accumulation_dtype.name != "float32":
         return Unsupported(f"TPUs do not compute in {spec.accumulation_dtype}")
     if not candidates(spec, device):

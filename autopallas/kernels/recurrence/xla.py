@@ -27,7 +27,7 @@ NUMERICS: Numerics = "tolerance"
 def supports(spec: RecurrenceSpec, device: Device) -> Supported | Unsupported:
     """Returns whether there is a form that may be better than the loop."""
     if not spec.is_matrix and not spec.products:
-        return Unsupported("the loop is its best form: its state is no matrix, and it has no products to take out")
+        return Unsupported("the loop is its best form: no products compute several steps at once or can be taken out")
     return Supported()
 
 

@@ -28,6 +28,7 @@ from autopallas.graph.known_integers import Array, KnownIntegers
 from autopallas.graph.loop_slices import is_zero
 from autopallas.graph.program_digests import bits, digest
 from autopallas.graph.tables import Table
+from autopallas.kernels.respelling.bfloat16_bits import as_bits, with_dtype
 from autopallas.kernels.respelling.spec import RespellingSpec
 
 __all__ = ["IndexedLoop", "chosen", "evaluated", "key_of", "loop_in", "loop_of", "planned", "results_of"]
@@ -149,22 +150,24 @@ class IndexedLoop:
             after = step.rows()
             left = {i: list(after[i][: table.depth]) for i, table in tables.items()}
             written = {i: after[i][table.last] for i, table in tables.items()}
-            return (step.ends(kept), left), (written, step.added(), step.results())
+            return (step.ends(kept), left), jax.tree.map(as_bits, (written, step.added(), step.results()))
 
         (ends, left), (written, added, results) = lax.scan(
             one, ([first[i] for i in kept], rows), (own, given[last:]), self.length, self.reverse, unroll=self.unroll
         )
         found = dict(zip(kept, ends, strict=True))
         for i, table in tables.items():
-            found[i] = with_slices(first[i], table.place(table.last), written[i])
+            found[i] = with_slices(first[i], table.place(table.last), with_dtype(written[i], first[i].dtype))
             for lag in range(table.last, 0, -1):
                 put = with_slices if lag > table.summed else plus_slices
                 found[i] = put(found[i], table.after(lag), left[i][lag - 1][None])
         for i, places in sums.items():
             found[i] = first[i]
             for place, slices in zip(places, added[i], strict=True):
-                found[i] = plus_slices(found[i], place, slices)
-        return [*(found[i] for i in range(self.carried)), *results]
+                found[i] = plus_slices(found[i], place, with_dtype(slices, first[i].dtype))
+        types = self.step.out_avals[self.carried :]
+        stacks = [with_dtype(x, type_.dtype) for x, type_ in zip(results, types, strict=True)]
+        return [*(found[i] for i in range(self.carried)), *stacks]
 
 
 def _before(first: jax.Array, table: Table) -> list[jax.Array]:

@@ -173,7 +173,7 @@ def test_what_is_refused_has_its_reason():
         "float16 state": {"state_dtype": np.dtype(np.float16)},
         "its own decay": {"decay": "channel"},
         "delta rule": {"delta": True},
-        "no matrix": {"decay": "elementwise"},
+        "no products": {"decay": "elementwise"},
         "larger than": {"rows": 256},
     }
     for reason, changes in reasons.items():

@@ -175,7 +175,7 @@ def test_simulated_rows_license_it_where_there_are_some(device, direction, objec
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"decay": "elementwise"}, "no matrix"),
+        ({"decay": "elementwise"}, "no products"),
         ({"state_dtype": np.dtype(np.float16)}, "float16"),
         ({"state_dtype": np.dtype(np.float64)}, "float64"),
         ({"rows": 4096, "columns": 4096}, "vector memory"),

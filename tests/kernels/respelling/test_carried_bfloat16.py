@@ -255,3 +255,39 @@ def test_loops_around_attention_that_is_replaced_stay():
     optimized = autopallas.optimize(function, objective="always", strict=True, ops=["attention", NAME])
     optimized(random(2, 3, 32, 4, dtype=jnp.bfloat16))
     assert optimized.report().counts() == {"attention": 1}
+
+
+def _decayed(decay, x):
+    def step(i, carried):
+        state, results = carried
+        state = state * decay + x[i]
+        return state, results.at[i].set(state)
+
+    return lax.fori_loop(0, len(x), step, (jnp.zeros_like(decay), jnp.zeros_like(x)))[1]
+
+
+def _of_matrices(x, y):
+    def step(i, carried):
+        state, results = carried
+        state = 0.5 * state + x[i][:, None] * y[i]
+        return state, results.at[i].set(x[i] @ state)
+
+    return lax.fori_loop(0, len(x), step, (jnp.zeros((x.shape[1], y.shape[1]), x.dtype), jnp.zeros_like(y)))[1]
+
+
+def _verdicts(function, *arguments):
+    optimized = autopallas.optimize(function, objective="always", strict=True, ops=("recurrence", NAME))
+    found = optimized(*arguments)
+    return [(site.op, site.verdict) for site in optimized.report().sites], np.asarray(found, np.float32)
+
+
+def test_a_recurrence_that_is_its_best_form_is_respelt():
+    decay, x = random(16, dtype=jnp.bfloat16), random(64, 16, seed=1, dtype=jnp.bfloat16)
+    verdicts, found = _verdicts(_decayed, decay, x)
+    assert verdicts == [("recurrence", "kept"), ("respelling", "applied")]
+    np.testing.assert_array_equal(found, np.asarray(jax.jit(_decayed)(decay, x), np.float32))
+
+
+def test_a_recurrence_that_is_replaced_is_not_respelt():
+    x, y = (random(64, 16, seed=seed, dtype=jnp.bfloat16) for seed in (0, 1))
+    assert _verdicts(_of_matrices, x, y)[0] == [("recurrence", "applied")]

@@ -79,6 +79,20 @@ def test_dtypes_and_loops_that_begin_later(dtype, start):
     judged(written(STEPS["x[i]"], T, start), a, x)
 
 
+def test_slices_of_bfloat16_are_stacked_as_bits():
+    step = jax.grad(written(STEPS["twice"]), (0, 1))
+    a, x = (random(*shape, seed=1, dtype=jnp.bfloat16).at[0].set(jnp.nan) for shape in ((D,), (T, D)))
+    optimized = autopallas.optimize(step, objective="always", ops="indexed_loop")
+    for found, expected in zip(optimized(a, x), jax.jit(step)(a, x), strict=True):
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
+    (site,) = find(Graph(flatten(jax.make_jaxpr(step)(a, x))), ("indexed_loop",), True)[0]
+    loop, given = dict(site.spec.parameters)["loop"], [jnp.zeros(t.shape, t.dtype) for t in site.original.in_avals]
+    scan = next(e for e in jax.make_jaxpr(loop.by_slices)(given).eqns if e.primitive.name == "scan")
+    slices = [v.aval.dtype for v in scan.outvars if v.aval.shape[:1] == (T,)]
+    assert slices
+    assert jnp.bfloat16 not in slices
+
+
 def test_a_scan_over_numbers_of_steps():
     def run(a, x):
         def step(h, i):

@@ -86,7 +86,9 @@ def _feature(spec: RespellingSpec) -> str:
 
 
 def _samples() -> Iterator[tuple[str, Sample]]:
-    for length, width in ((16, 512), (16, 65536), (16, 2**20), (256, 32), (2048, 16), (1024, 512), (4096, 512)):
+    sizes = ((16, 512), (16, 65536), (16, 2**20), (256, 32), (2048, 16), (1024, 512), (4096, 512))
+    cases = [(jnp.float32, *size) for size in sizes] + [(jnp.bfloat16, *size) for size in sizes[:-1]]
+    for dtype, length, width in cases:
 
         def function(decay: jax.Array, x: jax.Array, length: int = length) -> tuple[jax.Array, jax.Array]:
             def loss(decay: jax.Array, x: jax.Array) -> jax.Array:
@@ -96,13 +98,13 @@ def _samples() -> Iterator[tuple[str, Sample]]:
                     return state, results.at[i].set(state)
 
                 first = jnp.zeros(x.shape[1:], x.dtype), jnp.zeros_like(x)
-                return jnp.sum(jnp.sin(lax.fori_loop(0, length, step, first)[1]))
+                return jnp.sum(jnp.sin(lax.fori_loop(0, length, step, first)[1].astype(jnp.float32)))
 
             found: tuple[jax.Array, jax.Array] = jax.grad(loss, (0, 1))(decay, x)
             return found
 
-        types = jax.ShapeDtypeStruct((width,), jnp.float32), jax.ShapeDtypeStruct((length, width), jnp.float32)
-        yield f"{length}x{width}", Sample(function, types)
+        types = jax.ShapeDtypeStruct((width,), dtype), jax.ShapeDtypeStruct((length, width), dtype)
+        yield f"{'' if dtype == jnp.float32 else 'bfloat16-'}{length}x{width}", Sample(function, types)
 
 
 KIND = Kind(

@@ -20,16 +20,11 @@ from autopallas import jaxprs
 from autopallas.compat import JaxprLike
 from autopallas.graph import Graph, Node
 from autopallas.graph.numbering import CUSTOM_RULES
-from autopallas.kernels.respelling.bfloat16_bits import (
-    BFLOAT16,
-    as_bits,
-    of_bits,
-    set_by_slices,
-    step_in_bits,
-)
+from autopallas.kernels.respelling.bfloat16_bits import BFLOAT16, as_bits, of_bits
 from autopallas.kernels.respelling.indexed import chosen, key_of, loop_in, loop_of, results_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.kinds import scan_checkpoint
+from autopallas.kernels.respelling.loops_in_bits import set_by_slices, step_in_bits
 from autopallas.kernels.respelling.spec import RespellingSpec
 
 __all__ = ["KIND"]
