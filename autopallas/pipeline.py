@@ -12,7 +12,6 @@ from autopallas import compat, jaxprs
 from autopallas.autotune.probe import Prober
 from autopallas.autotune.tuner import Tuner
 from autopallas.compat import ArrayFunction, ClosedJaxpr
-from autopallas.custom.check import without_nested
 from autopallas.environment import REMATERIALISATION
 from autopallas.errors import RequirementError, warn
 from autopallas.fallback.bisect import is_bisecting, only_allowed
@@ -38,6 +37,7 @@ from autopallas.plan.allowed_places import deny_places, selecting_nothing
 from autopallas.plan.choose_implementation import plan
 from autopallas.plan.decision import Decision, size_unknown
 from autopallas.plan.exclusions import leaving_out, without_left_out
+from autopallas.plan.nested_sites import without_nested
 from autopallas.report import Failure, Rematerialised, Report, Site
 from autopallas.report import NearMiss as NearMissRecord
 from autopallas.report.describe import Describer

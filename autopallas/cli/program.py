@@ -14,7 +14,6 @@ from autopallas.autotune.tuner import Tuner
 from autopallas.cli import CommandError
 from autopallas.cli.shapes import shapes_of
 from autopallas.compat import ArrayFunction, ClosedJaxpr, PyTree, make_jaxpr
-from autopallas.custom.check import without_nested
 from autopallas.custom.registry import declared
 from autopallas.environment import OPERATIONS
 from autopallas.errors import OptionError, UnsupportedError, one_line
@@ -25,6 +24,7 @@ from autopallas.patterns import Match, NearMiss
 from autopallas.pipeline import find_sites, inside, rewrite
 from autopallas.plan.choose_implementation import plan
 from autopallas.plan.decision import Decision
+from autopallas.plan.nested_sites import without_nested
 from autopallas.sites.device import Device
 from autopallas.tuning.lock import pinned
 

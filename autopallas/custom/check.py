@@ -6,18 +6,16 @@ import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol, TypeVar, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas import compat, jaxprs
+from autopallas import compat
 from autopallas.compat import ClosedJaxpr, Shaped
 from autopallas.custom.operation import PatternOperation, PatternSpec, ReplacementError, pattern_of
 from autopallas.errors import one_line
-from autopallas.graph import Graph
-from autopallas.graph.edit import surviving
 from autopallas.patterns.match import Match
 from autopallas.sites.calls import kernel_backward, kernel_forward, replaced_at
 from autopallas.sites.declared import DeclaredSite, Result
@@ -25,17 +23,8 @@ from autopallas.sites.device import Device
 from autopallas.sites.sharded_site import ShardedSite
 from autopallas.sites.spec import BlockSizes, Spec
 
-__all__ = ["check_replacement", "without_nested"]
+__all__ = ["check_replacement"]
 
-
-class Verdict(Protocol):
-    """Interface of a decision about a site."""
-
-    @property
-    def verdict(self) -> str: ...
-
-
-D = TypeVar("D", bound=Verdict)
 
 _MOST_BYTES = 2**28
 """Size above which a site's replacement is not compared as a whole, in bytes of its operands."""
@@ -109,62 +98,6 @@ def check_replacement(match: Match, block_sizes: BlockSizes, strict: bool, runs:
             raise
         return False, f"the replacement fails with {one_line(error)}"
     return (True, sample.in_words) if fault is None else (False, fault)
-
-
-def without_nested(graph: Graph, matches: Sequence[Match], decisions: Sequence[D]) -> tuple[list[Match], list[D]]:
-    """Drops sites, with their decisions, that lie within another applied site; the outer one stays.  Of those that come
-    last, what holds a value that another applied site gives is dropped too."""
-    pairs = list(zip(matches, decisions, strict=True))
-    custom = [pair for pair in pairs if pattern_of(pair[0].site) is not None]
-    last = [pair for pair in pairs if pair[0].site.operation.priority < 0]
-    if not custom and not last:
-        return list(matches), list(decisions)
-
-    def outside(some: list[tuple[Match, D]], others: list[tuple[Match, D]]) -> list[tuple[Match, D]]:
-        applied = [match for match, decision in others if decision.verdict == "applied"]
-        if not applied or not some:
-            return some
-        reads = {number: read for match in applied for number, read in match.reads.items()}
-        still = surviving(graph, reads, reads) | set(reads)
-        return [pair for pair in some if not still.isdisjoint(pair[0].results)]
-
-    special = {id(pair) for pair in (*custom, *last)}
-    others = [pair for pair in pairs if id(pair) not in special]
-    custom = outside(custom, others)
-    left = [*custom, *outside(others, custom)]
-    given = {number for match, decision in left if decision.verdict == "applied" for number in match.reads}
-    last = [pair for pair in outside(last, left) if not pair[0].holds_any(given)]
-    left += _around_no_other(graph, last, left)
-    return [match for match, _ in left], [decision for _, decision in left]
-
-
-def _around_no_other(graph: Graph, last: list[tuple[Match, D]], others: list[tuple[Match, D]]) -> list[tuple[Match, D]]:
-    """Drops, of sites that come last, loops around other applied sites, and then what lies within the loops left."""
-    loops = {
-        id(node.equation): match
-        for match, decision in last
-        if decision.verdict == "applied"
-        for node in match.equations
-        if jaxprs.bodies(node.equation)
-    }
-    if not loops:
-        return last
-    inside = [_loops_around(graph, match) for match, decision in others if decision.verdict == "applied"]
-    around = {id(loops[key]) for keys in inside for key in keys if key in loops}
-    left = {key for key, match in loops.items() if id(match) not in around}
-    return [pair for pair in last if id(pair[0]) not in around and left.isdisjoint(_loops_around(graph, pair[0]))]
-
-
-def _loops_around(graph: Graph, match: Match) -> set[int]:
-    """Returns the identities of the equations that hold the bodies in which a site is computed, backward included."""
-    nodes = (graph.definitions.get(number) for number in match.replaced)
-    bodies = {*match.sources, *(node.body for node in nodes if node is not None)}
-    found: set[int] = set()
-    for body in bodies:
-        while body in graph.holders:
-            body, position = graph.holders[body]
-            found.add(id(body.equations[position]))
-    return found
 
 
 # ---------------------------------------------------------------------- what is compared
