@@ -87,6 +87,18 @@ def test_many_positions_that_lie_apart(numbers, before):
     check(run, *operands(numbers, before, 18, 28, 9))
 
 
+@pytest.mark.parametrize("numbers", LAYOUTS[2])
+@pytest.mark.parametrize("before", [3, 20])
+@pytest.mark.parametrize(("kernel", "stride", "dilation"), [(3, 1, 1), (2, 2, 1), (3, 1, 2)])
+def test_products_of_bfloat16_are_such_as_the_compiler_can_run(numbers, before, kernel, stride, dilation):
+    """Those whose result is transposed it takes, on processors that multiply bfloat16, and then fails to run."""
+
+    def run(x, w):
+        return lax.conv_general_dilated(x, w, (stride,) * 2, [(1, 1)] * 2, (dilation,) * 2, dimension_numbers=numbers)
+
+    check(run, *operands(numbers, before, 18, 6, kernel, dtype=jnp.bfloat16))
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(("kernel", "stride"), [(1, 1), (3, 1), (2, 2)])
 def test_narrow_gradients_are_summed_in_float32(dtype, kernel, stride):

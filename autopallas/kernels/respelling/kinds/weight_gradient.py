@@ -64,6 +64,11 @@ class _Gradient:
         return max(self.spread) > 1
 
     @property
+    def x_first(self) -> bool:
+        """Whether the result has the channels of x before those of the cotangent."""
+        return self.out[0] < self.out[1]
+
+    @property
     def apart(self) -> bool:
         """Whether no element of x is read for two positions of the kernel."""
         return not self.transposed and _apart(self.taps, self.reach)
@@ -148,9 +153,9 @@ def _respelt(spec: RespellingSpec, x: jax.Array, cotangent: jax.Array) -> list[j
         tiles = reads.side_by_side()
     found = _product(own, tiles.reshape(*whole.shape[:-1], -1), whole)
     taps = math.prod(own.taps)
-    if own.transposed:
-        found = jnp.moveaxis(found.reshape(found.shape[0], taps, -1), 1, 0)
-    return [_arranged(own, found.reshape(taps, x.shape[-1], cotangent.shape[-1]))]
+    if own.transposed == own.x_first:  # what is read is the second operand
+        return [_arranged(own, jnp.moveaxis(found.reshape(found.shape[0], taps, -1), 1, 0))]
+    return [_arranged(own, found.reshape(taps, -1, found.shape[-1]))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,18 +229,19 @@ def _tiles(own: _Gradient, x: jax.Array) -> jax.Array:
 
 
 def _product(own: _Gradient, read: jax.Array, whole: jax.Array) -> jax.Array:
-    """Returns the product of both along their rows: [channels of x, of the cotangent], as the result has them."""
-    x, cotangent = (whole, read) if own.transposed else (read, whole)
-    rows = (tuple(range(x.ndim - 1)),) * 2
-    if own.out[0] < own.out[1]:
-        return lax.dot_general(x, cotangent, (rows, ((), ())), preferred_element_type=own.accumulation)
-    return lax.dot_general(cotangent, x, (rows, ((), ())), preferred_element_type=own.accumulation).T
+    """Returns the product of both along their rows, with the channels in the order of the result.
+
+    It is not transposed: of products of bfloat16 in float32 that are, XLA's CPU compiler makes such as it cannot run.
+    """
+    first, second = (whole, read) if own.transposed == own.x_first else (read, whole)
+    rows = (tuple(range(first.ndim - 1)),) * 2
+    return lax.dot_general(first, second, (rows, ((), ())), preferred_element_type=own.accumulation)
 
 
 def _arranged(own: _Gradient, found: jax.Array) -> jax.Array:
-    """Returns the result of [positions, channels of x, channels of the cotangent]."""
+    """Returns the result of [positions, channels, channels], these in the order of the result."""
     rank = len(own.taps)
-    order = dict(zip(own.out, (rank, rank + 1, *range(rank)), strict=True))
+    order = dict(zip((*sorted(own.out[:2]), *own.out[2:]), (rank, rank + 1, *range(rank)), strict=True))
     found = found.reshape(*own.taps, *found.shape[1:])
     return lax.transpose(found, [order[axis] for axis in range(rank + 2)]).astype(own.dtype)
 
