@@ -97,6 +97,7 @@ class Graph(EquationKeys):
       has_plain_bodies: whether every inner body is evaluated once, as part of the body around it: those of checkpoints
         and of custom rules are, those of loops, branches and shard_map are not.
       replaced: the values that sites found so far give, of operations that were looked for before.
+      respelt: the values that respellings found so far give.
       read: the values that those sites read.
       reads: per value that those sites give, the values from which it is computed there.
       objective, named: what replacements are to improve, and the operations and kinds of sites that are asked for by
@@ -136,6 +137,7 @@ class Graph(EquationKeys):
         self.readers: dict[int, int] = {}
         self.has_plain_bodies = True
         self.replaced: frozenset[int] = frozenset()
+        self.respelt: set[int] = set()
         self.read: frozenset[int] = frozenset()
         self.reads: dict[int, tuple[int, ...]] = {}
         self.notes: dict[str, Sequence[Hashable]] = {}

@@ -36,6 +36,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     kinds = kinds_by_primitive()
     found: list[Match] = []
     places: set[Node] = set()
+    graph.respelt = set()
     for node in graph.nodes:
         for kind in kinds.get(node.name, ()):
             if kind.on_request and kind.name not in graph.named:
@@ -50,6 +51,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 if match is not None and places.isdisjoint(match.equations):
                     found.append(match)
                     places.add(node)
+                    graph.respelt.update(match.results)
                     break
     misses: list[NearMiss] = []
     if looks_for(tuple(graph.named) or None, OPERATION.name, associative_scan.KIND.name):

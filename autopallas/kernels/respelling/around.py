@@ -83,9 +83,7 @@ def around(
       and reduces nothing.
     """
     body = graph.definitions[given[0]].body
-    search = _Search(
-        graph, body, math.prod(graph.shape(given[0])), frozenset((*whole, *known, *given, *graph.replaced))
-    )
+    search = _Search(graph, body, math.prod(graph.shape(given[0])), frozenset((*whole, *known, *given)))
     for number in needed:
         search.axes[number] = axis
     before = search.above(needed)
@@ -117,7 +115,7 @@ class _Search:
     """Follows values whose steps stand along an axis.
 
     Attributes:
-      known: values that sites give.
+      known: values that the loop, or another one, reads or gives.
       axes: the axis of the steps by value, or ``SUMMED``.
       fixed: values that are read as what is the same for all steps.
       following: what is computed of the loop's results in it.
@@ -129,6 +127,10 @@ class _Search:
         self.fixed: set[int] = set()
         self.following: frozenset[int] = frozenset()
         self.alive = surviving(graph)
+
+    def _is_given(self, number: int) -> bool:
+        """Returns whether something else gives a value."""
+        return number in self.known or number in self.graph.replaced or number in self.graph.respelt
 
     def _is_large(self, number: int) -> bool:
         return math.prod(self.graph.shape(number)) >= self.size
@@ -165,7 +167,7 @@ class _Search:
         while todo and len(found) < _MOST:
             number = -heapq.heappop(todo)
             node = graph.definitions.get(number)
-            if number in found or number in self.known or not self._is_large(number):
+            if number in found or self._is_given(number) or not self._is_large(number):
                 continue
             if number in graph.returned or number in graph.read:
                 continue
@@ -199,7 +201,7 @@ class _Search:
             node = graph.definitions.get(number)
             if number in found or node is None or number not in self.alive or not self._plain(node):
                 continue
-            if number in self.known:
+            if self._is_given(number):
                 continue
             inputs = [n for n in node.inputs if n not in graph.literals]
             inside = {n: self.axes[n] for n in inputs if n in given or n in found}

@@ -457,6 +457,17 @@ def test_doubling_by_hand_and_its_gradients_are_found(name, length):
     judged(trained(run), a, b, wanted=[0, 2])
 
 
+def test_what_is_respelt_beside_a_scan_is_not_computed_in_its_loop():
+    def loss(x):  # the cotangent is a cosine, and the decays one number
+        return jnp.sum(jnp.sin(doubled(jnp.full_like(x, 0.9), x)))
+
+    compared = compare(jax.grad(loss), (random(32, 64),), gradients=False)
+    assert compared.complaints == []
+    kinds = [site.kind for site in compared.report.sites]
+    assert kinds.count("associative_scan") == 2
+    assert "elementwise" in kinds
+
+
 WRONG = {
     "a shift": lambda a, b: doubled(a, b, wrong=1),
     "too few levels": lambda a, b: doubled(a[:12], b[:12])[:8] + doubled(a[:8] * 2, b[:8])[::-1],
