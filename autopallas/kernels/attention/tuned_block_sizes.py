@@ -128,21 +128,20 @@ def conditions(match: Workload) -> Conditions:
 _ROWS, _KEYS, _PROCESSORS = 128, 128, 132
 """Rows of a GPU kernel's block, or keys where blocks divide these, and the processors of an H100, each of which
 computes a block at a time."""
-_BYTES_OF_A_SCORE = 4
 
 
 def share_of_gain(match: Workload, row: Row[object], device: Device) -> float:
     """Returns the least share of a row's gain that a site has on a GPU or TPU.
 
     Where a GPU has fewer blocks than processors, a kernel takes no less time, and the original at best so much less.
-    A TPU's compiler keeps scores that fit into VMEM there, and the original is as fast as a kernel or faster: of five
-    cases, simulated for v5e, the kernel was 0.5 to 1.1 times as fast.
+    A TPU's compiler keeps scores that fit into VMEM there, in the dtype that they are rounded to, and the original may
+    be as fast as a kernel or faster: of five cases, simulated for v5e, the kernel was 0.5 to 1.1 times as fast.
     """
     spec = match.spec
     assert isinstance(spec, AttentionSpec)
     if device.platform == "tpu":
         scores = spec.batch * spec.key_heads * spec.groups * spec.query_length * spec.key_length
-        return float(_BYTES_OF_A_SCORE * scores >= tpu.generation(device).vmem)
+        return float(spec.score_dtype.itemsize * scores >= tpu.generation(device).vmem)
     if device.platform != "gpu":
         return 1.0
     blocks = spec.batch * spec.key_heads * spec.groups * -(-spec.query_length // _ROWS)

@@ -14,7 +14,7 @@ from attention_cases import Case
 import autopallas
 from autopallas.kernels.attention import attention, tpu_block_sizes
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.attention.cases import causal32, square, types
+from autopallas.kernels.attention.cases import ORIGINALS, causal32, square, types
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.programs import causal
 from autopallas.kernels.attention.schedule import schedule
@@ -170,6 +170,16 @@ def test_scores_that_fit_into_a_tpus_vector_memory_are_left_to_its_compiler(obje
     case = square("forward", "bfloat16", "causal32", length, size, heads=16, batch=batch)
     with Device("tpu", "TPU v5 lite").targeted():
         (site,) = autopallas.explain(autopallas.optimize(causal32, objective=objective), *types(case)).sites
+    assert site.verdict == verdict
+    assert (verdict == "kept") == ("0x may be left" in site.reason)
+
+
+@pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v6 lite"])
+@pytest.mark.parametrize("batch, verdict", [(3, "kept"), (8, "applied")])
+def test_scores_in_16_bits_fit_into_a_tpus_vector_memory_where_twice_as_many_are(kind, batch, verdict):
+    case = square("forward", "bfloat16", "causal", 1024, 128, heads=16, batch=batch)
+    with Device("tpu", kind).targeted():
+        (site,) = autopallas.explain(ORIGINALS["causal"], *types(case)).sites
     assert site.verdict == verdict
     assert (verdict == "kept") == ("0x may be left" in site.reason)
 
