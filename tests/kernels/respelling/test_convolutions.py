@@ -101,6 +101,29 @@ def test_padding_that_the_original_skips_is_assumed_to_meet_what_is_finite(dtype
         assert len(strict.report().sites) == 1 - assumed
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+def test_depthwise_convolutions_of_late_layers_sum_over_their_window(stride):
+    """Images that are smaller than the window leave no products of matrices, and have the evidence of larger ones."""
+    run = convolution(6, LAYOUTS[2][0], stride)
+    x, w = random(2, 4, 3, 6), random(7, 7, 1, 6, seed=1)
+    (site,) = sites(run, x, w)
+    assert kind_named("convolution").feature(site.spec).startswith("depthwise, 64 taps of the window")
+    assert "dot_general" not in str(jax.make_jaxpr(optimized(run))(x, w).jaxpr)
+    found = compare(jax.value_and_grad(lambda x, w: (jnp.tanh(run(x, w)) ** 2).sum(), (0, 1)), (x, w), gradients=False)
+    assert found.complaints == []
+    assert found.counts("respelling") == 3
+
+
+def test_few_elements_have_evidence_of_their_own():
+    def feature(*shape):
+        (site,) = sites(convolution(shape[-1], LAYOUTS[2][0]), jnp.ones(shape), jnp.ones((3, 3, 1, shape[-1])))
+        return kind_named("convolution").feature(site.spec)
+
+    assert feature(1, 12, 12, 44).endswith("few elements")
+    assert "elements" not in feature(1, 14, 14, 44)
+    assert feature(1, 4, 4, 8).endswith("hardly any elements")
+
+
 def test_other_convolutions_are_left_alone():
     numbers = LAYOUTS[2][0]
     plain = convolution(1, numbers), random(1, 8, 8, 4), random(3, 3, 4, 4)

@@ -42,6 +42,9 @@ _SUMS_UNROLLED = 12
 """Elements of a result above which a loop over its first axis keeps the program short."""
 _BLOCK = 2**14
 """Elements that each step of a sum over a large window takes, about."""
+_FEW, _SOME = 2**13, 2**8
+"""Elements of the largest array up to which evidence is that of small arrays, which are below the table's first bucket,
+and from which on: what takes 20 microseconds is mostly the call."""
 _CACHED = 2**20
 """Elements of a window up to which it is read again for each element of the result: one loop is compiled then, not one
 for each element of a row."""
@@ -84,17 +87,23 @@ class _Convolution:
     @property
     def few_weights(self) -> bool:
         """Whether the sum is over the window, not over the result: that of a depthwise weight's gradient is over the
-        result even where the window is as small."""
+        result even where the window is as small, and that of depthwise convolutions over the window even where the
+        result is smaller, as of late layers: no product of matrices is left then."""
         if self.of_batch and self.per_group == 1 and self.examples == 1:
             return math.prod(self.result) > _MOST_TAPS
-        most = _MOST_TAPS_OF_ONE if self.groups == 1 else _MOST_TAPS
-        return math.prod(self.window) <= min(math.prod(self.result), most)
+        if self._is_depthwise:
+            return math.prod(self.window) <= (_MOST_TAPS_OF_ONE if self.groups == 1 else _MOST_TAPS)
+        return math.prod(self.window) <= min(math.prod(self.result), _MOST_TAPS)
+
+    @property
+    def _is_depthwise(self) -> bool:
+        return self.features == 1 and self.per_group == 1 and not self.of_batch
 
     @property
     def elementwise(self) -> bool:
         """Whether each group has one feature, so that no product of matrices is left."""
         if self.few_weights:
-            return self.features == 1 and self.per_group == 1 and not self.of_batch
+            return self._is_depthwise
         return self.per_group == 1 and self.of_batch and self.examples == 1
 
     @property
@@ -366,7 +375,7 @@ def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:
 
 def _feature(spec: RespellingSpec) -> str:
     """Returns what is computed, the number of taps, where the channels stand, and of windows over groups whether these
-    have channels in fours, which XLA computes on vectors (JAX 0.10)."""
+    have channels in fours, which XLA computes on vectors (JAX 0.10), and whether there are few elements."""
     own = _of(spec)
     many = "" if own.elementwise else ", many groups" if own.groups > 16 else ", few groups"
     taps = next(limit for limit in (4, 9, 25, _MOST_TAPS, _MOST_TAPS_OF_ONE) if own.taps <= limit)
@@ -378,11 +387,12 @@ def _feature(spec: RespellingSpec) -> str:
     where = "window" if own.few_weights else "result"
     given = spec.operands[0][0][own.lhs[1]] // own.groups
     fours = not own.elementwise and own.few_weights and (given % 4 == 0 or own.per_group % 4 == 0)
-    return f"{what}{many}, {taps} taps of the {where}{dilated}, {order}{', in fours' if fours else ''}"
+    few = "" if spec.elements > _FEW else ", few elements" if spec.elements >= _SOME else ", hardly any elements"
+    return f"{what}{many}, {taps} taps of the {where}{dilated}, {order}{', in fours' if fours else ''}{few}"
 
 
-_LINES = (1, 128, 256), (2, 1024, 256), (8, 2048, 512)
-_IMAGES = (1, 14, 14, 160), (4, 28, 28, 160), (4, 56, 56, 192)
+_LINES = (1, 32, 128), (1, 128, 256), (2, 1024, 256), (8, 2048, 512)
+_IMAGES = (1, 8, 8, 96), (1, 14, 14, 160), (4, 28, 28, 160), (4, 56, 56, 192)
 """Shapes with the channels last: one size for each bucket."""
 _WINDOWS: tuple[tuple[str, tuple[int, ...], int, int | None, tuple[tuple[int, ...], ...]], ...] = (
     ("causal", (4,), 1, None, _LINES),
@@ -391,7 +401,7 @@ _WINDOWS: tuple[tuple[str, tuple[int, ...], int, int | None, tuple[tuple[int, ..
     ("5x5", (5, 5), 1, None, _IMAGES),
     ("5x5-stride", (5, 5), 2, None, _IMAGES),
     ("7x7", (7, 7), 1, None, _IMAGES),
-    ("7x7-late", (7, 7), 1, None, ((1, 4, 4, 768),)),
+    ("7x7-stride", (7, 7), 2, None, _IMAGES),
     ("3x3-grouped", (3, 3), 1, 32, _IMAGES),
     ("3x3-few", (3, 3), 1, 8, _IMAGES),
     ("3x3-few-stride", (3, 3), 2, 8, _IMAGES),
