@@ -79,7 +79,7 @@ def test_a_gpu_that_is_not_filled_has_less_of_a_gain():
     assert not coverage.gap(row, attention_match(1, 4096, 1), H100), "a quarter of 12.5x is left"
     told = coverage.gap(replace(row, original_us=500.0), attention_match(1, 4096, 1), H100)
     assert "of its 5x, 1.2x may be left" in told
-    assert not coverage.gap(replace(row, original_us=500.0), attention_match(1, 4096, 1), Device("tpu", "TPU v5"))
+    assert not coverage.gap(replace(row, original_us=500.0), attention_match(1, 4096, 2), Device("tpu", "TPU v5"))
 
 
 def test_rows_of_recurrences_hold_for_as_many_states_as_their_gain_allows():
