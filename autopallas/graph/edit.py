@@ -252,7 +252,7 @@ def _survivors(graph: Graph, given: frozenset[int], reads: Mapping[int, Iterable
     todo: list[JaxprLike] = [jaxprs.without_dead_code(rebuild(graph.root, edits))]
     while todo:
         jaxpr, _ = jaxprs.open_jaxpr(todo.pop())
-        for equation in jaxpr.eqns:
+        for equation in jaxprs.live_equations(jaxpr.eqns, jaxpr.outvars):  # JAX leaves dead ones in a while_loop
             if not jaxprs.is_reader(equation):
                 alive.update(owner[v] for v in equation.outvars if v in owner)
             todo += [inner for _, _, inner in jaxprs.bodies(equation)]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import autopallas
 from autopallas.graph import Graph, flatten
 from autopallas.graph.edit import surviving
 
@@ -73,3 +74,18 @@ def test_loops_and_branches_are_not_plain_bodies():
         return jax.lax.scan(lambda c, row: (c + row, None), x[0], x @ w)[0]
 
     assert not Graph(flatten(jax.make_jaxpr(function)(X, X))).has_plain_bodies
+
+
+def test_a_loop_that_ends_on_a_condition_computes_nothing_for_nobody():
+    """Dead-code elimination of JAX leaves equations in its body that nothing reads, such as those inside of a site."""
+
+    def layer(x, w):
+        x = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+        return (jax.nn.silu(x @ w) * (x @ jnp.sin(w))) @ jnp.cos(w)
+
+    def function(x, w):
+        return jax.lax.while_loop(lambda c: c[0].sum() < 1, lambda c: (layer(*c), c[1]), (x, w))[0]
+
+    report = autopallas.explain(function, jnp.ones((8, 8)), jnp.ones((8, 8)))
+    assert {"rms_norm", "gated_mlp"} <= {site.op for site in report.sites}
+    assert not report.near_misses
