@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprEqn, PyTree, Var
+from autopallas.numerics.casts import is_quantised
 from autopallas.numerics.compare import Comparison, tolerance_of
 from autopallas.report.live_report import LiveReport
 from autopallas.report.records import Canary as CanaryRecord
@@ -55,7 +56,7 @@ def _distance(original: jax.Array, result: jax.Array) -> tuple[jax.Array, ...]:
         return nothing, nothing, jnp.zeros((), jnp.int32)
     if not jnp.issubdtype(original.dtype, jnp.inexact):
         return jnp.mean(original != result, dtype=jnp.float32), jnp.ones((), jnp.float32), jnp.zeros((), jnp.int32)
-    kind = jnp.promote_types(original.dtype, jnp.float32)
+    kind = jnp.float32 if is_quantised(original.dtype) else jnp.promote_types(original.dtype, jnp.float32)
     x, y = original.astype(kind), result.astype(kind)
     finite = jnp.isfinite(x) & jnp.isfinite(y)
     same = jnp.isfinite(y) | jnp.isnan(x) | (x == y)

@@ -217,6 +217,20 @@ def test_donated_arguments_are_copied():
     assert "donates" in found.notes[0]
 
 
+def test_results_of_eight_bits_are_compared():
+    def quantised(x):
+        return attend(x).astype(jnp.float8_e4m3fn)
+
+    run = watched(quantised, verify=1 - 1e-9, strict=True)
+    for _ in range(2):
+        given, wanted = (x.astype(jnp.float32) for x in (run(X), jax.jit(quantised)(X)))
+        np.testing.assert_allclose(given, wanted, rtol=0.13, atol=2**-9)  # one step of such a number, where they differ
+    record = run.report().canary
+    assert record is not None
+    assert record.notes == ()
+    assert record.compared >= 1
+
+
 def test_static_and_keyword_arguments_and_methods_are_compared_too():
     class Model:
         @autopallas.optimize(objective="always", verify=OFTEN)
@@ -348,6 +362,8 @@ def test_distances_of_every_dtype():
         (jnp.asarray([True]), jnp.asarray([True]), Distance(0.0, 0)),
         (jnp.zeros((0, 3)), jnp.zeros((0, 3)), Distance(0.0, 0)),
         (jnp.bfloat16(4.0), jnp.bfloat16(3.0), Distance(0.25, 0)),
+        (jnp.float8_e4m3fn(4.0), jnp.float8_e4m3fn(3.0), Distance(0.25, 0)),
+        (jnp.float8_e5m2(4.0), jnp.float8_e5m2(jnp.inf), Distance(0.0, 1)),
         (jnp.asarray([1j]), jnp.asarray([1j * 1.5]), Distance(0.5, 0)),
         (jax.random.key(0), jax.random.key(0), Distance(0.0, 0)),
     ]
