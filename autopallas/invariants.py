@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TypeGuard
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprEqn, Literal, Var
 from autopallas.graph import Body, Graph
 from autopallas.graph.edit import check
@@ -85,7 +85,7 @@ def _check_link(name: str, equation: JaxprEqn, child: Child) -> None:
     elif kind == "while" and child.parameter == "body_jaxpr":
         first = equation.params["cond_nconsts"]
         fits = (taken, given) == (operands[first:], results)
-    elif kind in ("checkpoint", "remat", "remat2", "jit", "pjit"):
+    elif kind in jaxprs.CHECKPOINTS | {"jit", "pjit"}:
         fits = (taken, given) == (operands, results)
     elif kind == "shard_map":
         fits = (len(taken), len(given)) == (len(operands), len(results))

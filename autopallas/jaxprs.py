@@ -30,6 +30,7 @@ from autopallas.place_selectors import Frame
 from autopallas.places import in_package
 
 __all__ = [
+    "CHECKPOINTS",
     "bodies",
     "debug_info",
     "frames",
@@ -54,6 +55,10 @@ __all__ = [
     "zeros",
     "zeros_equation",
 ]
+
+
+CHECKPOINTS = frozenset({"remat2", "checkpoint"})
+"""Names of the primitive of :func:`jax.checkpoint`."""
 
 
 def open_jaxpr(body: JaxprLike) -> tuple[Jaxpr, list[jax.Array]]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from autopallas import jaxprs
 from autopallas.compat import Literal
 from autopallas.graph.flatten import Body
 from autopallas.graph.numbering import Graph
 
 __all__ = ["is_at_hand", "linked", "may_be_given"]
+
+_GIVING = jaxprs.CHECKPOINTS | {"scan"}
+"""Equations whose bodies can be given values of the bodies around them."""
 
 
 def linked(graph: Graph, source: Body, target: Body) -> bool:
@@ -51,7 +55,7 @@ def may_be_given(graph: Graph, number: int, body: Body) -> bool:
         if body not in graph.holders:
             return False
         outer, position = graph.holders[body]
-        if outer.equations[position].primitive.name not in ("scan", "remat", "remat2", "checkpoint"):
+        if outer.equations[position].primitive.name not in _GIVING:
             return False
         if number in graph.positions[outer] and graph.positions[outer][number][0] >= position:
             return False

@@ -22,7 +22,6 @@ __all__ = ["move_heads_out"]
 
 Atom = Var | Literal
 
-_CHECKPOINTS = frozenset({"remat2", "checkpoint"})
 _LAYOUTS = frozenset({"transpose", "reshape", "convert_element_type", "squeeze", "expand_dims", "copy"})
 _FLOWS = ELEMENTWISE | {
     "broadcast_in_dim", "copy", "dynamic_slice", "expand_dims", "gather", "pad", "reshape", "slice", "squeeze",
@@ -33,7 +32,7 @@ _FLOWS = ELEMENTWISE | {
 def move_heads_out(root: Body) -> Body:
     """Moves products with a head's weight out of the checkpoints in every body, in place."""
     for body in root.walk():
-        if any(body.equations[i].primitive.name in _CHECKPOINTS for i in body.children):
+        if any(body.equations[i].primitive.name in jaxprs.CHECKPOINTS for i in body.children):
             _of_body(body)
     return root
 
@@ -48,7 +47,7 @@ def _of_body(body: Body) -> None:
     for position, equation in enumerate(body.equations):
         held = body.children.get(position)
         parts = _Parts(equation)
-        if held is not None and equation.primitive.name in _CHECKPOINTS:
+        if held is not None and equation.primitive.name in jaxprs.CHECKPOINTS:
             with contained(equation, "cross_entropy", "graph"):
                 parts = _divided(equation, held[0].body, into, out_of)
         divided.append(parts)

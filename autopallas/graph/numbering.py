@@ -50,7 +50,7 @@ from autopallas.graph.steps import Steps
 from autopallas.numerics.casts import counts_exactly
 
 CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
-_TRANSPARENT = frozenset({"remat", "remat2", "checkpoint", "jit", "pjit"})
+_TRANSPARENT = jaxprs.CHECKPOINTS | {"jit", "pjit"}
 """Equations whose results are their body's results (an inner jit only if it has shardings of its own)."""
 _IDENTITY = frozenset({"copy", "copy_p", "name", "optimization_barrier", "pvary", "pcast"})
 _MAY_BE_KNOWN = _IDENTITY | {

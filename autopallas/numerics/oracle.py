@@ -32,9 +32,8 @@ from autopallas.numerics.rounding import EXACT_PRIMITIVES
 
 __all__ = ["Oracle"]
 
-_CALLS = frozenset(
+_CALLS = jaxprs.CHECKPOINTS | frozenset(
     {
-        "checkpoint",
         "closed_call",
         "core_call",
         "custom_jvp_call",
@@ -43,8 +42,6 @@ _CALLS = frozenset(
         "custom_vjp_call_jaxpr",
         "jit",
         "pjit",
-        "remat",
-        "remat2",
     }
 )
 """Equations whose one body computes their results from their operands."""

@@ -32,7 +32,7 @@ __all__ = ["check", "find"]
 
 _COMMUTATIVE = frozenset({"add", "mul", "add_any", "max", "min", "and", "or", "xor", "eq", "ne"})
 _OTHER_AXES = "Give the operands the axes that the pattern declares, or declare another pattern for these."
-_LOOPS = frozenset({"scan", "while", "cond", "shard_map", "remat", "remat2", "checkpoint"})
+_LOOPS = jaxprs.CHECKPOINTS | {"scan", "while", "cond", "shard_map"}
 
 
 class Reference:

@@ -23,9 +23,8 @@ _ARRAYS = frozenset(
     reduce_sum reshape rev scatter scatter-add scatter_add select_n slice sort split squeeze stack tile top_k transpose
     unstack""".split()
 )
-_HOLDERS = frozenset(
-    """jit pjit closed_call core_call remat remat2 checkpoint scan custom_jvp_call custom_vjp_call
-    custom_vjp_call_jaxpr""".split()
+_HOLDERS = jaxprs.CHECKPOINTS | frozenset(
+    "jit pjit closed_call core_call scan custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr".split()
 )
 """Equations that compute what their bodies do."""
 

@@ -17,7 +17,7 @@ from autopallas.patterns.match import Mismatch
 
 __all__ = ["Scan", "Step", "Written", "identities", "needed", "scans", "varying"]
 
-_DISSOLVED = frozenset({"remat", "remat2", "checkpoint", "jit", "pjit"})
+_DISSOLVED = jaxprs.CHECKPOINTS | {"jit", "pjit"}
 """Equations in a step whose one body stands for them: a checkpoint within a step keeps nothing that matters here."""
 
 

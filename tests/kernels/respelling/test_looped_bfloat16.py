@@ -80,7 +80,15 @@ def _special(x, w):
     return lax.scan(lambda h, x: (h, x * h), values, x)
 
 
-@pytest.mark.parametrize("function", [_backwards, _several, _without_slices, _special])
+def _checkpointed(x, w):
+    def step(h, x):
+        h = jax.checkpoint(lambda h, x: jnp.tanh(h @ w + x))(h, x)
+        return h, h
+
+    return lax.scan(step, jnp.zeros_like(x[0]), x)
+
+
+@pytest.mark.parametrize("function", [_backwards, _several, _without_slices, _special, _checkpointed])
 def test_forms_of_loops(function):
     optimized = autopallas.optimize(function, objective="always", strict=True, ops=NAME)
     for found, expected in zip(

@@ -39,7 +39,7 @@ _APART = frozenset(
     sort threefry2x32 top_k triangular_solve""".split()
 )
 """Equations that may gain more by a respelling of their own, which is none where the loop around them is respelt."""
-_CALLS = CUSTOM_RULES | {"jit", "pjit"}
+_CALLS = CUSTOM_RULES | jaxprs.CHECKPOINTS | {"jit", "pjit"}
 
 
 def _match(graph: Graph, node: Node) -> Found | None:
