@@ -11,6 +11,7 @@ from autopallas.kernels.recurrence.spec import RecurrenceSpec
 from autopallas.sites.device import Device
 from autopallas.sites.workload import Workload
 from autopallas.tuning.coverage import Conditions
+from autopallas.tuning.evidence import SIMULATED_MARGIN
 from autopallas.tuning.table import Bucket, Row, Table, table_device
 
 __all__ = ["BUCKETS", "TABLE", "conditions", "find", "infer_block_sizes", "share_of_gain", "table_device", "table_key"]
@@ -37,10 +38,10 @@ _HOLDS_FROM = 2.5
 """Gain from which a row holds for another number of states.  Of a gain measured at 8 states, 0.45 was left at one."""
 _STATES_ON_TPU = 8
 """States of the cases whose rows are TPUs'."""
-_SHARE_OF_MORE = 0.7
-"""Share of such a row's gain that more states are taken to have: simulated on v5e with 16 and 32 states, delta rules
-had 0.76 and 0.77 of the gain with eight, and one decay for each head 0.91 and 0.92.  Decays of rows, and v6e, were not
-simulated with more than eight."""
+_SHARE_OF_MORE = {"scalar": 0.7, "channel": 0.5}
+"""Share of such a row's gain, by decays, that more states are taken to have: simulated on v5e with 16 and 32 states,
+delta rules had 0.76 and 0.77 of the gain with eight, and one decay for each head 0.91 and 0.92; with 16 states decays
+of rows 0.59, and 0.71 on v6e."""
 
 
 def conditions(match: Workload) -> Conditions:
@@ -67,7 +68,10 @@ def share_of_gain(match: Workload, row: Row[object], device: Device) -> float:
     assert isinstance(spec, RecurrenceSpec)
     states = spec.groups * spec.heads
     if device.platform == "tpu":
-        return 1.0 if states <= _STATES_ON_TPU else _SHARE_OF_MORE
+        share = 1.0 if states <= _STATES_ON_TPU else _SHARE_OF_MORE.get(spec.decay, min(_SHARE_OF_MORE.values()))
+        chunk = row.block_sizes.chunk if isinstance(row.block_sizes, BlockSizes) else 1
+        filled = spec.steps / (-(-spec.steps // chunk) * chunk)
+        return share if row.assured_gain * filled >= SIMULATED_MARGIN else share * filled
     return min(1.0, row.batch / states)
 
 

@@ -16,7 +16,7 @@ import autopallas
 from autopallas.kernels import tpu
 from autopallas.kernels.recurrence import pallas_tpu, tpu_kernels
 from autopallas.kernels.recurrence.block_sizes import BlockSizes
-from autopallas.kernels.recurrence.cases import in_direction, retention, types
+from autopallas.kernels.recurrence.cases import ORIGINALS, in_direction, retention, types
 from autopallas.kernels.recurrence.chunks import chunked
 from autopallas.kernels.recurrence.example import program
 from autopallas.kernels.recurrence.operation import OPERATION
@@ -170,6 +170,28 @@ def test_simulated_rows_license_it_where_there_are_some(device, direction, objec
         jax.jit(optimized).trace(*types(case))
         sites = [s for s in optimized.report().sites if s.op == "recurrence"]
     assert {(s.verdict, s.implementation) for s in sites} == {(verdict, "pallas_tpu")}
+
+
+@pytest.mark.parametrize(
+    "variant, steps, heads, verdict",
+    [
+        ("delta", 512, 8, "applied"),
+        ("delta", 384, 8, "applied"),
+        ("delta", 500, 8, "applied"),
+        ("delta", 257, 8, "kept"),
+        ("delta", 512, 16, "kept"),
+        ("channel", 257, 8, "applied"),
+        ("channel", 512, 16, "applied"),
+    ],
+)
+def test_steps_that_hardly_fill_their_chunks_count(variant, steps, heads, verdict):
+    sizes = (("T", steps), ("B", 1), ("H", heads), ("N", 64), ("P", 64))
+    case = Case(OPERATION.name, "forward", "float32", variant, sizes)
+    with Device("tpu", "TPU v6 lite").targeted():
+        sites = autopallas.explain(ORIGINALS[variant], *types(case)).sites
+    (site,) = (s for s in sites if s.op == "recurrence")
+    assert site.verdict == verdict
+    assert (verdict == "kept") == ("may be left" in site.reason)
 
 
 @pytest.mark.parametrize(
