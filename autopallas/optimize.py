@@ -77,6 +77,8 @@ class Optimized(Generic[P, R]):
         self._held: set[Static] = set()
         self._overfull = False
         self._replaced = False
+        self._unread = False
+        """Whether no result was read yet of a program that was traced with sites replaced."""
         self._spread = False
         self._dry = False
         self._canary: Canary | None = None
@@ -97,7 +99,10 @@ class Optimized(Generic[P, R]):
                     if self._canary is not None:
                         self._canary.left += 1  # the call was counted
                     return self(*args, **kwargs)
-            return run(*args, **kwargs)
+            result = run(*args, **kwargs)
+            if self._unread:
+                self._wait_for(result)
+            return result
         except first_call.FirstCall:
             pass
         except call_shardings.ShardingsNeeded:
@@ -255,7 +260,8 @@ class Optimized(Generic[P, R]):
     def _publish(self, report: LiveReport) -> None:
         if is_bisecting():
             return
-        self._replaced = self._replaced or bool(report.counts() or report().rematerialised)
+        if report.counts() or report().rematerialised:
+            self._replaced = self._unread = True
         with self._lock:
             self._report = report
         at_exit.record(getattr(self._function, "__qualname__", repr(self._function)), report)
@@ -276,6 +282,13 @@ class Optimized(Generic[P, R]):
         return _Repeated(self, args, kwargs)
 
     # ------------------------------------------------------------------ failures
+
+    def _wait_for(self, result: PyTree) -> None:
+        """Waits for the first result of a program with sites replaced.  JAX runs asynchronously, so that what fails in
+        a run would be raised where a result is read, and nothing could take its place."""
+        if not any(map(compat.is_tracer, jax.tree.leaves(result))):
+            self._unread = False
+            jax.block_until_ready(result)
 
     def _recovered(self, error: Exception, args: Args, kwargs: Kwargs) -> tuple[R] | None:
         """Returns the result of a failed call if a replaced site was at fault; None if the error is to be raised."""

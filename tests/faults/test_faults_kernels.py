@@ -80,6 +80,10 @@ def test_a_kernel_that_fails(op, stage, kind, monkeypatch):
     recovers(monkeypatch, op, "forward", fault, told, backward=False)
 
 
+def test_a_run_that_fails_after_its_launch(monkeypatch):
+    recovers(monkeypatch, "attention", "forward", programs.too_much_unread, "memory", backward=False)
+
+
 def test_a_compiler_that_runs_out_of_memory(monkeypatch):
     """A CPU's has no limit to exceed, so that it is told to say so of the kernel that it cannot compile."""
     real = compiler.compile_or_get_cached
