@@ -63,6 +63,7 @@ def share_of_gain(match: Workload, row: Row[object], device: Device) -> float:
 
     On a GPU a loop's time hardly depends on that number, and the kernels' is at most proportional to it.  On a TPU both
     are about proportional to it from 16 states on; rows are of eight, with which the loop takes a little longer each.
+    A kernel computes whole chunks there: the steps of the last one count where they would decide.
     """
     spec = match.spec
     assert isinstance(spec, RecurrenceSpec)
