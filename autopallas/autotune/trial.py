@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas import compat, jaxprs
-from autopallas.compat import ArrayFunction, JaxprLike, PyTree, Shaped
+from autopallas.compat import ArrayFunction, JaxprLike, PyTree, Shaped, Var
 from autopallas.numerics.compare import tolerance_of
 from autopallas.numerics.rounding import gradient_function, rounded
 from autopallas.sites import random_keys
@@ -143,7 +143,8 @@ class Trial:
     def _shared(self) -> list[list[int | None]]:
         """Returns, per pass and operand, the place of the same value among the first pass's operands, if it is there.
 
-        What several passes compute from one value, such as the logits, the original computes once.
+        What several passes compute from one value, such as the logits, the original computes once.  So are what it
+        reads of a value at one place for two uses of it, such as one slice.
         """
         numbers = [getattr(part, "operands", None) or () for part in self.passes]
         first = {number: place for place, number in reversed([*enumerate(numbers[0])])}
@@ -151,6 +152,7 @@ class Trial:
         for order, (own, part) in enumerate(zip(numbers, self.passes, strict=True)):
             known = order > 0 and len(own) == len(part.original.in_avals)
             found.append([first.get(n) for n in own] if known else [None] * len(part.original.in_avals))
+        found[0] = [None if place == i else place for i, place in enumerate(_places_read(self.passes[0]))]
         return found
 
     # ------------------------------------------------------------------ what is right
@@ -214,6 +216,19 @@ def _carries_few_bits(body: JaxprLike) -> bool:
     return False
 
 
+def _places_read(part: SiteWorkload) -> list[int]:
+    """Returns, for each operand, the place at which the original reads it: another one where that is the same value,
+    and the original reads both of its uses there."""
+    jaxpr = part.original.jaxpr
+    numbers = getattr(part, "operands", None) or ()
+    if len(numbers) != len(jaxpr.invars):
+        return [*range(len(jaxpr.invars))]
+    atoms = [*(a for equation in jaxpr.eqns for a in equation.invars), *jaxpr.outvars]
+    read = {atom for atom in atoms if isinstance(atom, Var)}
+    first = {n: i for i, (n, v) in reversed([*enumerate(zip(numbers, jaxpr.invars, strict=True))]) if v in read}
+    return [i if v in read else first.get(n, i) for i, (n, v) in enumerate(zip(numbers, jaxpr.invars, strict=True))]
+
+
 def _active(part: SiteWorkload) -> tuple[int, ...]:
     """Returns the positions of the operands whose gradients the program computes."""
     return tuple(sorted({position for backward in part.backwards for position, _ in backward.gradients}))
@@ -221,7 +236,7 @@ def _active(part: SiteWorkload) -> tuple[int, ...]:
 
 def _uses(part: SiteWorkload, active: Sequence[int]) -> list[list[int]]:
     """Groups positions of operands that are uses of one value, where the site has several."""
-    values: Sequence[int] = getattr(part.site, "uses", None) or range(len(part.original.in_avals))
+    values: Sequence[int] = getattr(part.site, "uses", None) or _places_read(part)
     found: dict[int, list[int]] = {}
     for position in active:
         found.setdefault(values[position], []).append(position)

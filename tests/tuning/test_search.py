@@ -273,6 +273,23 @@ def test_a_value_that_is_used_several_times_has_one_gradient(monkeypatch):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)  # a sum over 16 rows in float32
 
 
+def test_one_array_stands_for_two_uses_that_the_original_reads_at_one_place():
+    def loss(z):  # rows and columns of the logits are one slice
+        first = z[:32]
+        return jnp.mean(jax.nn.logsumexp(first @ first.T, 1))
+
+    match = match_of(jax.grad(loss), jnp.zeros((64, 16)))
+    assert match.operands[0] == match.operands[1]
+    trial = Trial.of(match)
+    original, kernel = (
+        [np.asarray(x) for x in run(*trial.arguments)]
+        for run in (trial.original(), trial.kernel("xla", LossBlockSizes(32, 32)))
+    )
+    assert len(original) == len(kernel)
+    for expected, found in zip(original, kernel, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
 def rounding_loop():
     def loss(*arrays):
         return jnp.sum(retention(*arrays).astype(jnp.float32) ** 2)
