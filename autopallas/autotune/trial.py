@@ -143,7 +143,7 @@ class Trial:
     def _shared(self) -> list[list[int | None]]:
         """Returns, per pass and operand, the place of the same value among the first pass's operands, if it is there.
 
-        What several passes compute from one value, such as the logits, the original computes once.  So are what it
+        What several passes compute from one value, such as the logits, the original computes once.  So is what it
         reads of a value at one place for two uses of it, such as one slice.
         """
         numbers = [getattr(part, "operands", None) or () for part in self.passes]
@@ -219,7 +219,7 @@ def _carries_few_bits(body: JaxprLike) -> bool:
 def _places_read(part: SiteWorkload) -> list[int]:
     """Returns, for each operand, the place at which the original reads it: another one where that is the same value,
     and the original reads both of its uses there."""
-    jaxpr = part.original.jaxpr
+    jaxpr, _ = jaxprs.open_jaxpr(part.original)
     numbers = getattr(part, "operands", None) or ()
     if len(numbers) != len(jaxpr.invars):
         return [*range(len(jaxpr.invars))]

@@ -433,6 +433,17 @@ def test_what_is_compared_by_way_of_something_else_has_the_same_bits(compare):
     near(run(x, rows), jax.tree.leaves(jax.jit(function)(x, rows)), 1e-6)
 
 
+def read_by_another_scan(first):
+    """A program whose second scan reads what the first one stacks, and its arguments."""
+
+    def second(c, given):
+        a, *stacks = given[1:]
+        return c + sum(stacks) * a, None
+
+    x = draw(64, 64, seed=1)
+    return two_scans(first, second, x), (x, draw(5, 64, 64))
+
+
 def test_steps_of_sums_of_products_are_kept():
     """Rounding to whole numbers, and comparisons, of what may be rounded otherwise: one bit moves them by one."""
 
@@ -440,12 +451,7 @@ def test_steps_of_sums_of_products_are_kept():
         x = c * row + row
         return c + 0.1, (c, jnp.floor(x), (x > 0).astype(jnp.float32), jnp.floor(c), (c > 0).astype(jnp.float32))
 
-    def second(c, given):
-        a, *stacks = given[1:]
-        return c + sum(stacks) * a, None
-
-    rows, x = draw(5, 64, 64), draw(64, 64, seed=1)
-    function = two_scans(first, second, x)
+    function, (x, rows) = read_by_another_scan(first)
     run, again = less_stacked(function, x, rows)
     assert again == 3  # steps of what is kept, and the mask as a float, from the mask
     near(run(x, rows), jax.tree.leaves(jax.jit(function)(x, rows)), 1e-6)
@@ -461,12 +467,7 @@ def test_casts_to_eight_bits_are_no_fault_and_not_made_again_of_sums_of_products
     def first(c, row):
         return c + 0.1, (c, quantised(c * row + row), quantised(c))
 
-    def second(c, given):
-        a, *stacks = given[1:]
-        return c + sum(stacks) * a, None
-
-    rows, x = draw(5, 64, 64), draw(64, 64, seed=1)
-    function = two_scans(first, second, x)
+    function, (x, rows) = read_by_another_scan(first)
     run, again = less_stacked(function, x, rows)
     assert again == 2  # as floats, from what is kept and from eight bits
     assert f"{dtype.replace('loat', '')}[5,64,64]" in str(jax.make_jaxpr(run)(x, rows))

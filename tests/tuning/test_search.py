@@ -287,7 +287,7 @@ def test_one_array_stands_for_two_uses_that_the_original_reads_at_one_place():
     )
     assert len(original) == len(kernel)
     for expected, found in zip(original, kernel, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())  # sums over 32 rows
 
 
 def rounding_loop():

@@ -150,6 +150,7 @@ class IndexedLoop:
             after = step.rows()
             left = {i: list(after[i][: table.depth]) for i, table in tables.items()}
             written = {i: after[i][table.last] for i, table in tables.items()}
+            # A compiler may stack bfloat16 by converting the whole stack in each step.
             return (step.ends(kept), left), jax.tree.map(as_bits, (written, step.added(), step.results()))
 
         (ends, left), (written, added, results) = lax.scan(

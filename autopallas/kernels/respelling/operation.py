@@ -17,4 +17,4 @@ class _Respelling(Operation):
 
 
 OPERATION = _Respelling("respelling", order=dict.fromkeys(("cpu", "gpu", "tpu"), ("xla",)), priority=-1)
-"""Patterns of other operations look first, and win."""
+"""Patterns of other operations look first, and win where their sites are applied."""
