@@ -9,7 +9,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
@@ -184,6 +184,8 @@ __all__ = [
     "dce_jaxpr",
     "distributed_store",
     "draws_by_position",
+    "effects_of",
+    "effects_on",
     "emit",
     "exported",
     "exporting",
@@ -250,6 +252,35 @@ def is_plain_jit(equation: JaxprEqn) -> bool:
 def has_input_effects(effects: Set[object]) -> bool:
     """Returns whether an effect names an input by position (reads and writes of mutable arrays)."""
     return any(hasattr(effect, "input_index") or hasattr(effect, "input") for effect in effects)
+
+
+def effects_on(equation: JaxprEqn, operands: Sequence[JaxprAtom]) -> Set[object]:
+    """Returns an equation's effects with ``operands`` in the place of its own: those on mutable arrays name these."""
+    effects = equation.effects
+    if not has_input_effects(effects):
+        return effects
+    pairs = zip(equation.invars, operands, strict=True)
+    names: dict[object, JaxprAtom] = {own: other for own, other in pairs if not isinstance(own, Literal)}
+    return {e.replace(names[e.input]) if isinstance(e, _InputEffect) and e.input in names else e for e in effects}
+
+
+@runtime_checkable
+class _InputEffect(Protocol):
+    """An effect on a mutable array."""
+
+    input: object
+
+    def replace(self, input: object) -> object: ...
+
+
+def effects_of(
+    constvars: Sequence[Var], invars: Sequence[Var], outvars: Sequence[JaxprAtom], equations: Sequence[JaxprEqn]
+) -> Set[object]:
+    """Returns the effects of a jaxpr that reads or writes mutable arrays among its inputs, which its equations tell."""
+    from jax._src.interpreters import partial_eval
+
+    told: Callable[..., Set[object]] = partial_eval.make_jaxpr_effects
+    return told(constvars, invars, outvars, equations)
 
 
 def has_side_effects(equation: JaxprEqn) -> bool:

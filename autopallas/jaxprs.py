@@ -49,6 +49,7 @@ __all__ = [
     "repeated_equation",
     "reshape_equation",
     "with_bodies",
+    "with_operands",
     "with_weak_types",
     "without_casts",
     "without_dead_code",
@@ -78,6 +79,8 @@ def rebuild(
     """Returns a jaxpr with the effects of ``body``, open or closed as ``body`` is."""
     info = debug_info("autopallas", len(invars), len(outvars))
     effects = open_jaxpr(body)[0].effects
+    if compat.has_input_effects(effects):  # they name inputs, which may be others now
+        effects = compat.effects_of(constvars, invars, outvars, eqns)
     new = compat.new_jaxpr(constvars, invars, outvars, eqns, effects, info)
     if isinstance(body, ClosedJaxpr):
         return ClosedJaxpr(new, list(consts))
@@ -184,7 +187,12 @@ def inline_equation(
         outer = call.source_info.traceback
         traceback = traceback if outer is None else outer
     source = source.replace(traceback=traceback, name_stack=stack if around is None else around + stack)
-    return equation.replace(invars=list(invars), outvars=list(outvars), source_info=source)
+    return with_operands(equation, invars, outvars=list(outvars), source_info=source)
+
+
+def with_operands(equation: JaxprEqn, operands: Sequence[JaxprAtom], **changes: object) -> JaxprEqn:
+    """Returns an equation with one operand in the place of each of its own, and perhaps with further changes."""
+    return equation.replace(invars=list(operands), effects=compat.effects_on(equation, operands), **changes)
 
 
 def location(equation: JaxprEqn | None) -> str:
@@ -339,7 +347,7 @@ def without_casts(program: JaxprLike) -> JaxprLike:
             continue
         new = equation if is_leaf(equation) else with_bodies(equation, without_casts)
         read = named(equation.invars)
-        equations.append(new if read == equation.invars else new.replace(invars=read))
+        equations.append(new if read == equation.invars else with_operands(new, read))
     if not names and all(new is old for new, old in zip(equations, jaxpr.eqns, strict=True)):
         return program
     return rebuild(program, jaxpr.constvars, consts, jaxpr.invars, named(jaxpr.outvars), equations)

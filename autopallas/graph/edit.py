@@ -67,7 +67,7 @@ def rebuild(body: Body, edits: dict[Body, Edit]) -> JaxprLike:
 def _with_names(equation: JaxprEqn, names: dict[Var, Var]) -> JaxprEqn:
     if names.keys().isdisjoint([atom for atom in equation.invars if isinstance(atom, Var)]):
         return equation
-    return equation.replace(invars=[_renamed(atom, names) for atom in equation.invars])
+    return jaxprs.with_operands(equation, [_renamed(atom, names) for atom in equation.invars])
 
 
 def _renamed(atom: Var | Literal, names: dict[Var, Var]) -> Var | Literal:

@@ -144,7 +144,7 @@ def _inline(
             if calls and outputs:
                 body.calls[outputs[0]] = calls
         elif known and any(map(operator.is_not, inputs, equation.invars)):
-            equation = equation.replace(invars=inputs)
+            equation = jaxprs.with_operands(equation, inputs)
         body.equations.append(equation)
         if not leaf and may_hold_bodies(equation):
             transposed = body.transposed or compat.is_transposed(equation)

@@ -41,7 +41,9 @@ class RewrittenBody:
     def _renamed(self, equation: JaxprEqn) -> JaxprEqn:
         """Returns an equation that reads what is to be read in place of its operands."""
         inputs = [self._named(a) for a in equation.invars]
-        return equation.replace(invars=inputs) if any(map(operator.is_not, inputs, equation.invars)) else equation
+        return (
+            jaxprs.with_operands(equation, inputs) if any(map(operator.is_not, inputs, equation.invars)) else equation
+        )
 
     def _add(self, equation: JaxprEqn) -> None:
         self.equations.append(equation)

@@ -109,6 +109,9 @@ def check(fn: ArrayFunction, args: Sequence[PyTree], kwargs: dict[str, PyTree]) 
     replaced = len(applied_sites(rewritten))
     if any(effect in _NOT_AGAIN for effect in _primitives(original)):
         return Verification((), (), True, replaced, ("not run: the function has effects outside of JAX (io_callback)",))
+    if compat.has_input_effects(original.jaxpr.effects):
+        reason = "not run: the function reads or writes mutable arrays (jax.Ref) that it does not make itself"
+        return Verification((), (), True, replaced, (reason,))
     with quiet():
         own = jax.block_until_ready(jax.jit(compat.jaxpr_as_fun(original))(*arrays))
         ours = jax.block_until_ready(jax.jit(compat.jaxpr_as_fun(rewritten))(*arrays))
