@@ -11,6 +11,7 @@ Numbers grow from operands to results, so a smaller number never depends on a la
 from __future__ import annotations
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Container, Hashable, Iterable, Sequence
 from typing import Protocol
@@ -318,10 +319,11 @@ class Graph(EquationKeys):
         if value.dtype.kind == "c" and not to_complex:
             return None
         with np.errstate(all="ignore"):  # what the dtype cannot hold, numpy warns of
+            value = value.astype(self.dtype(operands[0]))  # a Python number has more digits
             cast = value.astype(aval.dtype)
             kept = cast == value if to_complex else cast.astype(value.dtype) == value
         not_a_number = value != value and cast != cast  # NaN stays NaN, but as a whole number
-        return self._literal(Literal(cast, aval)) if kept or not_a_number else None
+        return self._literal(Literal(cast, aval)) if kept or not_a_number or _is_rounded(cast, value) else None
 
     # ------------------------------------------------------------------ looking up
 
@@ -686,6 +688,17 @@ class Graph(EquationKeys):
         if key not in self._table:
             self._table[key] = (number if spec_key(spec) == spec_key(()) else self._new(aval),)
         return self._table[key][0]
+
+
+def _is_rounded(cast: np.ndarray, value: np.ndarray) -> bool:
+    """Returns whether a number was rounded to a float of half of its bits as every device rounds it: once, and neither
+    to an infinity nor to a number so small that some flush it to zero."""
+    if cast.itemsize < 2 or 2 * cast.itemsize != value.itemsize:
+        return False
+    if not (jnp.issubdtype(cast.dtype, jnp.floating) and jnp.issubdtype(value.dtype, jnp.floating)):
+        return False
+    least = float(jnp.finfo(cast.dtype).smallest_normal)
+    return least <= abs(float(cast)) < math.inf and least <= abs(float(value))
 
 
 def _is_transparent(equation: JaxprEqn) -> bool:

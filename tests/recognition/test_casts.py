@@ -13,6 +13,8 @@ from support.catalogue import ODD, bhtd
 from support.compare import compare, compiled, optimized_like_a_user, with_gradients
 
 import autopallas
+from autopallas.graph import Graph
+from autopallas.graph.flatten import flatten
 from autopallas.numerics.casts import counts_exactly, rounds, widens
 
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
@@ -470,6 +472,32 @@ def test_nothing_is_read_through_a_cast_to_a_quantised_or_whole_number(name):
     dtype = jnp.dtype(name)
     assert not rounds(jnp.dtype("float32"), dtype)
     assert not rounds(dtype, jnp.dtype("float32"))
+
+
+@pytest.mark.parametrize("dtype", [bf16, f16])
+def test_a_bound_that_a_function_rounds_is_the_number_that_it_becomes(dtype):
+    """JAX casts the bounds of jnp.clip in a function of its own, and rounds them where it differentiates it anew."""
+    x, w, u, out = (jnp.asarray(np.random.default_rng(i).standard_normal((16, 16)), dtype) for i in range(4))
+
+    def clipped(x, w, u, out):
+        return (jax.nn.silu(jnp.clip(x @ w, max=1.3)) * jnp.clip(x @ u, -0.7, 0.7)) @ out
+
+    compared = compare(clipped, (x, w, u, out))
+    assert compared.complaints == []
+    assert compared.counts("gated_mlp") == 1
+    optimized = optimized_like_a_user(with_gradients(clipped, (x, w, u, out)))
+    optimized(x, w, u, out)
+    found = [(site.op, site.direction) for site in optimized.report().sites if site.op != "respelling"]
+    assert found == [("gated_mlp", "forward+backward")]
+
+
+@pytest.mark.parametrize(
+    ("number", "dtype"), [(1e-6, f16), (7e4, f16), (1e-39, bf16), (3.4028e38, bf16), (0.3, jnp.float8_e4m3fn)]
+)
+def test_a_number_that_devices_may_round_otherwise_stays_a_cast(number, dtype):
+    """One that some flush to zero, one that overflows, and one that is rounded twice on some."""
+    program = jax.make_jaxpr(lambda x: x + jax.jit(lambda n: n.astype(dtype).astype(f32))(number))(f32(1))
+    assert any(node.name == "convert_element_type" for node in Graph(flatten(program)).nodes)
 
 
 CAST_LITERALS = {
