@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from autopallas.compat import Dtype
 from autopallas.kernels.row_norms import RowNormSpec, normalised
@@ -26,7 +27,7 @@ from autopallas.numerics.classes import Numerics
 from autopallas.sites.index_notation import summed_to
 from autopallas.sites.spec import BlockSizes
 
-__all__ = ["APART", "GAINS", "NUMERICS", "OF_ROWS", "TILES", "TURNING", "Arrays", "MomentsKernels", "Rows"]
+__all__ = ["APART", "GAINS", "NUMERICS", "OF_ROWS", "TILES", "TURNING", "Arrays", "MomentsKernels", "Rows", "divisor"]
 
 NUMERICS: Numerics = "tolerance"
 """How the results relate to the original's."""
@@ -124,6 +125,20 @@ class Rows(NamedTuple):
         if name in OF_ROWS:
             return array.reshape(spec.batch, spec.rows, spec.columns)
         return array.reshape(-1, self.groups, array.shape[1]).sum(1) if self.groups > 1 else array
+
+
+def divisor(spec: RowNormSpec, square: Array) -> tuple[Array, Array | None]:
+    """Returns what divides rows whose moment is given, and the factor that epsilon gives to the part of the gradient
+    that passes through it, or None: where epsilon is added to the moment, that part is as it would be without."""
+    epsilon = np.float32(spec.epsilon)
+    before = lax.sqrt(square) if spec.outside else square
+    if not spec.floor:
+        after = before + epsilon
+        return (after, after / before) if spec.outside else (lax.sqrt(after), None)
+    after = jnp.where(before <= epsilon, epsilon, before)  # a NaN stays one
+    # A maximum of equal numbers has half of its gradient from each.
+    passed = jnp.where(before > epsilon, np.float32(1), jnp.where(before == epsilon, np.float32(0.5), np.float32(0)))
+    return (after, passed * after / before) if spec.outside else (lax.sqrt(after), passed)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from autopallas.compat import Dtype
 from autopallas.kernels.gpu import array_bytes, call, mosaic, processors, reason_against, store, unravelled
 from autopallas.kernels.refs import Ref
-from autopallas.kernels.row_moments import APART, OF_ROWS, Arrays, MomentsKernels, Rows
+from autopallas.kernels.row_moments import APART, OF_ROWS, Arrays, MomentsKernels, Rows, divisor
 from autopallas.kernels.row_norms import RowNormSpec
 from autopallas.kernels.row_tiles_gpu import LANES, NARROW, WARPS, Tile
 from autopallas.kernels.row_turns_gpu import reason_against_turning, turned_call
@@ -153,13 +153,12 @@ def _mean(place: _Place, value: Array) -> Array:
     return jnp.sum(value, axis=-1) * np.float32(1 / place.spec.columns)
 
 
-def _moments(place: _Place, x: Array) -> tuple[Array, Array, Array]:
-    """The rows, taken from their means if they are to be; the root of their moment; and what divides them."""
+def _moments(place: _Place, x: Array) -> tuple[Array, Array, Array | None]:
+    """The rows, taken from their means if they are to be, and what :func:`divisor` returns for their moment."""
     spec = place.spec
     centred = x - place.tile.across(_mean(place, x)) if place.kernels.centred else x
     square = jnp.sum(centred * centred, axis=-1) * np.float32(spec.factor / spec.columns)
-    root = lax.sqrt(square if spec.outside else square + np.float32(spec.epsilon))
-    return centred, root, root + np.float32(spec.epsilon) if spec.outside else root
+    return centred, *divisor(spec, square)
 
 
 def _forward(place: _Place, *refs: Ref) -> None:
@@ -173,10 +172,10 @@ def _forward(place: _Place, *refs: Ref) -> None:
         rounded_sum = rows.astype(dtype)
         store(tile.at(results["sum"], model, number), rounded_sum)
         rows = rounded_sum.astype(jnp.float32)
-    centred, _, divisor = _moments(place, rows)
+    centred, divides, _ = _moments(place, rows)
     # Read when the moments are known: the registers of wide rows would not hold all at once.
     scale, shift = (_of_columns(place, operands, name, model) for name in ("scale", "shift"))
-    result = centred * tile.across(np.float32(place.spec.gain) / divisor)
+    result = centred * tile.across(np.float32(place.spec.gain) / divides)
     result = result if scale is None else result * scale
     result = result if shift is None else result + shift
     store(tile.at(results["result"], model, number), result.astype(place.spec.result_dtype))
@@ -208,13 +207,13 @@ def _visit(
     model: Array,
     number: Array,
 ) -> None:
-    """Of y = g x / d, where d = root + c and root^2 = f mean(x^2): dx = g (dy / d - f x mean(dy x) / (d^2 root)), less
-    its mean where x is centred."""
+    """Of y = g x / d, where d^2 = f mean(x^2): dx = g (dy / d - f x mean(dy x) / d^3), whose second term has a factor
+    behind epsilon; less its mean where x is centred."""
     tile = place.tile
     x = _added(place, operands, model, number)
     cotangent = tile.loaded(tile.at(operands["cotangent"], model, number), tile.layout)
-    centred, root, divisor = _moments(place, x)
-    inverse = tile.across(1 / divisor)
+    centred, divides, passed = _moments(place, x)
+    inverse = tile.across(1 / divides)
     normal = centred * inverse
     gain = np.float32(place.spec.gain)
     for name, total in sums.items():
@@ -226,7 +225,7 @@ def _visit(
     of_normal = cotangent if scale is None else cotangent * scale
     # Divided before it is summed, it is finite wherever what it is taken from is.
     along = jnp.sum(of_normal * (normal * np.float32(place.spec.factor / place.spec.columns)), axis=-1)
-    gradient = of_normal - normal * tile.across(along * divisor / root if place.spec.outside else along)
+    gradient = of_normal - normal * tile.across(along if passed is None else along * passed)
     if place.kernels.centred:
         gradient = gradient - tile.across(_mean(place, of_normal))
     gradient = gradient * (inverse if place.spec.gain == 1 else inverse * gain)

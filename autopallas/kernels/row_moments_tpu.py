@@ -26,7 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from autopallas.compat import Dtype
 from autopallas.kernels.refs import Number, Ref
-from autopallas.kernels.row_moments import APART, OF_ROWS, TURNING, Arrays, MomentsKernels, Rows
+from autopallas.kernels.row_moments import APART, OF_ROWS, TURNING, Arrays, MomentsKernels, Rows, divisor
 from autopallas.kernels.row_norms import RowNormSpec
 from autopallas.kernels.tpu import LANES, accumulate, block_bytes, call, generation, reason_against, rounded
 from autopallas.sites.device import Device
@@ -184,12 +184,11 @@ def _added(held: Mapping[str, Ref]) -> Array:
     return x + held["residual"][...].astype(jnp.float32) if "residual" in held else x
 
 
-def _moments(kernels: MomentsKernels, spec: RowNormSpec, wide: Array) -> tuple[Array, Array, Array]:
-    """The rows, taken from their means if they are to be; the root of their moment; and what divides them."""
+def _moments(kernels: MomentsKernels, spec: RowNormSpec, wide: Array) -> tuple[Array, Array, Array | None]:
+    """The rows, taken from their means if they are to be, and what :func:`divisor` returns for their moment."""
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True) if kernels.centred else wide
     square = jnp.sum(centred * centred, axis=-1, keepdims=True) / (spec.columns / spec.factor)
-    root = jnp.sqrt(square if spec.outside else square + spec.epsilon)
-    return centred, root, root + spec.epsilon if spec.outside else root
+    return centred, *divisor(spec, square)
 
 
 def _others(spec: RowNormSpec, rows: Array) -> Array:
@@ -237,8 +236,8 @@ def _forward(
         rounded_sum = rows.astype(results["sum"].dtype)
         results["sum"][...] = rounded_sum
         rows = rounded_sum.astype(jnp.float32)
-    centred, _, divisor = _moments(kernels, spec, rows)
-    result = centred * (spec.gain / divisor)
+    centred, divides, _ = _moments(kernels, spec, rows)
+    result = centred * (spec.gain / divides)
     result = result * held["scale"][...] if "scale" in held else result
     result = result + held["shift"][...] if "shift" in held else result
     result = _turned(spec, held, result) if spec.turns else result
@@ -248,20 +247,20 @@ def _forward(
 def _backward(
     kernels: MomentsKernels, spec: RowNormSpec, place: _Place, read: Sequence[str], written: Sequence[str], *refs: Ref
 ) -> None:
-    """Of y = g x / d, where d = root + c and root^2 = f mean(x^2): dx = g (dy / d - f x mean(dy x) / (d^2 root)), less
-    its mean where x is centred."""
+    """Of y = g x / d, where d^2 = f mean(x^2): dx = g (dy / d - f x mean(dy x) / d^3), whose second term has a factor
+    behind epsilon; less its mean where x is centred."""
     held, results = dict(zip(read, refs, strict=False)), dict(zip(written, refs[len(read) :], strict=True))
     step, inside = pl.program_id(2), place.inside()
     cotangent = held["cotangent"][...].astype(jnp.float32)
     cotangent = _turned_back(spec, held, cotangent) if spec.turns else cotangent
-    centred, root, divisor = _moments(kernels, spec, _added(held))
-    inverse = 1 / divisor
+    centred, divides, passed = _moments(kernels, spec, _added(held))
+    inverse = 1 / divides
     normal = centred * inverse
     if "x" in results:
         of_normal = cotangent * held["scale"][...] if "scale" in held else cotangent
         # Divided before it is summed, it is finite wherever what it is taken from is.
         along = jnp.sum(of_normal * (normal * np.float32(spec.factor / spec.columns)), axis=-1, keepdims=True)
-        gradient = of_normal - normal * (along if not spec.outside else along * divisor / root)
+        gradient = of_normal - normal * (along if passed is None else along * passed)
         if kernels.centred:
             gradient = gradient - jnp.mean(of_normal, axis=-1, keepdims=True)
         gradient = gradient * (inverse if spec.gain == 1 else inverse * spec.gain)

@@ -48,6 +48,8 @@ class RowNormSpec(Spec):
     epsilon: float = 1e-6
     outside: bool = False
     """Whether epsilon is added to the root, and not to the mean."""
+    floor: bool = field(default=False, kw_only=True)
+    """Whether epsilon is the least that the mean, or the root, may be, and is not added."""
     strided: bool = False
     """Whether columns lie apart in the program's arrays, as where channels come first."""
     cos_dtype: Dtype | None = field(default=None, kw_only=True)
@@ -97,7 +99,8 @@ class RowNormSpec(Spec):
             pairs = "neighbours" if self.neighbours else "halves"
             more += f", turned by P={self.positions} H={self.heads} A={self.angles} {self.cos_dtype} {pairs}"
         sizes = f"{batch}M={self.rows} N={self.columns} {self.x_dtype}"
-        return f"{name} {sizes}{given}, epsilon {self.epsilon:.3g}{more}"
+        least = "at least" if self.floor else "epsilon"
+        return f"{name} {sizes}{given}, {least} {self.epsilon:.3g}{more}"
 
 
 def normalised(
@@ -132,7 +135,9 @@ def normalised(
         square = jnp.mean(wide * wide, axis=-1, keepdims=True)
     else:
         square = jnp.sum(wide * wide, axis=-1, keepdims=True) / (spec.columns / spec.factor)
-    root = jnp.sqrt(square) + spec.epsilon if spec.outside else jnp.sqrt(square + spec.epsilon)
+    with_epsilon = jnp.maximum if spec.floor else jnp.add
+    epsilon = jnp.asarray(spec.epsilon, wide.dtype)
+    root = with_epsilon(jnp.sqrt(square), epsilon) if spec.outside else jnp.sqrt(with_epsilon(square, epsilon))
     result = wide / root if spec.gain == 1 else wide / root * spec.gain
     result = result if scale is None else result * scale.astype(wide.dtype)[:, None]
     result = result if shift is None else result + shift.astype(wide.dtype)[:, None]

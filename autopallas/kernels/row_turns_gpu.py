@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from autopallas.compat import Dtype
 from autopallas.kernels.gpu import array_bytes, call, mosaic, processors, store, unravelled
 from autopallas.kernels.refs import Ref
-from autopallas.kernels.row_moments import OF_ROWS, Arrays, MomentsKernels, Rows
+from autopallas.kernels.row_moments import OF_ROWS, Arrays, MomentsKernels, Rows, divisor
 from autopallas.kernels.row_norms import RowNormSpec
 from autopallas.kernels.row_tiles_gpu import LANES, NARROW, WARPS, Tile
 from autopallas.sites.device import Device
@@ -176,15 +176,14 @@ def _rows(place: _Place, operands: Mapping[str, Ref], model: Array, number: Arra
     return reduce(partial(_each, jnp.add), given)
 
 
-def _moments(place: _Place, x: Halves) -> tuple[Halves, Array, Array]:
-    """The rows, taken from their means if they are to be; the root of their moment; and what divides them."""
+def _moments(place: _Place, x: Halves) -> tuple[Halves, Array, Array | None]:
+    """The rows, taken from their means if they are to be, and what :func:`divisor` returns for their moment."""
     spec, across = place.spec, place.tile.across
     if place.kernels.centred:
         mean = across(_along(x) * np.float32(1 / spec.columns))
         x = _each(lambda own: own - mean, x)
     square = _along(_each(lambda own: own * own, x)) * np.float32(spec.factor / spec.columns)
-    root = lax.sqrt(square if spec.outside else square + np.float32(spec.epsilon))
-    return x, root, root + np.float32(spec.epsilon) if spec.outside else root
+    return x, *divisor(spec, square)
 
 
 def _stored(place: _Place, ref: Ref, model: Array, number: Array, halves: Halves, dtype: Dtype) -> None:
@@ -216,8 +215,8 @@ def _forward(place: _Place, *refs: Ref) -> None:
             assert dtype is not None
             _stored(place, results["sum"], model, number, rows, dtype)
             rows = _each(lambda own: own.astype(dtype).astype(jnp.float32), rows)
-        centred, _, divisor = _moments(place, rows)
-        inverse = across(np.float32(spec.gain) / divisor)
+        centred, divides, _ = _moments(place, rows)
+        inverse = across(np.float32(spec.gain) / divides)
         found = _each(lambda own: own * inverse, centred)
         found = _each(jnp.multiply, found, place.shared(operands["scale"], model)) if "scale" in operands else found
         found = _each(jnp.add, found, place.shared(operands["shift"], model)) if "shift" in operands else found
@@ -258,15 +257,15 @@ def _visit(
     number: Array,
 ) -> None:
     """Turns the cotangent back: that of y is the cotangent times the cosine, and the other half's times the sine that
-    it had there.  Of y = g x / d, where d = root + c and root^2 = f mean(x^2): dx = g (dy / d - f x mean(dy x) /
-    (d^2 root)), less its mean where x is centred."""
+    it had there.  Of y = g x / d, where d^2 = f mean(x^2): dx = g (dy / d - f x mean(dy x) / d^3), whose second term
+    has a factor behind epsilon; less its mean where x is centred."""
     spec, tile = place.spec, place.tile
     x = _rows(place, operands, model, number)
     cotangent, (cos, sin) = place.loaded(operands["cotangent"], model, number), turn
     with_sine = _each(jnp.multiply, cotangent, sin)
     cotangent = _each(lambda own, c, other: own * c + other, cotangent, cos, with_sine[::-1])
-    centred, root, divisor = _moments(place, x)
-    inverse = tile.across(1 / divisor)
+    centred, divides, passed = _moments(place, x)
+    inverse = tile.across(1 / divides)
     normal = _each(lambda own: own * inverse, centred)
     gain = np.float32(spec.gain)
     for name, total in sums.items():
@@ -281,7 +280,7 @@ def _visit(
     # Divided before it is summed, it is finite wherever what it is taken from is.
     share = np.float32(spec.factor / spec.columns)
     along = _along(_each(lambda dy, n: dy * (n * share), of_normal, normal))
-    along = tile.across(along * divisor / root if spec.outside else along)
+    along = tile.across(along if passed is None else along * passed)
     gradient = _each(lambda dy, n: dy - n * along, of_normal, normal)
     if place.kernels.centred:
         mean = tile.across(_along(of_normal) * np.float32(1 / spec.columns))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -39,24 +40,27 @@ _CANCELS = (
 _POSITIVE = "Add a small number to the variance, or compute it from the centred rows: jnp.var(x, -1)."
 _TWICE = "a number is added both to the mean of the squares and to its root"
 _ONCE = "Add one number, to the variance or the mean of the squares, before the root is taken."
-_FLOOR = "there is a floor under the mean of the squares or the variance, or under its root"
-_ADDED = "Add a small number instead of the floor, before the root is taken: that is what the kernels compute."
+_FLOORED_TWICE = (
+    "there is a floor under the mean of the squares or the variance, or under its root, and one more number"
+)
+_FLOOR_ALONE = "Leave one of both: a floor under the moment or under its root, or a small number that is added to it."
 _CHOSEN = "another number takes the place of the mean of the squares or the variance, or of its root, such as of a 0"
 _ADDED_ALONE = "Add a small number before the root is taken, and choose none: that is what the kernels compute."
 _STOPPED = "the gradient is stopped inside the normalisation"
 _THROUGH = "Let the gradient run through the mean and the root, as kernels do, or stop that of the rows before them."
 _WIDE = "Cast the rows to float32 before they are squared, and the result back to float16."
 
-Monomial = tuple[int, int, int, int]
-"""Exponents of x, of the mean of x, of the mean of x * x, and of the root."""
+Monomial = tuple[int, int, int, int, int]
+"""Exponents of x, of the mean of x, of the mean of x * x, of the root, and of what has a floor."""
 Polynomial = dict[Monomial, float]
 
-_ONE: Monomial = (0, 0, 0, 0)
-_X: Monomial = (1, 0, 0, 0)
-_MEAN: Monomial = (0, 1, 0, 0)
-_MEAN_OF_MEAN: Monomial = (0, 2, 0, 0)
-_SQUARE: Monomial = (0, 0, 1, 0)
-_ROOT: Monomial = (0, 0, 0, 1)
+_ONE: Monomial = (0, 0, 0, 0, 0)
+_X: Monomial = (1, 0, 0, 0, 0)
+_MEAN: Monomial = (0, 1, 0, 0, 0)
+_MEAN_OF_MEAN: Monomial = (0, 2, 0, 0, 0)
+_SQUARE: Monomial = (0, 0, 1, 0, 0)
+_ROOT: Monomial = (0, 0, 0, 1, 0)
+_RAISED: Monomial = (0, 0, 0, 0, 1)
 
 
 class UnlikeError(Exception):
@@ -71,7 +75,8 @@ def _product(a: Polynomial, b: Polynomial) -> Polynomial:
     result: Polynomial = {}
     for one, p in a.items():
         for other, q in b.items():
-            monomial = (one[0] + other[0], one[1] + other[1], one[2] + other[2], one[3] + other[3])
+            first, second, third, fourth, fifth = map(add, one, other)
+            monomial = first, second, third, fourth, fifth
             result[monomial] = result.get(monomial, 0.0) + p * q
     if len(result) > _MOST_TERMS or any(m[0] > 2 for m in result):
         raise UnlikeError("the rows are normalised by other numbers than their mean and their mean square")
@@ -135,7 +140,7 @@ class Conclusion(NamedTuple):
 
     Attributes:
       centred: whether the mean is subtracted, and the moment is the variance; else it is the mean of squares.
-      epsilon: what is added to the moment, or to the root if ``outside``.
+      epsilon: what is added to the moment, or to the root if ``outside``; with ``floor``, the least that it may be.
       gain, factor: what the rows and the moment are multiplied by.
     """
 
@@ -144,6 +149,7 @@ class Conclusion(NamedTuple):
     outside: bool
     gain: float
     factor: float
+    floor: bool = False
 
 
 class FormReader:
@@ -162,6 +168,7 @@ class FormReader:
         self.reads: dict[int, Ref] = {}
         self._view: object = None
         self._root: Polynomial | None = None
+        self._raised: tuple[Polynomial, float] | None = None  # what has a floor, and the floor
         self._known: dict[object, Form] = {}
         self.centred = False
         self._cancels = False  # whether the square of the mean is subtracted from the mean of the squares
@@ -275,8 +282,7 @@ class FormReader:
                     if floor == 0.0:
                         return one
                     if floor > 0.0:
-                        self.centred = moment[0]
-                        raise Mismatch(_FLOOR, advice=_ADDED)
+                        return self._with_floor(one, moment, floor)
             case "stop_gradient":
                 stopped = forms[0].numerator
                 self.centred = any(m in stopped for m in (_MEAN, _MEAN_OF_MEAN))
@@ -289,6 +295,15 @@ class FormReader:
         root = form.numerator.keys() == {_ROOT} and form.numerator[_ROOT] > 0
         found = _moment(self._root if root and self._root is not None else form.numerator) if form.plain else None
         return None if found is None or found[2] < 0 else found
+
+    def _with_floor(self, form: Form, moment: tuple[bool, float, float], floor: float) -> Form:
+        """Returns what stands for a moment, or its root, that is at least a number."""
+        self.centred = moment[0]
+        raised = form.numerator, floor
+        if moment[2] or self._raised not in (None, raised):
+            raise Mismatch(_FLOORED_TWICE, advice=_FLOOR_ALONE)
+        self._raised = raised
+        return Form({_RAISED: 1.0})
 
     def _squared(self, at: Ref, form: Form) -> Form:
         """Returns the form; raises Mismatch if it holds squares, of x or of its mean, or means of squares in
@@ -372,7 +387,7 @@ class FormReader:
         count = math.prod(self.space.sizes[atom] for atom in self.columns)
         result: Polynomial = {}
         for (power, *others), coefficient in form.numerator.items():
-            monomial = (0, others[0] + (power == 1), others[1] + (power == 2), others[2])
+            monomial = 0, others[0] + (power == 1), others[1] + (power == 2), others[2], others[3]
             result[monomial] = result.get(monomial, 0.0) + coefficient * count
         return Form(_tidy(result))
 
@@ -386,12 +401,15 @@ class FormReader:
         gain, mean = numerator.pop(_X, 0.0), numerator.pop(_MEAN, 0.0)
         if numerator or gain == 0 or not (mean == 0 or _near(-mean, gain)):
             raise UnlikeError("the rows are not just centred and scaled")
+        base, floor = self._without_floor(base)
         outside, of_root, after = False, 1.0, 0.0
         if form.exponent == -1.0 and _ROOT in base and self._root is not None:
             of_root, after, outside = base.pop(_ROOT), base.pop(_ONE, 0.0), True
             if base or of_root <= 0:
                 raise UnlikeError("the rows are divided by another number than the root of a mean")
-            base = self._root
+            base = dict(self._root)
+            if _RAISED in base:
+                raise Mismatch(_FLOORED_TWICE, advice=_FLOOR_ALONE)
         elif form.exponent != -0.5:
             raise UnlikeError("the rows are divided by another number than the root of a mean")
         moment = _moment(base)
@@ -401,17 +419,31 @@ class FormReader:
         self.centred = centred
         if outside and added:
             raise Mismatch(_TWICE, advice=_ONCE)
-        factor, epsilon = factor * of_root**2, after if outside else added
+        factor, epsilon = factor * of_root**2, (after if outside else added) if floor is None else floor
         if epsilon < 0:
             raise UnlikeError("a positive number is subtracted from the mean")
         if self._cancels and centred and not epsilon:
             raise Mismatch(_CANCELS, advice=_POSITIVE)
         if _about(gain / math.sqrt(factor), 1.0):  # then it is a norm by the mean, whose epsilon is a part of this one
-            return Conclusion(centred, epsilon / (math.sqrt(factor) if outside else factor), outside, 1.0, 1.0)
+            epsilon /= math.sqrt(factor) if outside else factor
+            return Conclusion(centred, epsilon, outside, 1.0, 1.0, floor is not None)
         count = math.prod(self.space.sizes[atom] for atom in self.columns)
         gain = next((exact for exact in (1.0, -1.0, math.sqrt(count)) if _about(gain, exact)), gain)
         factor = next((exact for exact in (1.0, float(count)) if _about(factor, exact)), factor)
-        return Conclusion(centred, epsilon, outside, gain, factor)
+        return Conclusion(centred, epsilon, outside, gain, factor, floor is not None)
+
+    def _without_floor(self, base: Polynomial) -> tuple[Polynomial, float | None]:
+        """Returns what stands under the floor of a polynomial, and the floor; the polynomial and None where there is
+        none."""
+        if _RAISED not in base or self._raised is None:
+            return dict(base), None
+        raised, floor = self._raised
+        times = base[_RAISED]
+        if len(base) > 1:
+            raise Mismatch(_FLOORED_TWICE, advice=_FLOOR_ALONE)
+        if times <= 0:
+            raise UnlikeError("the rows are divided by a number that is not positive")
+        return {monomial: times * q for monomial, q in raised.items()}, times * floor
 
 
 def before_layout(space: Space, ref: Ref, value: int) -> Ref:

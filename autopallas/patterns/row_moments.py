@@ -168,7 +168,7 @@ def _match(graph: Graph, op: str, spec: Callable[..., Spec], one: Normalisation)
     dtypes = {f"{name}_dtype": None if ref is None else graph.dtype(ref.value) for name, ref in operands.items()}
     sizes = {"batch": 0, "rows": 0, "columns": 0}  # filled in from the site
     dtypes["result_dtype"] = graph.dtype(one.result.outputs[0])
-    numbers = {"epsilon": one.numbers.epsilon, "outside": one.numbers.outside}
+    numbers = {"epsilon": one.numbers.epsilon, "outside": one.numbers.outside, "floor": one.numbers.floor}
     if not one.numbers.centred:
         numbers |= {"gain": one.numbers.gain, "factor": one.numbers.factor}
     if turn is not None:

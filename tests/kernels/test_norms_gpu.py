@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_declared_kernels import check, interpreted, operands_of
+from test_declared_kernels import both, check, interpreted, operands_of
 
 from autopallas import compat
 from autopallas.sites.device import Device
@@ -51,6 +51,30 @@ def test_epsilon_outside_of_the_root(op, rows):
 def test_rows_divided_by_their_norm_and_multiplied(implementation, outside, gain, factor):
     given = operands_of("rms_norm", "all", (1, 8, 256), "float32")
     check("rms_norm", implementation, given, gain=gain, factor=factor, outside=outside, epsilon=1e-3)
+
+
+@each_norm
+@pytest.mark.parametrize("implementation", ["pallas_gpu", "pallas_tpu"])
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_floor_in_the_place_of_epsilon(op, implementation, outside):
+    """Rows above, at and below the floor: at it, the gradient has half of what passes through the moment."""
+    given = operands_of(op, "required", (1, 8, 256), "float32")
+    at = jnp.tile(jnp.asarray([0.5, -0.5], jnp.float32), 128)  # its moment is 1/4, its root 1/2
+    given["x"] = given["x"].at[0, 1].mul(1e-3).at[0, 2].set(at).at[0, 5].mul(1e-12)
+    check(op, implementation, given, outside=outside, floor=True, epsilon=0.5 if outside else 0.25)
+
+
+@each_norm
+@pytest.mark.parametrize("implementation", ["pallas_gpu", "pallas_tpu"])
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_row_with_a_nan_is_not_raised_to_the_floor(op, implementation, outside):
+    given = operands_of(op, "required", (1, 8, 256), "float32")
+    given["x"] = given["x"].at[0, 3, 7].set(jnp.nan)
+    with interpreted(implementation):
+        found = both(op, implementation, given, outside=outside, floor=True, epsilon=0.5)
+    for name in ("result", "x"):
+        np.testing.assert_array_equal(np.isnan(found[name][0]).all(-1), np.arange(8) == 3)
+        np.testing.assert_array_equal(np.isnan(found[name][0]).any(-1), np.arange(8) == 3)
 
 
 @each_norm

@@ -137,6 +137,7 @@ def test_values_and_gradients_on_a_gpu(op, name):
 def test_gain_factor_and_epsilon_outside(implementation, cases):
     more = {"gain": 0.5, "factor": 128.0, "outside": True, "epsilon": 1e-3}
     check("rms_norm", implementation, *site("rms_norm", **cases["heads last"], **more))
+    check("rms_norm", implementation, *site("rms_norm", **cases["heads last"], **more | {"floor": True}))
 
 
 def test_columns_that_are_not_turned_stay_infinite_or_not():

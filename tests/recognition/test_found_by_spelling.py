@@ -223,8 +223,8 @@ def two_numbers(x):
     return (x - x.mean(-1, keepdims=True)) / (jnp.sqrt(x.var(-1, keepdims=True) + 1e-5) + 1e-3)
 
 
-def floor(x):
-    return x * lax.rsqrt(jnp.maximum(jnp.mean(x * x, -1, keepdims=True), 1e-2))
+def floor_and_number(x):
+    return x * lax.rsqrt(jnp.maximum(jnp.mean(x * x, -1, keepdims=True), 1e-2) + 1e-2)
 
 
 def stopped_variance(x):
@@ -235,7 +235,7 @@ def stopped_variance(x):
     "norm, op, reason",
     [
         (two_numbers, "layer_norm", "both to the mean of the squares and to its root"),
-        (floor, "rms_norm", "a floor under the mean of the squares"),
+        (floor_and_number, "rms_norm", "a floor under the mean of the squares"),
         (stopped_variance, "layer_norm", "the gradient is stopped"),
     ],
 )

@@ -53,6 +53,10 @@ LAYER = {
     "std": lambda x, g, b: g * (x - mean(x)) / (x.std(-1, keepdims=True) + 1e-5) + b,
     "standardize": lambda x, g, b: jax.nn.standardize(x) * g + b,
     "centred once": lambda x, g, b: (lambda c: c * lax.rsqrt(mean(c * c) + 1e-5))(x - mean(x)) * g + b,
+    "a floor under the variance": lambda x, g, b: (
+        (x - mean(x)) * lax.rsqrt(jnp.maximum(x.var(-1, keepdims=True), 1e-5)) * g + b
+    ),
+    "a floor under the deviation": lambda x, g, b: (x - mean(x)) / jnp.clip(x.std(-1, keepdims=True), 1e-5) * g + b,
     "in float32": in_float32(lambda x, g, b: (x - mean(x)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)),
     "scaled apart": scaled_apart,
     "scaled apart, fast variance": lambda x, g, b: scaled_apart(x, g, b, lambda x: mean(x * x) - mean(x) ** 2),
@@ -176,7 +180,7 @@ LOOK_ALIKES = {
     "centred, mean square": lambda x, g: (x - mean(x)) / jnp.sqrt(mean(x * x) + 1e-5) * g,
     "a cube root": lambda x, g: x * jnp.power(mean(x * x) + 1e-6, -1 / 3) * g,
     "absolute values": lambda x, g: x / (mean(jnp.abs(x)) + 1e-6) * g,
-    "a floor": lambda x, g: x / jnp.maximum(jnp.sqrt(mean(x * x)), 1e-3) * g,
+    "a floor and an epsilon": lambda x, g: x / (jnp.maximum(jnp.sqrt(mean(x * x)), 1e-3) + 1e-3) * g,
     "the mean of a part": lambda x, g: x * lax.rsqrt(mean(x[..., :16] ** 2) + 1e-6) * g,
     "squared mean": lambda x, g: x * lax.rsqrt(mean(x) ** 2 + 1e-6) * g,
     "less epsilon": lambda x, g: x * lax.rsqrt(mean(x * x) - 1e-6) * g,

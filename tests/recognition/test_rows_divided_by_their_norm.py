@@ -38,6 +38,17 @@ NORMS = {
         lambda x, g: 0.5 * x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-3) * g,
         (0.5, 1.0, 1e-3, False),
     ),
+    "a floor under the norm": (lambda x, g: x / jnp.maximum(norm(x), 1e-3) * g, (1.0, N, 1e-3, True)),
+    "a floor under the squares": (lambda x, g: x * lax.rsqrt(jnp.maximum(1e-3, squares(x))) * g, (1.0, N, 1e-3, False)),
+    "a floor under the root of the mean": (
+        lambda x, g: g * x / jnp.clip(jnp.sqrt(squares(x) / N), 1e-3),
+        (1.0, 1.0, 1e-3, True),
+    ),
+    "a floor under a multiple of the mean": (
+        lambda x, g: x / jnp.sqrt(4 * jnp.maximum(squares(x) / N, 1e-3)) * g,
+        (1.0, 4.0, 4e-3, False),
+    ),
+    "a floor, times a number": (lambda x, g: x / jnp.maximum(norm(x), 1e-3) * (3.0 * g), (1.0, N, 1e-3, True)),
     "a product": (
         lambda x, g: x * lax.rsqrt(jnp.einsum("...d,...d->...", x, x) + 1e-3)[..., None] * (1 + g),
         (1.0, N, 1e-3, False),
@@ -74,6 +85,7 @@ def test_its_numbers_are_those_of_the_program(name):
     given = [site.spec[name] for name in ("gain", "factor", "epsilon")]
     np.testing.assert_allclose(given, (gain, factor, epsilon), rtol=1e-6)
     assert site.spec["outside"] is outside
+    assert site.spec["floor"] is ("floor" in name)
 
 
 PLAIN = {
@@ -118,7 +130,25 @@ def test_transforms(name, form):
     assert compared.counts("rms_norm") == 1
 
 
-@pytest.mark.parametrize("name", ["norm", "epsilon after the norm", "epsilon before the root", "times a number"])
+@pytest.mark.parametrize("name", ["a floor under the norm", "a floor under the squares"])
+def test_rows_at_their_floor_have_half_of_a_gradient(name):
+    """JAX gives each of two equal numbers half of the gradient of their maximum."""
+    function = {
+        "a floor under the norm": lambda x, g: x / jnp.maximum(norm(x), 2.0) * g,
+        "a floor under the squares": lambda x, g: x * lax.rsqrt(jnp.maximum(squares(x), 4.0)) * g,
+    }[name]
+    x = array(3, 16).at[1].set(0.5).at[2].mul(1e-2)
+    arguments = x, array(16, seed=1)
+    compared = compare(function, arguments)
+    assert compared.complaints == []
+    assert compared.counts("rms_norm") == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["norm", "epsilon after the norm", "epsilon before the root", "times a number", "a floor under the norm",
+     "a floor under the squares"],
+)  # fmt: skip
 def test_rows_of_zeros_infinities_and_numbers_whose_squares_are_none(name):
     function, _ = NORMS[name]
     x, g = array(2, 7, N), array(N, seed=1)
@@ -151,8 +181,18 @@ def test_numbers_of_any_size_in_float64():
 
 
 LOOK_ALIKES = {
-    "a floor under the norm": lambda x, g: x / jnp.maximum(norm(x), 1e-6) * g,
-    "a floor under the squares": lambda x, g: x * lax.rsqrt(jnp.maximum(squares(x), 1e-6)) * g,
+    "a floor and an epsilon": lambda x, g: x / (jnp.maximum(norm(x), 1e-3) + 1e-3) * g,
+    "an epsilon and a floor": lambda x, g: x / jnp.maximum(jnp.sqrt(squares(x) + 1e-3), 0.1) * g,
+    "a floor under the root and one under the squares": (
+        lambda x, g: x / jnp.maximum(jnp.sqrt(jnp.maximum(squares(x), 1e-3)), 0.1) * g
+    ),
+    "a floor for each row": lambda x, g: x / jnp.maximum(norm(x), g[:7, None]),
+    "a floor that is trained": lambda x, g: x / jnp.maximum(norm(x), g[0]),
+    "a ceiling": lambda x, g: x / jnp.minimum(norm(x), 3.0) * g,
+    "a floor and a ceiling": lambda x, g: x / jnp.clip(norm(x), 1e-3, 3.0) * g,
+    "the squares under a floor as divisor": lambda x, g: x / jnp.maximum(squares(x), 1e-3) * g,
+    "the root of the norm under a floor": lambda x, g: x / jnp.sqrt(jnp.maximum(norm(x), 1e-3)) * g,
+    "a negative floor": lambda x, g: x / jnp.maximum(norm(x), -1.0) * g,
     "clipped": lambda x, g: x * jnp.minimum(1.0, 3.0 / norm(x)) * g,
     "clipped by a choice": lambda x, g: jnp.where(norm(x) < 3.0, x, x / norm(x) * 3.0),
     "a safe norm": lambda x, g: x / jnp.where(norm(x) == 0, 1.0, norm(x)),
@@ -176,9 +216,9 @@ def test_look_alikes_are_left_alone(name):
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("a floor under the norm", "floor"), ("a floor under the squares", "floor"), ("a safe norm", "such as of a 0")],
+    [("a floor and an epsilon", "floor"), ("an epsilon and a floor", "floor"), ("a safe norm", "such as of a 0")],
 )
-def test_a_floor_and_a_choice_are_near_misses_that_say_so(name, reason):
+def test_a_floor_beside_an_epsilon_and_a_choice_are_near_misses_that_say_so(name, reason):
     report = autopallas.explain(LOOK_ALIKES[name], array(2, 7, N), array(N, seed=1))
     assert [(miss.op, reason in miss.reason) for miss in report.near_misses] == [("rms_norm", True)]
 
