@@ -453,6 +453,18 @@ def flow(q, k, v):
     return log_volume - jnp.sum(x * x, -1) / 2
 
 
+def flow_with_a_product(q, k, v):
+    """A coupling layer, and a product that mixes what it gives, for several examples of one model."""
+    x, w = q[0, 0], k[0, 0]
+    hidden = jnp.tanh(x @ w.T)
+    return (v[0, 0, :1, :1] * hidden * jnp.exp(jnp.tanh(hidden @ w @ w.T)) + hidden) @ v[0, 0]
+
+
+def scaled_features(q, k, v):
+    x, w = q[0, 0], k[0, 0]
+    return (jnp.cos(x @ w.T) * jnp.exp(jnp.tanh(x @ w.T))) @ v[0, 0]
+
+
 def focal_loss(q, k, v):
     logits = q @ k.mT
     wrong = jax.nn.sigmoid(-logits)
@@ -495,6 +507,8 @@ def random_features(q, k, v):
         chosen_without_weights,
         expert_of_its_own,
         flow,
+        flow_with_a_product,
+        scaled_features,
         focal_loss,
         rendered_volume,
         sampled_code,

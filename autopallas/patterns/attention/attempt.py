@@ -71,6 +71,9 @@ class Attempt:
         self.is_batched_alike = True
         """Whether queries and keys have axes of the batch, if values have: a matrix that all examples share gives
         features, as those of linear attention, and no scores."""
+        self.is_plain = True
+        """Whether the weights are no more than masked exponentials; features that a flow scales and shifts by
+        exponentials are more."""
         self._chosen: int | None = None  # among several contractions under the exponential, the one taken as scores
         self._others: list[int] = []
         self._joins = False  # whether what is proved is one of several blocks of keys
@@ -196,6 +199,7 @@ class Attempt:
           SeveralMaps: something that is added is no softmax.
           Mismatch: something else about the sum cannot be described.
         """
+        self.is_plain = False
         scope = Scope(self.graph)
         root = node.outputs[0]
         top = scope.space.full(root)
@@ -300,6 +304,8 @@ class Attempt:
                 "afterwards.",
             )
         found = softmax.exponential(weights)
+        if any(factor.kind in ("multiply", "divide") for factor in found.weights):
+            self.is_plain = False
         for sign, factor in outside:
             found.rows += [t.scaled(sign) for t in softmax.log(factor)]
         normaliser, rest, row = self._prove(softmax, found)

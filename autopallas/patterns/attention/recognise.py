@@ -309,6 +309,6 @@ class _Proofs:
                 operand=mismatch.operand,
                 advice=mismatch.advice,
                 values=attempt.has_values,
-                bare=isinstance(mismatch, NoNormaliser) and attempt.is_batched_alike,
+                bare=isinstance(mismatch, NoNormaliser) and attempt.is_batched_alike and attempt.is_plain,
             )
         return _Outcome(attempt.scope.score, None if draft is None else draft.proved, draft=draft)
