@@ -246,6 +246,11 @@ TRANSITIONS = (
     "Where the matrix is an identity or a diagonal and outer products, write these in the step: state - rate * "
     "key[:, None] * (key @ state)[None, :]. What it consists of is not looked for before the loop."
 )
+CASCADE = (
+    "Where the numbers stay the same from step to step, and the matrix has real eigenvalues p and r, two loops of the "
+    "first order give the same, one after the other: g = p * g + x, then h = r * h + g, for y = (p + r) * y1 - p * r * "
+    "y2 + x. Otherwise nothing has to be changed: such a loop stays as it is."
+)
 READOUT = "Read the state by one sum over all its rows, query @ state, and compute the rest from the result."
 OWN_ROWS = (
     "Write one whole row in each step, at a position that follows from the number of the step alone, and read of those "

@@ -113,7 +113,7 @@ def transposed(x: Array) -> Array:
     return lax.scan(step, zeros(D, D), x)[1]
 
 
-@refused(x, reason="on each other")
+@refused(x, reason="on each other: all of it together is multiplied by a matrix")
 def coupled(x: Array) -> Array:
     def step(carried: Any, x: Array) -> Any:
         place, speed = carried
@@ -133,7 +133,7 @@ def clipped(x: Array) -> Array:
     return lax.scan(step, zeros(B, D), x)[1]
 
 
-@refused(x, normal(D, 4 * D), normal(D, 4 * D), reason="on each other")
+@refused(x, normal(D, 4 * D), normal(D, 4 * D), reason="not by sums and products")
 def lstm(x: Array, wx: Array, wh: Array) -> Array:
     def step(carried: Any, x: Array) -> Any:
         h, c = carried

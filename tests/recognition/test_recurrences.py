@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from support.compare import compare, optimized_like_a_user, with_gradients
 
 import autopallas
@@ -728,3 +729,25 @@ def test_loops_that_hardly_differ_are_told_apart(first, second):
         outcome = compare(function, (gate, k / 3, v, q), **ONLY)
         assert outcome.complaints == []
         assert {site.verdict for site in outcome.report.sites} == {"applied"}
+
+
+def test_the_advice_for_a_filter_of_the_second_order_is_followed_and_recognised():
+    x, (p, r) = jnp.asarray(np.random.default_rng(0).standard_normal((64, 3)), jnp.float32), (0.9, -0.4)
+
+    def filtered(x):
+        def step(carried, x):
+            y = (p + r) * carried[0] - p * r * carried[1] + x
+            return (y, carried[0]), y
+
+        return lax.scan(step, (jnp.zeros(3), jnp.zeros(3)), x)[1]
+
+    def cascade(x):
+        for number in (p, r):
+            x = lax.scan(lambda h, x, a=number: (a * h + x, a * h + x), jnp.zeros(3), x)[1]
+        return x
+
+    np.testing.assert_allclose(cascade(x), filtered(x), rtol=1e-4, atol=1e-5)
+    (miss,) = autopallas.explain(filtered, x).near_misses
+    assert "filter of the second order" in miss.reason
+    assert "g = p * g + x" in miss.advice
+    assert [site.op for site in autopallas.explain(cascade, x).sites] == ["recurrence", "recurrence"]

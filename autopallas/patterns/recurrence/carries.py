@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from autopallas.compat import Var
 from autopallas.graph.indexed_arrays import WRITES
 from autopallas.kernels.recurrence.structure import Known
-from autopallas.patterns.advice import OWN_ROWS, STATE
+from autopallas.patterns.advice import CASCADE, OWN_ROWS, STATE
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.recurrence.interpret import Interpretation, Opaque
 from autopallas.patterns.recurrence.step import Step
@@ -63,9 +63,9 @@ def carries_of(step: Step) -> Carries:
         if not states and any(_is_written(step, place) for place in nonlinear):
             raise Mismatch(_INDEXED, advice=OWN_ROWS)
         if not states:
-            raise Mismatch(
-                "; ".join(dict.fromkeys(reasons.values())) or "what it carries depends on each other", advice=STATE
-            )
+            if reasons:
+                raise Mismatch("; ".join(dict.fromkeys(reasons.values())), advice=STATE)
+            raise _coupled(step, left, [value.carry for value in known])
         found = interpreted(step, states, [value.carry for value in known])
         opaque = {p: u.reason for p in states for u in found.updates[p] if isinstance(u, Opaque)}
         reasons |= opaque
@@ -85,12 +85,27 @@ def carries_of(step: Step) -> Carries:
     return Carries(states, known, last, found, reasons)
 
 
+_COUPLED = "what it carries depends on each other"
 _WAITING = "a carried value is computed from another one that depends on itself"
 _LARGE = "whose values in all steps would take more memory than anything that the loop reads"
 _INDEXED = (
     "an array that it carries is not written by whole rows, in each step its own, which others read a fixed number of "
     "steps later or not at all"
 )
+
+
+def _coupled(step: Step, states: Sequence[int], known: Sequence[int]) -> Mismatch:
+    """Returns that carried values depend on each other, with the reason why they are not affine in all of them, or that
+    they are."""
+    updates = Interpretation(step, states, known).updates.values()
+    reasons = [own.reason for every in updates for own in every if isinstance(own, Opaque)]
+    if reasons:
+        return Mismatch(f"{_COUPLED}, and not by sums and products of whole arrays alone: {reasons[0]}", advice=STATE)
+    return Mismatch(
+        f"{_COUPLED}: all of it together is multiplied by a matrix from step to step, as in a filter of the second "
+        "order",
+        advice=CASCADE,
+    )
 
 
 def _is_small(step: Step, place: int) -> bool:
