@@ -137,6 +137,10 @@ LOGITS_RETURNED = (
     "jax.lax.stop_gradient around these; or, where that gradient is needed, take the weight's in the same function: "
     "one kernel gives both."
 )
+MATRIX = (
+    "Let the vector be a matrix of one column, (x @ w[:, None])[..., 0]: then the gradient is a product with it, which "
+    "is recognised."
+)
 LOGITS_ONCE = (
     "Read the logits for a log-softmax, labels and an argmax alone; compute what else is wanted of them in a separate "
     "function."
@@ -152,6 +156,10 @@ NO_LOOP_OVER_KEYS = (
 )
 ONE_LABEL = (
     "Pick one logit per row, with jnp.take_along_axis(logits, labels[..., None], -1), or with a one_hot and a sum."
+)
+OWN_PRODUCTS = (
+    "Give each loss a product of its own: where the start and the end of a span are two columns of one product, (x @ "
+    "w[:, :1])[..., 0] and (x @ w[:, 1:])[..., 0], each with its softmax over the positions, are recognised."
 )
 SAME_HEADS = (
     "Give all heads the same rows and the same vocabulary, in the same order, before the loss reads their logits "

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 from jax.nn import log_softmax, logsumexp, softmax
 from support.catalogue import array, registry
-from support.compare import compare
+from support.compare import compare, optimized_like_a_user
 
 B, T, D, V, K = 2, 6, 5, 9, 4
 
@@ -218,3 +218,39 @@ def test_a_memory_that_one_query_reads_is_no_loss():
     compared = compare(addressed, args)
     assert compared.complaints == []
     assert compared.counts("cross_entropy") == 0
+
+
+def spans(product):
+    """The start and the end of a span, each with its softmax over the positions."""
+
+    def loss(x, w):
+        start, end = product(jnp.tanh(x), w)
+        return -log_softmax(start)[:, 1].mean() - log_softmax(end)[:, 3].mean()
+
+    return loss
+
+
+SPANS = {
+    "two columns of one product": (lambda x, w: ((x @ w)[..., 0], (x @ w)[..., 1]), None),
+    "a split product": (lambda x, w: [z[..., 0] for z in jnp.split(x @ w, 2, -1)], "in parts, each apart"),
+    "a vector": (lambda x, w: (x @ w[:, 0],) * 2, "a vector gives the logits"),
+    "products of their own": (lambda x, w: ((x @ w[:, :1])[..., 0], (x @ w[:, 1:])[..., 0]), None),
+}
+
+
+@pytest.mark.parametrize("name", SPANS)
+def test_spans_are_found_where_each_end_has_a_product_and_say_so_otherwise(name):
+    product, reason = SPANS[name]
+    args = [array(B, T, D, seed=1), array(D, 2, seed=2)]
+    compared = compare(spans(product), args)
+    assert compared.complaints == []
+    step = optimized_like_a_user(jax.grad(spans(product), (0, 1)))
+    jax.make_jaxpr(lambda *own: step(*own))(*args)
+    report = step.report()
+    said = {miss.reason for miss in report.near_misses if miss.op == "cross_entropy"}
+    if reason is None:
+        assert (report.counts()["cross_entropy"], said) == (2, set())
+    else:
+        assert report.counts()["cross_entropy"] == 0
+        assert all(reason in one for one in said)
+        assert said

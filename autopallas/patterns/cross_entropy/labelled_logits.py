@@ -10,7 +10,7 @@ import numpy as np
 
 from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.labels import Atom, Dimension, View
-from autopallas.patterns.advice import BETWEEN_LOGITS, ONE_LABEL, PRECISION, SAME_HEADS, WHOLE_ROWS
+from autopallas.patterns.advice import BETWEEN_LOGITS, ONE_LABEL, OWN_PRODUCTS, PRECISION, SAME_HEADS, WHOLE_ROWS
 from autopallas.patterns.expressions import Scope, precision_of
 from autopallas.patterns.match import Mismatch
 
@@ -198,6 +198,8 @@ class LabelledLogits:
             own = scratch.resolve(own)
             groups = self.space.cut(atoms, [scratch.sizes[a] for a in own])
             if own_offset != offset or groups is None or scratch.extent(own) != self.space.extent(atoms):
+                if set(self.resolved(atoms)).isdisjoint(self.resolved(self.vocabulary)):
+                    raise Mismatch("the loss reads the rows of one product in parts, each apart", advice=OWN_PRODUCTS)
                 raise Mismatch("a part of the logits is used apart from the rest", advice=WHOLE_ROWS)
             for atom, (_, group) in zip(own, groups, strict=True):
                 if atom in meaning:

@@ -35,6 +35,7 @@ from autopallas.patterns.advice import (
     JOINED,
     LOGITS_APART,
     LOGITS_RETURNED,
+    MATRIX,
     OF_PIXELS,
     ROWS_BEFORE,
 )
@@ -486,6 +487,10 @@ def _match(
     said = dict.fromkeys(node.body.assumed.get(variable) for node in nodes for variable in node.equation.outvars)
     assumptions += tuple(text for text in said if text and not (text is PROMISED and region.products))
     if left:
+        outer = [n for n in left if _is_outer(graph, region, n)]
+        if outer:
+            where = jaxprs.location(graph.definitions[min(outer)].equation)
+            raise Mismatch(f"a vector gives the logits, whose gradient is multiplied by it at {where}", advice=MATRIX)
         advice = LOGITS_APART if left.isdisjoint(graph.returned) else LOGITS_RETURNED
         raise Mismatch(_escape(graph, region, left), advice=advice)
     return Match(
@@ -511,6 +516,13 @@ def _passes(graph: Graph, region: Region, before: Set[int]) -> tuple[list[Match]
     given |= {number for number in before if not region.scope.depends(number)}
     asked = region.inside - region.shared
     return found, asked & surviving(graph, given, least=min(asked, default=0))
+
+
+def _is_outer(graph: Graph, region: Region, number: int) -> bool:
+    """Returns whether a value is a product of more elements than the logits have, without a sum."""
+    node = graph.definitions.get(number)
+    size = math.prod(graph.shape(region.logits))
+    return node is not None and is_product(node) and math.prod(graph.shape(number)) > size
 
 
 def _escape(graph: Graph, region: Region, left: Set[int]) -> str:
