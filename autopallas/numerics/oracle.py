@@ -30,7 +30,7 @@ from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, JaxprLike, Liter
 from autopallas.numerics.promote import FROZEN, Value, decided, equation_twice, is_float, quiet
 from autopallas.numerics.rounding import EXACT_PRIMITIVES
 
-__all__ = ["Oracle"]
+__all__ = ["Oracle", "without_callbacks"]
 
 _CALLS = jaxprs.CHECKPOINTS | frozenset(
     {
@@ -47,6 +47,20 @@ _CALLS = jaxprs.CHECKPOINTS | frozenset(
 """Equations whose one body computes their results from their operands."""
 _SILENT = frozenset({"debug_callback", "debug_print"})
 """Equations that exist only for their effect, which a check must not repeat."""
+
+
+def without_callbacks(program: JaxprLike) -> JaxprLike:
+    """Returns a jaxpr without the equations that exist only for their effect; the same jaxpr if there are none."""
+    jaxpr, consts = jaxprs.open_jaxpr(program)
+    if not jaxpr.effects:
+        return program
+    heard = [e for e in jaxpr.eqns if not _is_silent(e)]
+    equations = [jaxprs.with_bodies(e, without_callbacks) for e in heard]
+    return jaxprs.rebuild(program, jaxpr.constvars, consts, jaxpr.invars, jaxpr.outvars, equations)
+
+
+def _is_silent(equation: JaxprEqn) -> bool:
+    return equation.primitive.name in _SILENT and not equation.outvars
 
 
 _Packed: TypeAlias = Sequence[tuple[jax.Array, ...]]
@@ -137,7 +151,7 @@ class Oracle:
 
     def _equation(self, equation: JaxprEqn, values: list[Value]) -> list[Value]:
         name = equation.primitive.name
-        if name in _SILENT and not equation.outvars:
+        if _is_silent(equation):
             return []
         if name in _CALLS:
             ((_, _, body),) = jaxprs.bodies(equation)

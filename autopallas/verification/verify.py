@@ -16,7 +16,7 @@ from autopallas.arguments import Static, join, split
 from autopallas.compat import Array, ArrayFunction, ClosedJaxpr, JaxprLike, PyTree
 from autopallas.errors import VerificationError
 from autopallas.numerics.compare import Comparison, compare, tolerance_of
-from autopallas.numerics.oracle import Oracle
+from autopallas.numerics.oracle import Oracle, without_callbacks
 from autopallas.numerics.promote import quiet
 from autopallas.options import callable_given, resolve
 from autopallas.pipeline import OptimizedFunction, inside, rewrite
@@ -113,8 +113,10 @@ def check(fn: ArrayFunction, args: Sequence[PyTree], kwargs: dict[str, PyTree]) 
         reason = "not run: the function reads or writes mutable arrays (jax.Ref) that it does not make itself"
         return Verification((), (), True, replaced, (reason,))
     with quiet():
-        own = jax.block_until_ready(jax.jit(compat.jaxpr_as_fun(original))(*arrays))
-        ours = jax.block_until_ready(jax.jit(compat.jaxpr_as_fun(rewritten))(*arrays))
+        own, ours = (
+            jax.block_until_ready(jax.jit(compat.jaxpr_as_fun(without_callbacks(program)))(*arrays))
+            for program in (original, rewritten)
+        )
     outputs, notes = judged(original, rewritten, names, arrays, own, ours)
     ok = all(c.ok for c in outputs)
     sites: Sequence[SiteCheck] = ()
@@ -156,7 +158,7 @@ def judged(
     doubtful = [i for i, c in enumerate(outputs) if not c.ok and not c.non_finite]
     if doubtful:
         with quiet():
-            run = jax.jit(compat.jaxpr_as_fun(original))
+            run = jax.jit(compat.jaxpr_as_fun(without_callbacks(original)))
             steps = {_precision(own[i].dtype, reached[i]) for i in doubtful}
             perturbed = {step: [run(*_perturbed(arrays, seed, step)) for seed in range(_SAMPLES)] for step in steps}
         for i in doubtful:

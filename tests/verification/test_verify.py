@@ -317,6 +317,22 @@ def test_functions_with_effects_are_not_run_again():
     assert "io_callback" in verification.notes[0]
 
 
+def test_what_is_told_to_the_host_is_told_once_for_a_checked_call():
+    seen = []
+
+    def loss(q, k, v):
+        def layer(x, i):
+            x = attend(x, k, v)
+            jax.debug.callback(lambda i: seen.append(int(i)), i, ordered=True)
+            return x, None
+
+        return jnp.sum(jax.lax.scan(layer, q, jnp.arange(3))[0] ** 2)
+
+    jax.block_until_ready(always(jax.value_and_grad(loss), verify=True)(Q, K, V))
+    jax.effects_barrier()
+    assert seen == [0, 1, 2]
+
+
 def test_under_a_trace_verify_says_what_it_needs():
     with pytest.raises(ValueError, match="values of its arguments"):
         jax.jit(lambda q: autopallas.verify(attend, q, K, V))(Q)
