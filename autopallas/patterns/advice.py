@@ -158,8 +158,9 @@ ONE_LABEL = (
     "Pick one logit per row, with jnp.take_along_axis(logits, labels[..., None], -1), or with a one_hot and a sum."
 )
 OWN_PRODUCTS = (
-    "Give each loss a product of its own: where the start and the end of a span are two columns of one product, (x @ "
-    "w[:, :1])[..., 0] and (x @ w[:, 1:])[..., 0], each with its softmax over the positions, are recognised."
+    "Take one loss of all rows, and divide its numbers afterwards; or give each loss a product of its own: of the "
+    "start and the end of a span, (x @ w[:, :1])[..., 0] and (x @ w[:, 1:])[..., 0], each with its softmax over the "
+    "positions."
 )
 SAME_HEADS = (
     "Give all heads the same rows and the same vocabulary, in the same order, before the loss reads their logits "

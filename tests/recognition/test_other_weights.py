@@ -49,6 +49,24 @@ def test_other_weights_are_near_misses(program, reason, backward):
     assert miss.advice
 
 
+def squared_rectifiers(q, k, v):
+    return jnp.square(jax.nn.relu(jax.nn.silu(q) @ k.mT / 2)) @ v / T
+
+
+@pytest.mark.parametrize(
+    "program, reason",
+    [
+        (lambda q, k, v: jax.nn.sigmoid(q @ k.mT - 1.6) @ v, "sigmoids of the scores"),
+        (squared_rectifiers, "rectified scores"),
+    ],
+)
+def test_queries_keys_and_values_of_examples_and_heads_may_be_given(program, reason):
+    compared = compare(program, [array(B, N, T, H, seed=i) for i in range(3)], gradients=False)
+    assert compared.complaints == []
+    (miss,) = [miss for miss in compared.report.near_misses if miss.op == "attention"]
+    assert reason in miss.reason
+
+
 def expanded_distances(x, w):
     q, k, v = heads(x, w)
     scores = 2 * jnp.einsum("bqnh,bknh->bnqk", q, k) - jnp.sum(k * k, -1).swapaxes(1, 2)[:, :, None]
@@ -66,12 +84,17 @@ def experts(x, w):
     return jnp.einsum("ebtf,efd->ebtd", jax.nn.sigmoid(h), w.reshape(3, D, D))
 
 
+def models(x, w):
+    first, second = w.reshape(3, D, D), jnp.stack([w[:, :D]] * 3)
+    return jax.nn.relu(jnp.stack([x[0]] * 3) @ first) @ second
+
+
 def gated_sequence(x, w):
     q, k, v = heads(x, w)
     return jax.nn.sigmoid(q) * jnp.einsum("bqnh,bknh->bnqk", jax.nn.relu(q), k).sum((1, 3))[..., None, None] * v
 
 
-@pytest.mark.parametrize("program", [experts, gated_sequence])
+@pytest.mark.parametrize("program", [experts, models, gated_sequence])
 def test_layers_of_several_models_and_gates_are_no_near_misses(program):
     compared = compare(program, (X, W), gradients=False)
     assert compared.complaints == []

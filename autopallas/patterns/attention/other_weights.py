@@ -53,7 +53,7 @@ def _reason(graph: Graph, node: Node) -> str:
     for weights, value in ((left, right), (right, left)):
         keys = {atom for _, own in contracted for atom in space.resolve(own)}
         batch = (space.atoms(weights) & space.atoms(value)) - keys
-        if keys and batch and _is_projected(graph, value.value):
+        if keys and batch and _is_of_inputs(graph, value.value, batch):
             reason = _of_weights(scope, weights, keys, batch)
             if reason:
                 return reason
@@ -116,7 +116,7 @@ def _is_of_queries_and_keys(scope: Scope, scores: Ref, keys: set[Atom], batch: f
         return False
     key, query = (contraction[0], second) if keys & first else (contraction[1], first)
     other = first if keys & first else second
-    return bool(query - other) and _is_projected(scope.graph, key.value)
+    return bool(query - other) and _is_of_inputs(scope.graph, key.value, batch)
 
 
 def _is_distance(scope: Scope, total: Ref, keys: set[Atom]) -> bool:
@@ -134,8 +134,11 @@ def _is_distance(scope: Scope, total: Ref, keys: set[Atom]) -> bool:
     return bool(terms) and [bool(keys & space.atoms(term)) for term in terms or ()].count(True) == 1
 
 
-def _is_projected(graph: Graph, number: int) -> bool:
-    """Returns whether a value is made of a product, as of activations and a matrix, and is no parameter."""
+def _is_of_inputs(graph: Graph, number: int, batch: frozenset[Atom] | set[Atom]) -> bool:
+    """Returns whether a value is no parameter: it is made of a product, as of activations and a matrix, or all three
+    operands have two axes of a batch, as of examples and heads; those of several models have one."""
+    if len(batch) > 1:
+        return True
     todo, seen = [number], set[int]()
     while todo and len(seen) < _FURTHEST:
         node = graph.definitions.get(own := todo.pop())

@@ -200,7 +200,8 @@ def _reach(graph: Graph) -> list[tuple[bool, bool]]:
 
 
 _THROUGH = ELEMENTWISE | LAYOUT | CUSTOM_RULES | {
-    "concatenate", "slice", "split", "expand_dims", "sharding_constraint", "reduce_sum", "reduce_max", "reduce_min",
+    "concatenate", "stack", "slice", "split", "unstack", "expand_dims", "sharding_constraint", "reduce_sum",
+    "reduce_max", "reduce_min",
     "reduce_precision", "pvary", "pcast", "reshard", "copy_p", "layout_constraint", "tile", "cumsum", "gather", "sort",
     "dynamic_slice", "argmax", "pure_callback",
 }  # fmt: skip

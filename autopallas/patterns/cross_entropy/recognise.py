@@ -50,8 +50,8 @@ from autopallas.patterns.order import circle
 __all__ = ["find"]
 
 _LAYOUT = frozenset(
-    "transpose reshape broadcast_in_dim squeeze expand_dims slice concatenate split tile copy copy_p name "
-    "sharding_constraint optimization_barrier pvary pcast layout_constraint reshard".split()
+    "transpose reshape broadcast_in_dim squeeze expand_dims slice concatenate split stack unstack tile copy copy_p "
+    "name sharding_constraint optimization_barrier pvary pcast layout_constraint reshard".split()
 )
 
 _REARRANGES = frozenset({"dynamic_slice", "dynamic_update_slice", "gather", "pad", "rev", "sort"})
