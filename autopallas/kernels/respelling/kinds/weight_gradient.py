@@ -261,7 +261,7 @@ def _feature(spec: RespellingSpec) -> str:
     """Returns the number of positions, how they lie, where the channels stand, and whether the result is what is large.
 
     A result that is larger than both operands, as behind the last layers of a network, costs memory: the products are
-    put together, while the original writes it in place.
+    put together, while the original writes it in place.  The compiler's library is slow at volumes.
     """
     own = _of(spec)
     (left, _), (right, _) = spec.operands
@@ -273,9 +273,12 @@ def _feature(spec: RespellingSpec) -> str:
     few = ", few channels" if min(channels) <= _FEW else ""
     orders = {len(own.lhs) - 1: "channels last", 1: "channels first"}
     order = orders.get(own.lhs[0], "examples last")  # as in a convolution whose window is as large as its operand
-    return f"{size}, {how}{few}, {order}{', large result' if wide else ''}"
+    axes = ", three axes" if len(own.taps) > _PLANE else ""
+    return f"{size}, {how}{few}, {order}{', large result' if wide else ''}{axes}"
 
 
+_PLANE = 2
+"""Axes of space of images."""
 _LARGER = 2
 """How many times as large as both operands a result is that counts as large: chosen between layers in the middle of a
 network, whose results are up to twice as large, and the last ones of VGG, 4.5 times and more."""
@@ -299,25 +302,45 @@ _SAMPLES: tuple[tuple[str, int, int, bool, tuple[tuple[int, int, int, int], ...]
     ("4x4-up-few", 4, 2, True, ((1, 32, 32, 3), (4, 32, 64, 3), (8, 64, 128, 3))),
 )
 """Name, kernel, stride, whether transposed, and (examples, length, channels before, channels after) for each bucket."""
-_CHANNELS_FIRST = ("1x1", "3x3", "2x2-up", "4x4-up")
+_VOLUMES: tuple[tuple[str, int, int, bool, tuple[tuple[int, int, int, int], ...]], ...] = (
+    ("1x1x1-stride", 1, 2, False, ((1, 8, 32, 32), (1, 16, 32, 64), (2, 32, 32, 64))),
+    ("3x3x3", 3, 1, False, ((1, 8, 32, 32), (1, 16, 32, 64), (2, 32, 32, 32))),
+    ("3x3x3-few", 3, 1, False, ((1, 16, 3, 16), (1, 32, 8, 16), (2, 48, 16, 16))),
+    ("3x3x3-late", 3, 1, False, ((1, 4, 64, 64), (1, 4, 128, 128))),
+    ("3x3x3-stride", 3, 2, False, ((1, 8, 32, 64), (1, 16, 32, 64), (2, 32, 32, 64))),
+    ("3x3x3-stride-few", 3, 2, False, ((1, 16, 3, 16), (1, 32, 8, 16), (2, 48, 16, 16))),
+    ("2x2x2-patches", 2, 2, False, ((1, 8, 32, 64), (1, 16, 32, 64), (2, 32, 32, 64))),
+    ("2x2x2-up", 2, 2, True, ((1, 8, 32, 32), (1, 16, 32, 32), (1, 32, 32, 32))),
+    ("2x2x2-up-few", 2, 2, True, ((1, 8, 16, 8), (1, 16, 16, 8), (1, 32, 16, 8))),
+)
+"""The same of volumes."""
+_CHANNELS_FIRST = ("1x1", "3x3", "2x2-up", "4x4-up", "3x3x3", "3x3x3-few", "3x3x3-stride", "2x2x2-up")
 """The samples that are measured with channels first too."""
 
 
 def _samples() -> Iterator[tuple[str, Sample]]:
-    for (name, kernel, stride, up, sizes), order in itertools.product(_SAMPLES, ("last", "first")):
+    for (name, kernel, stride, up, sizes), order in itertools.product((*_SAMPLES, *_VOLUMES), ("last", "first")):
         if order == "first" and name not in _CHANNELS_FIRST:
             continue
-        numbers = ("NHWC", "HWIO", "NHWC") if order == "last" else ("NCHW", "OIHW", "NCHW")
+        axes = name.split("-")[0].count("x") + 1
+        letters = "DHW"[-axes:]
+        last = order == "last"
+        numbers = (
+            (f"N{letters}C", f"{letters}IO", f"N{letters}C")
+            if last
+            else (f"NC{letters}", f"OI{letters}", f"NC{letters}")
+        )
         for examples, length, before, after in sizes:
-            place = (examples, length, length, before) if order == "last" else (examples, before, length, length)
+            space, window = (length,) * axes, (kernel,) * axes
+            place = (examples, *space, before) if last else (examples, before, *space)
             x = jax.ShapeDtypeStruct(place, jnp.float32)
-            shape = (kernel, kernel, before, after) if order == "last" else (after, before, kernel, kernel)
+            shape = (*window, before, after) if last else (after, before, *window)
             w = jax.ShapeDtypeStruct(shape, jnp.float32)
 
             def convolve(
                 x: jax.Array,
                 w: jax.Array,
-                strides: tuple[int, int] = (stride, stride),
+                strides: tuple[int, ...] = (stride,) * axes,
                 numbers: tuple[str, str, str] = numbers,
                 run: Callable[..., jax.Array] = lax.conv_transpose if up else lax.conv_general_dilated,
             ) -> jax.Array:
