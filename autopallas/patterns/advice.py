@@ -75,6 +75,11 @@ QUERIES_ONCE = (
     "keys, the values and the masks along the keys, and write one softmax over all of them."
 )
 MAPS_ALIKE = "Give all of the softmaxes the same mask, scale and dtypes; or multiply each of them with the values."
+PRODUCTS_APART = (
+    "Compute each by a product of its own, x @ w[:, :d] and x @ w[:, d:]: then the columns of the first matrix are "
+    "queries, and the rows of x keys. Or leave it: where the softmaxes are features of linear attention, the work "
+    "grows with the length alone already."
+)
 SAME_SUM = (
     "Divide by the sum of exactly the exponentials that weight the values: jax.nn.softmax(scores, where=mask), or "
     "mask the scores with -inf before the softmax."

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
 
-from autopallas import jaxprs
+from autopallas import compat, jaxprs
 from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.body_links import may_be_given
@@ -35,6 +35,10 @@ CALLS = frozenset({"custom_jvp_call", "custom_vjp_call"})
 _APART = (
     "Compute what else needs the value in a separate function, called only where its result is needed; or declare a "
     "pattern that ends at the value."
+)
+_DIFFERENTIATED = (
+    "Where a custom_vjp writes the backward, leave it out: the one that JAX makes is recognised, and kernels keep "
+    "nothing for it but their operands. Otherwise take the gradient of the whole loss inside the optimized function."
 )
 _MOST_SUMS = 1024
 """Most additions in which the sum of a value's cotangents is looked for."""
@@ -75,8 +79,9 @@ def complete(
     whole = _with_backwards(graph, [(match, search) for match, _, search in waiting if search in settled])
     matches += whole.values()
     misses = [
-        NearMiss(match.op, match.location, _escape(graph, match), node.outputs[0], _APART)
+        NearMiss(match.op, match.location, reason, node.outputs[0], advice)
         for match, node, _ in waiting
+        for reason, advice in [_escape(graph, match)]
         if match.results not in whole
     ]
     return matches, misses
@@ -95,15 +100,24 @@ def _inner(graph: Graph, match: Match) -> set[int]:
     return {number for node in match.equations for number in node.outputs} - constant - copies - set(match.results)
 
 
-def _escape(graph: Graph, match: Match) -> str:
-    """Describes which inner value is needed elsewhere, and where."""
+def _escape(graph: Graph, match: Match) -> tuple[str, str]:
+    """Describes which inner value is needed elsewhere, and where; returns that and the advice."""
     own = {id(node) for node in match.equations}
     alive = surviving(graph)
-    for number in sorted(_inner(graph, match) & alive):
-        for user in graph.users[number]:
-            if id(user) not in own and not alive.isdisjoint(user.outputs):
-                return f"a value in the middle of it is also used by {user.name} at {jaxprs.location(user.equation)}"
-    return "a value in the middle of it is used elsewhere"
+    readers = [
+        user
+        for number in sorted(_inner(graph, match) & alive)
+        for user in graph.users[number]
+        if id(user) not in own and not alive.isdisjoint(user.outputs)
+    ]
+    if not readers:
+        return "a value in the middle of it is used elsewhere", _APART
+    others = [user for user in readers if not (user.body.transposed or compat.is_transposed(user.equation))]
+    user = (others or readers)[0]
+    reason = f"a value in the middle of it is also used by {user.name} at {jaxprs.location(user.equation)}"
+    if others:
+        return reason, _APART
+    return f"{reason}, in a backward that is not as JAX's differentiation writes it", _DIFFERENTIATED
 
 
 def _search(graph: Graph, match: Match, kind: type[Forward]) -> Search | None:

@@ -214,3 +214,21 @@ def test_predicted_weights_of_gathered_values_are_no_loss():
     arguments = jnp.ones((8, 6)), jnp.ones((2, 6, 8)), jnp.ones((9, 4)), jnp.zeros((2, 6, 2, 3), int)
     report = autopallas.explain(optimized_like_a_user(jax.grad(sampled, (0, 1, 2))), *arguments)
     assert [miss.op for miss in report.near_misses] == ["attention"]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_scores_and_values_of_one_product_are_found_once_each_has_its_own(apart):
+    """Softmaxes of features, as in efficient attention, are attention with the columns of a matrix as queries."""
+
+    def context(x, w):
+        k, v = (x @ w[:, :D], x @ w[:, D:]) if apart else jnp.split(x @ w, 2, -1)
+        return jnp.einsum("btd,bte->bde", softmax(k, -2), v)
+
+    report = autopallas.explain(optimized_like_a_user(context), array(2, T, D), array(D, 2 * D))
+    if apart:
+        assert [site.op for site in report.sites if site.op == "attention"] == ["attention"]
+        return
+    (miss,) = report.near_misses
+    assert miss.op == "attention"
+    assert "parts of one product" in miss.reason
+    assert "by a product of its own" in miss.advice

@@ -10,6 +10,8 @@ from jax.nn import log_softmax, logsumexp, silu, softmax
 from support.catalogue import array
 from support.compare import compare
 
+import autopallas
+
 B, T, D, F, V = 2, 6, 8, 12, 13
 POLICIES = jax.checkpoint_policies
 
@@ -245,6 +247,30 @@ def test_what_is_nearly_a_norm_is_a_near_miss(norm, op, reason):
     assert compared.counts(op) == 0
     (said,) = reasons(compared, op)
     assert reason in said
+
+
+def test_a_norm_with_a_backward_that_somebody_wrote_says_so_in_a_train_step():
+    @jax.custom_vjp
+    def norm(x):
+        return forward(x)[0]
+
+    def forward(x):
+        inverse = lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+        return x * inverse, (x * inverse, inverse)
+
+    def backward(kept, cotangent):
+        y, inverse = kept
+        return (inverse * (cotangent - y * jnp.mean(cotangent * y, -1, keepdims=True)),)
+
+    norm.defvjp(forward, backward)
+    x = array(B, T, D, seed=1)
+    compared = compare(norm, [x], gradients=False)
+    assert compared.complaints == []
+    assert compared.counts("rms_norm") == 1
+    report = autopallas.explain(jax.grad(lambda x: jnp.sum(jnp.sin(norm(x)))), x)
+    (miss,) = [miss for miss in report.near_misses if miss.op == "rms_norm"]
+    assert "a backward that is not as JAX's differentiation writes it" in miss.reason
+    assert "leave it out" in miss.advice
 
 
 # --- Gated MLPs ------------------------------------------------------------------------------------------------------

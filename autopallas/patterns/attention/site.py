@@ -28,6 +28,7 @@ from autopallas.patterns.advice import (
     MASK_SCORES,
     NORMALISE,
     OVER_THE_KEYS,
+    PRODUCTS_APART,
     SAME_SUM,
     SAME_VALUES,
 )
@@ -207,6 +208,8 @@ class ProvedAttention:
             raise Mismatch("the contracted axis is not the key axis of the scores", advice=OVER_THE_KEYS)
         if self._of_queries((value & query) - key, query, key, value):
             raise Mismatch("the values depend on the query", value_at, advice=SAME_VALUES)
+        if value_at == self.score.value:
+            raise Mismatch("the scores and the values are parts of one product", value_at, advice=PRODUCTS_APART)
         if self.scope.depends(value_at):
             raise Mismatch("the values depend on the scores", value_at, advice=SAME_VALUES)
         if len(result) != len(set(result)):
