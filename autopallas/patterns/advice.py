@@ -23,6 +23,7 @@ OWN_DERIVATIVE = (
 )
 PRECISION = "Ask for one precision (DEFAULT, HIGH or HIGHEST) in all products of the computation, or for none."
 SIDE_DTYPES = "Use booleans, integers or real floating-point numbers for what masks, shifts or scales."
+QUANTISED = "Cast operands of 8 bits to bfloat16, which holds all of their values, before the products."
 SIDE_EFFECTS = "Print, log and call back outside of the computation: an effect fixes the order of everything around it."
 WHOLE_GRADIENT = (
     "Take the gradient of the whole loss inside the optimized function, jax.value_and_grad(loss)(parameters), so that "

@@ -11,10 +11,12 @@ from autopallas import jaxprs
 from autopallas.compat import ClosedJaxpr
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.steps import OutOfSteps
+from autopallas.numerics.casts import is_quantised
+from autopallas.patterns.advice import QUANTISED
 from autopallas.sites.calls import SiteDescription
 from autopallas.sites.spec import SiteSpec
 
-__all__ = ["BackwardMatch", "Match", "Mismatch", "NearMiss", "Spread", "bounded", "describe_reason"]
+__all__ = ["BackwardMatch", "Match", "Mismatch", "NearMiss", "Spread", "bounded", "describe_reason", "refuse_quantised"]
 
 
 class Mismatch(Exception):
@@ -40,6 +42,17 @@ def describe_reason(graph: Graph, reason: str, operand: int | None) -> str:
     if node is None:
         return f"{reason}: {kind}, an input"
     return f"{reason}: {kind} of {node.name} at {jaxprs.location(node.equation)}"
+
+
+def refuse_quantised(graph: Graph, operands: Iterable[int]) -> None:
+    """Refuses a site that reads floats of 8 bits, which JAX promotes to no other type, as kernels would have to.
+
+    Raises:
+      Mismatch: it does.
+    """
+    for number in operands:
+        if is_quantised(graph.dtype(number)):
+            raise Mismatch("an operand has floats of 8 bits", number, advice=QUANTISED)
 
 
 @contextmanager

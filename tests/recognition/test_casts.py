@@ -519,3 +519,26 @@ def test_a_literal_that_a_cast_changes_is_no_warning_and_stays_cast(name):
         warnings.simplefilter("error")
         given, expected = optimized(x), jax.jit(function)(x)
     np.testing.assert_allclose(*(np.asarray(y, np.complex128) for y in (given, expected)), rtol=5e-3)
+
+
+def scores_of(a, b):
+    return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=f32)
+
+
+def attention_of_eight_bits(first, second, x):
+    return jax.nn.softmax(scores_of(x.astype(first), x.astype(second))) @ x
+
+
+def loss_of_eight_bits(first, second, x):
+    logits = scores_of(x.astype(first), jnp.sin(x).astype(second))
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - jnp.diagonal(logits, 1).sum())
+
+
+@pytest.mark.parametrize("function", [attention_of_eight_bits, loss_of_eight_bits])
+@pytest.mark.parametrize("second", ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float32"])
+def test_operands_of_eight_bits_which_jax_promotes_to_no_other_type_are_left_alone(function, second):
+    (x, *_) = bhtd(ODD, f32)
+    step = jax.value_and_grad(lambda x: jnp.sum(function("float8_e4m3fn", second, x) ** 2))
+    optimized = optimized_like_a_user(step)
+    jax.tree.map(np.testing.assert_array_equal, optimized(x[0, 0]), jax.jit(step)(x[0, 0]))
+    assert "floats of 8 bits" in str(optimized.report())

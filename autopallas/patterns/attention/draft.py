@@ -23,7 +23,7 @@ from autopallas.patterns.backward import Backward, Level, Search
 from autopallas.patterns.carry import fewest_side_elements, is_available
 from autopallas.patterns.expressions import computed_from
 from autopallas.patterns.forward import LAYOUT, Forward, differentiable
-from autopallas.patterns.match import BackwardMatch, Match, Mismatch
+from autopallas.patterns.match import BackwardMatch, Match, Mismatch, refuse_quantised
 
 __all__ = ["AttentionDraft", "Escape", "Proved", "axes_of", "escape_of", "homes_of", "match_of", "original_of"]
 
@@ -114,6 +114,7 @@ def match_of(graph: Graph, proved: Proved, second: Node, alive: Set[int]) -> Mat
             raise Mismatch(
                 "an operand is at hand only after the place where the result is computed", number, advice=AT_HAND
             )
+    refuse_quantised(graph, operands)
     if any(n.equation.effects for n in nodes):
         raise Mismatch("the equations have side effects", advice=SIDE_EFFECTS)
     return Match(
@@ -346,6 +347,7 @@ class AttentionDraft(ProvedAttention):
             graph, self.body, forward, roles, places, carrier.operands, carrier.roles, carrier.further
         )
         operands = tuple(carrier.operands)
+        refuse_quantised(graph, operands)
         return Match(
             op="attention",
             site=replace(site, types=tuple(graph.dtype(number) for number in operands)),

@@ -44,7 +44,7 @@ from autopallas.patterns.cross_entropy.intent import origin, takes_logarithm
 from autopallas.patterns.cross_entropy.passes import passes
 from autopallas.patterns.cross_entropy.region import Region
 from autopallas.patterns.cross_entropy.sigmoid_losses import sigmoid_losses
-from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, describe_reason
+from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, describe_reason, refuse_quantised
 from autopallas.patterns.order import circle
 
 __all__ = ["find"]
@@ -480,6 +480,7 @@ def _match(
     if returned := left & graph.returned:
         region.asked = frozenset(returned)
         (first, *then), left = _passes(graph, region, before)
+    refuse_quantised(graph, first.operands)
     assumptions = tuple(region.algebra.assumptions)
     if assumptions and not assume_finite:
         raise Mismatch(f"it is not known that {assumptions[0]}, and assume_finite is off", advice=ASSUME_FINITE)
