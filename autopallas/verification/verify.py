@@ -62,8 +62,8 @@ def verify(fn: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> Verification:
     breach, the original's error on arguments one rounding away is also taken into account, since an ill-conditioned
     result may be exact by luck.
 
-    Debug callbacks and prints do not run in a check.  A function with an ``io_callback``, or with mutable arrays that it
-    does not make itself, is not checked, which the notes say.
+    Debug callbacks and prints do not run in a check.  A function with an ``io_callback``, or with mutable arrays that
+    it does not make itself, is not checked, which the notes say.
 
     Args:
       fn: a function.  If it is optimized, its own options apply; if it calls optimized functions, theirs apply.
