@@ -1,7 +1,9 @@
 """Sorts of floats through integers that have the same order.
 
 JAX compares floats by several operations, so that NaNs come last and -0.0 equals 0.0.  Integers of the same order are
-compared by one.  Where the sorted floats themselves are needed beside other operands, they are sorted as one of these.
+compared by one.  Of several operands XLA calls a function for each comparison on CPUs, which it inlines for one: so a
+float of up to 32 bits and its place stand in one integer of 64, by which the operands are picked.  Equal floats keep
+their order, since their places differ.
 """
 
 from __future__ import annotations
@@ -51,7 +53,26 @@ def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
         found = lax.sort(_key(x, equal_zeros=False), dimension, stable, 1)
         return [_value(found, x.dtype)]
     others = [x, *others] if spec["key"] else others
+    if _packs(x.dtype):
+        places = _places(x, dimension)
+        return [jnp.take_along_axis(other, places, dimension, mode="promise_in_bounds") for other in others]
     return list(lax.sort((_key(x, equal_zeros=True), *others), dimension, stable, 1)[1:])
+
+
+def _packs(dtype: Dtype) -> bool:
+    """Returns whether a float and its place fit into one integer."""
+    return np.dtype(dtype).itemsize <= 4
+
+
+def _places(x: jax.Array, dimension: int) -> jax.Array:
+    """Returns where along the axis each of the sorted elements comes from."""
+    key = _key(x, equal_zeros=True)
+    with jax.enable_x64(True):
+        place = lax.broadcasted_iota(jnp.int64, x.shape, dimension)
+        half = jnp.asarray(32, jnp.int64)
+        packed = lax.shift_left(key.astype(jnp.int64), half) | place
+        found = lax.sort(packed, dimension, is_stable=False)
+        return (found & jnp.asarray(2**32 - 1, jnp.int64)).astype(jnp.int32)
 
 
 def _integer(dtype: Dtype) -> Dtype:
@@ -90,7 +111,10 @@ def _feature(spec: RespellingSpec) -> str:
     shape, _ = spec.operands[0]
     length = "short" if shape[cast(int, spec["dimension"])] < 32 else "long"
     together = len(spec.operands) - (0 if spec["key"] else 1)
-    return f"{together} operands, {length} axis" if len(spec.operands) > 1 else f"alone, {length} axis"
+    if len(spec.operands) == 1:
+        return f"alone, {length} axis"
+    packed = "" if _packs(spec.operands[0][1]) else " in 64 bits"
+    return f"carrying {together}{packed}, {length} axis"
 
 
 def _fill(spec: RespellingSpec, random: np.random.Generator, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -119,7 +143,7 @@ KIND = Kind(
     name="sort",
     primitives=("sort",),
     numerics=_numerics,
-    instead="a sort of integers that have the order of the floats",
+    instead="a sort of integers that have the order of the floats, and of their places where others are sorted along",
     match=_match,
     original=_original,
     respelt=_respelt,
