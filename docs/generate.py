@@ -72,10 +72,10 @@ def checkpoints() -> str:
     """What loops that run again in chunks take and save, from the table's rows."""
     rows = ["| steps | values not stacked | speed | temporary memory |", "|---|---|---|---|"]
     for (*_, bucket, invariants), row in TABLE.files.read("cpu"):
-        kind, form, *_ = invariants.split(", ")
+        kind, form, *large = invariants.split(", ")
         if kind == FOR_MEMORY:
             memory = row.kernel_bytes / row.original_bytes
-            size = f"about {int(bucket[1:]):,}" if bucket[1:].isdigit() else "more"
+            size = "more" if large else f"about {int(bucket[1:]):,}"
             rows.append(f"| {form} | {size} | {row.speedup:.2f} | {memory:.2f} |")
     return "\n".join(rows)
 

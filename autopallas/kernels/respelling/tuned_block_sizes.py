@@ -15,8 +15,9 @@ __all__ = ["BUCKETS", "TABLE", "conditions", "find", "infer_block_sizes", "table
 _LARGEST = 2**62
 
 BUCKETS: tuple[Bucket, ...] = (
-    *(Bucket(f"E{4 * least}", {"E": (least + 1, 16 * least)}) for least in (2**13, 2**17, 2**21)),
-    Bucket("other", {"E": (0, _LARGEST)}),
+    *(Bucket(f"E{4 * least}", {"E": (least + 1, 16 * least)}) for least in (2**13, 2**17)),
+    Bucket("E8388608", {"E": (2**21 + 1, _LARGEST)}),  # arrays that no cache holds, however large
+    Bucket("other", {}),  # the smallest
 )
 """By the elements of the largest array."""
 

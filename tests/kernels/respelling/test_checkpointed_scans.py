@@ -433,12 +433,17 @@ def test_it_is_looked_for_where_memory_is_asked_for_or_by_name():
 
 
 @pytest.mark.parametrize(
-    "kind, width, verdict",
-    [("TPU v5 lite", 512, "applied"), ("TPU v5 lite", 16, "kept"), ("TPU v4", 512, "kept")],
-    ids=["v5e", "small", "without rows"],
+    "kind, steps, batch, width, verdict",
+    [
+        ("TPU v5 lite", 512, 64, 512, "applied"),
+        ("TPU v5 lite", 512, 64, 16, "kept"),
+        ("TPU v5 lite", 32, 4, 8, "kept"),
+        ("TPU v4", 512, 64, 512, "kept"),
+    ],
+    ids=["v5e", "small", "smallest", "without rows"],
 )
-def test_on_tpus_rows_of_loops_with_large_stacks_decide(kind, width, verdict):
-    types = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((width, 4 * width), (width, 4 * width), (512, 64, width))]
+def test_on_tpus_rows_of_loops_with_large_stacks_decide(kind, steps, batch, width, verdict):
+    types = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (*2 * [(width, 4 * width)], (steps, batch, width))]
     with Device("tpu", kind).targeted():
         run = autopallas.optimize(jax.value_and_grad(lstm, (0, 1)), objective="memory")
         report = autopallas.explain(run, types[:2], types[2])

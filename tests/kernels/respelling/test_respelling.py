@@ -15,6 +15,7 @@ from support.respellings import LAYOUTS, convolution, optimized, random, sites
 import autopallas
 from autopallas.graph import Graph, flatten
 from autopallas.kernels.respelling.kinds import kind_named, kind_names
+from autopallas.kernels.respelling.tuned_block_sizes import TABLE
 from autopallas.patterns import find
 from autopallas.sites.encoding import encoded, saved_site
 from autopallas.tuning.table import Table
@@ -105,10 +106,20 @@ def test_of_other_platforms_tpus_alone_have_rows_of_loops_whose_stacks_are_large
     assert {case.mask.partition(":")[0] for case in table("tpu")} == {"scan_checkpoint"}
 
 
+@pytest.mark.parametrize("columns", [2**11, 2**13, 2**17, 2**20, 2**21, 2**25, 2**28])
+def test_no_row_of_small_arrays_holds_for_ones_that_no_cache_holds(columns):
+    """Sums over few rows gain among arrays that fit into a cache, and lose among those that do not."""
+    (match,) = sites(lambda x: x.sum(0), jax.ShapeDtypeStruct((4, columns), jnp.float32))
+    bucket = TABLE.key(match.spec, "xla", "forward")[3]
+    assert bucket == next(
+        name
+        for name, most in (("other", 2**13), ("E32768", 2**17), ("E524288", 2**21), ("E8388608", 2**40))
+        if 4 * columns <= most
+    )
+
+
 @pytest.mark.nightly
 def test_samples_cover_every_bucket_of_every_row():
-    from autopallas.kernels.respelling.tuned_block_sizes import TABLE
-
     assert isinstance(TABLE, Table)
     known = {TABLE.key(match_of(case).spec, "xla", "forward") for case in cases_of("respelling").table_grid()}
     assert {key for key, _ in TABLE.files.read("cpu")} <= known

@@ -40,9 +40,15 @@ def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
 # ---------------------------------------------------------------------- evidence
 
 
+_LARGE = 2**25
+"""Values that fill the vector memory of a TPU in 32 bits: stacks of more stay in main memory there."""
+
+
 def _feature(spec: RespellingSpec) -> str:
-    """Returns whether a step has matrix products, whose computing again takes long."""
-    return "steps with products" if _pair(spec).has_products else "elementwise steps"
+    """Returns whether a step has matrix products, whose computing again takes long, and whether stacks are large."""
+    pair = _pair(spec)
+    steps = "steps with products" if pair.has_products else "elementwise steps"
+    return f"{steps}, large stacks" if spec.elements > _LARGE else steps
 
 
 def _samples() -> Iterator[tuple[str, Sample]]:
