@@ -24,7 +24,7 @@ from autopallas.sites.workload import SiteWorkload
 from autopallas.tuning.coverage import stated
 from autopallas.tuning.entry import Entry, Rejected
 from autopallas.tuning.key import TuningKey
-from autopallas.tuning.measure import Clock, Failure, Measurement, Stage, Timing, measure
+from autopallas.tuning.measure import Clock, Clocks, Failure, Measurement, Stage, Timing, measure
 from autopallas.tuning.row import running_jax
 from autopallas.tuning.table import MEMORY_SLOWDOWN, Row
 
@@ -146,23 +146,25 @@ class _Search:
         trial, reference, compiled, original = made.trial, made.reference, made.compiled, made.original
         assert trial is not None
         assert compiled is not None
+        single = self._fills_budget(original)
         if self.quick and original.wall[-1] > _LONG_SECONDS:
             self.rounds, self.runs_before = _QUICK_ROUNDS, 0
         works: dict[BlockSizes, _Works] = {}
         tried = 0
         for number, sizes in enumerate(candidates, 1):
-            if self.left(_QUICK_SCREENING_SHARE if self.quick and works else _SCREENING_SHARE) <= 0:
+            late = self.left(_QUICK_SCREENING_SHARE if self.quick and works else _SCREENING_SHARE) <= 0
+            if late and (tried or not single):
                 break
             tried += 1
             self.say(f"candidate {number} of {len(candidates)}")
-            found = self._screened(sizes, trial, reference, original)
+            found = self._screened(sizes, trial, reference, original, single)
             if found is not None:
                 works[sizes] = found
         if not works:
             if tried < len(candidates):
                 return None, None, self._used_up()
             # A candidate can break the device for all that come after it.
-            broken = self._once(compiled, trial, None).failure
+            broken = None if single else self._once(compiled, trial, None).failure
             return None, None, "" if broken is None else f"the original fails too by now: {broken}"
         self.say("timing")
         return self._raced(works, compiled, original, trial)
@@ -181,10 +183,10 @@ class _Search:
         made.compiled, failure = self._compiled(trial.original(), trial)
         if self.quick and made.compiled is not None:
             try:
-                made.reference = jax.device_get(made.compiled(*trial.arguments))
+                made.reference, made.original = self._first_run(made.compiled, trial)
             except Exception as error:
                 made.compiled, failure = None, Failure("run", f"{type(error).__name__}: {error}")
-        if made.compiled is not None:
+        if made.compiled is not None and not self._fills_budget(made.original):
             compared = None if self.quick else made.reference
             made.original = self._once(made.compiled, trial, compared, warm=self.quick)
             failure = made.original.failure
@@ -192,6 +194,14 @@ class _Search:
             made.problem = f"the original cannot be run on its own: {failure}"
         else:
             made.trial = trial
+
+    def _fills_budget(self, original: Timing) -> bool:
+        """Returns whether one run of the original takes so much of a quick search's budget that none may be added.
+
+        Then a single run of one candidate decides, however late it is: what such an original loses is a step of this
+        length each time, and where the candidate gains, it saves in this first step what the search took.
+        """
+        return self.quick and bool(original.wall) and original.wall[-1] > _SCREENING_SHARE * self.seconds
 
     def told(self, candidates: Sequence[BlockSizes]) -> list[Tried]:
         """Returns how far each candidate came."""
@@ -249,8 +259,18 @@ class _Search:
         except Exception as error:
             return None, Failure(stage, f"{type(error).__name__}: {error}")
 
+    def _first_run(self, compiled: jax.stages.Compiled, trial: Trial) -> tuple[PyTree, Timing]:
+        """Returns the original's results, and what its first run takes."""
+        clocks = Clocks()
+        wall, cpu = clocks.wall(), clocks.cpu()
+        results = jax.block_until_ready(compiled(*trial.arguments))
+        wall, cpu = clocks.wall() - wall, clocks.cpu() - cpu
+        analysis = compiled.memory_analysis()
+        temporary = None if analysis is None else int(analysis.temp_size_in_bytes)
+        return jax.device_get(results), Timing(wall=(wall,), cpu=(cpu,), temporary_bytes=temporary)
+
     def _once(self, compiled: jax.stages.Compiled, trial: Trial, reference: PyTree, warm: bool = False) -> Timing:
-        """Does one run that is compared, unless it is warm, and one that is timed."""
+        """Does one run that is compared and one that is timed; if it is warm, one that is both."""
         measured = measure(
             {"it": compiled},
             trial.arguments,
@@ -262,12 +282,14 @@ class _Search:
         )
         return measured["it"]
 
-    def _screened(self, sizes: BlockSizes, trial: Trial, reference: PyTree, original: Timing) -> _Works | None:
-        """Returns a candidate that works and is right, or None."""
+    def _screened(
+        self, sizes: BlockSizes, trial: Trial, reference: PyTree, original: Timing, single: bool
+    ) -> _Works | None:
+        """Returns a candidate that works and is right, or None; ``single`` if it may run once only."""
         compiled, failure = self._compiled(trial.kernel(self.implementation, sizes), trial)
         timing = Timing()
         if compiled is not None:
-            timing = self._once(compiled, trial, reference)
+            timing = self._once(compiled, trial, reference, warm=single)
             failure = timing.failure
         if failure is None:
             fault = trial.fault(timing.differences, original.differences)
@@ -379,11 +401,12 @@ def _row(
         return None
     microseconds = kernel.median * 1e6
     gain = ratio.median if own < base else min(ratio.median, 1.0)  # a gain that the spread hides does not count
-    processors = measured.ratio(name, clock="cpu") if quick else None
+    processors = measured.ratio(name, clock="cpu") if jax.default_backend() == "cpu" else None
     if processors is not None:
-        # In a few runs, wall time also depends on what else runs on the machine, and processor time does not show how
-        # many processors are used: the gain has to show in both.
-        gain = min(gain, processors.median) * share
+        # Wall time also depends on what else runs on the machine, and is gained by using more processors, which others
+        # then lack; processor time does not show how many are used: the gain has to show in both.
+        gain = min(gain, processors.median)
+    gain *= share
     return Row(
         block_sizes=sizes,
         kernel_us=float(f"{microseconds:.4g}"),
@@ -438,7 +461,8 @@ def search(
 ) -> Entry:
     """Measures the candidates for a site's block sizes against each other and the original.
 
-    No step begins after the budget; a step that runs then is not interrupted.
+    No step begins after the budget, but of a quick search whose original fills it alone; a step that runs then is not
+    interrupted.
 
     Args:
       match: the site, as recognised.

@@ -189,7 +189,7 @@ def measure(
       seconds: the wall time of all rounds together, after which no further round begins.
       minimum_repetitions: the smallest number of rounds, whatever their time.
       warm_up: runs of each candidate between its first run and the first round.  Its memory is fresh at first, and
-        touching it for the first time can double the time of a run.  None: not even a first run, since all have run.
+        touching it for the first time can double the time of a run.  None: not even a first run.
       reference: the expected result, a pytree like the candidates' results: gives :attr:`Timing.differences`.
       memory_limit: bytes; a candidate whose arguments, outputs and temporary memory need more is not run.
       seed: the seed of the order of the runs.
@@ -243,7 +243,7 @@ def measure(
         say(f"round {done + 1} of {repetitions}")
         shuffle(order)
         for record in order:
-            record.timed_run(arguments, clocks)
+            record.timed_run(arguments, clocks, reference)
     if jax.default_backend() in ("gpu", "tpu") if profile is None else profile:
         say("profiling")
         _profile(order, arguments, min(done + 1, _PROFILED_ROUNDS), shuffle)
@@ -326,7 +326,10 @@ class _Record:
         if self.failure is not None:
             return
         self.found["first_step_seconds"] += clocks.wall() - begin
-        if reference is not None:
+        self._compare(result, reference)
+
+    def _compare(self, result: PyTree, reference: PyTree) -> None:
+        if self.failure is None and reference is not None and "differences" not in self.found:
             try:
                 self.found["differences"] = _differences(result, reference)
             except Exception as error:
@@ -341,10 +344,11 @@ class _Record:
         except Exception as error:
             self._fail("run", error)
 
-    def timed_run(self, arguments: Sequence[PyTree], clocks: Clocks) -> None:
+    def timed_run(self, arguments: Sequence[PyTree], clocks: Clocks, reference: PyTree) -> None:
         wall, cpu = clocks.wall(), clocks.cpu()
         result = self.run(arguments)
         cpu, wall = clocks.cpu() - cpu, clocks.wall() - wall
+        self._compare(result, reference)
         del result  # freed outside the timed span, and before the next candidate needs the memory
         if self.failure is None:
             self.wall.append(wall)

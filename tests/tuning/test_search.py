@@ -157,11 +157,11 @@ def test_searches_for_a_site_share_what_its_candidates_are_compared_with(monkeyp
     assert yardstick.problem == ""
 
 
-def test_a_long_original_is_run_few_times_by_a_quick_search(monkeypatch):
-    """Once for its result, once timed, and then only in turns with the candidate."""
-    monkeypatch.setattr(module, "_LONG_SECONDS", 0.0)
-    calls, rounds = [], []
-    original, measure = Trial.original, module.measure
+@pytest.fixture
+def runs(monkeypatch):
+    """The runs of the original."""
+    calls = []
+    original = Trial.original
 
     def counted(self):
         function = original(self)
@@ -172,18 +172,45 @@ def test_a_long_original_is_run_few_times_by_a_quick_search(monkeypatch):
 
         return run
 
+    monkeypatch.setattr(Trial, "original", counted)
+    return calls
+
+
+def test_a_long_original_is_run_few_times_by_a_quick_search(monkeypatch, runs):
+    """Once for its result, once timed, and then only in turns with the candidate."""
+    monkeypatch.setattr(module, "_LONG_SECONDS", 0.0)
+    rounds, measure = [], module.measure
+
     def watched(candidates, *arguments, **options):
         found = measure(candidates, *arguments, **options)
         rounds.extend(found[ORIGINAL].wall if ORIGINAL in candidates else ())
         return found
 
-    monkeypatch.setattr(Trial, "original", counted)
     monkeypatch.setattr(module, "measure", watched)
     match = match_of(attend, *qkv())
     entry = search(match, "xla", key_for(match), FIRST, 60.0, quick=True)
     jax.effects_barrier()
     assert (entry.outcome, entry.row.evidence) == ("tuned", "quickly measured")
-    assert len(calls) == 2 + len(rounds)
+    assert len(runs) == 2 + len(rounds)
+
+
+@pytest.mark.parametrize("fault", [None, lambda o, *more: (o + 1, *more), lambda o, *more: (o * jnp.nan, *more)])
+def test_an_original_that_fills_the_budget_runs_once_beside_one_candidate(monkeypatch, runs, fault):
+    """And what it gives is still compared."""
+    monkeypatch.setattr(module, "_LONG_SECONDS", 0.0)
+    planted(monkeypatch, "forward", {FIRST: fault})
+    compiled = watched(monkeypatch)
+    match = match_of(attend, *qkv())
+    entry = search(match, "xla", key_for(match), FIRST, 1e-9, quick=True)
+    jax.effects_barrier()
+    assert (len(runs), compiled) == (1, [FIRST])
+    if fault is None:
+        assert (entry.outcome, entry.row.evidence) == ("tuned", "quickly measured")
+        assert entry.row.kernel_bytes > 0
+        assert entry.row.original_bytes > 0
+    else:
+        assert (entry.outcome, entry.row) == ("unfinished", None)  # another candidate is left
+        assert [r.stage for r in entry.rejected] == ["compare"]
 
 
 def test_a_quick_search_without_time_for_turns_counts_less_of_the_gain(monkeypatch):
