@@ -209,10 +209,9 @@ def surviving(
     ``reads`` maps each of these to the values that it is computed from there, which are therefore needed. Numbers below
     ``least`` are not asked for: what is known of them does not count.
     """
-    if reads is not None:
-        chosen = frozenset(given)
-        return _survivors(graph, chosen, reads) - chosen
     chosen = frozenset(given)
+    if reads is not None and chosen:
+        return _survivors(graph, chosen, reads) - chosen
     if least and graph.has_plain_bodies:
         return _remaining(graph, chosen, least)
     if chosen not in graph.survivors:

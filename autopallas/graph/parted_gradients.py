@@ -29,6 +29,8 @@ Axes = tuple[frozenset[int], ...]
 _LAYOUT = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "convert_element_type", "copy"})
 _ELEMENTWISE = frozenset({"neg", "mul", "div", "add", "add_any", "sub", "select_n", "convert_element_type", "copy"})
 _REPEATS = frozenset({"broadcast_in_dim", "convert_element_type"})
+_EXPONENTIALS = frozenset({"exp", "exp2", "pow", "custom_jvp_call", "custom_vjp_call"})
+"""Equations that may be a softmax's exponentials, which are as many as the elements of its scores' gradient."""
 _MOST_TERMS = 16
 """Most terms of one sum."""
 _MOST = 96
@@ -37,9 +39,16 @@ _MOST = 96
 
 def part_gradients(root: Body) -> Body:
     """Moves sums of two softmaxes' gradients behind products, in place, in every body."""
-    for body in root.walk():
+    bodies = [*root.walk()]
+    sizes = {
+        math.prod(equation.outvars[0].aval.shape)
+        for body in bodies
+        for equation in body.equations
+        if equation.primitive.name in _EXPONENTIALS
+    }
+    for body in bodies:
         with contained("a gradient of scores", "attention", "graph"):
-            _part(body)
+            _part(body, sizes)
     return root
 
 
@@ -49,8 +58,8 @@ def has_added_products(graph: Graph, given: Set[int]) -> bool:
     return bool(added) and not (surviving(graph, given) - given).isdisjoint(added)
 
 
-def _part(body: Body) -> None:
-    sums = _sums(body)
+def _part(body: Body, sizes: Set[int]) -> None:
+    sums = _sums(body, sizes)
     gradients: dict[Atom, tuple[Atom, Atom]] = {}
     products: dict[Atom, tuple[Atom, Atom]] = {}
     equations: list[JaxprEqn] = []
@@ -113,9 +122,9 @@ def _is_zero(body: Body, atom: Atom) -> bool:
     return not atom.aval.shape and not bool(atom.val)
 
 
-def _sums(body: Body) -> dict[int, tuple[list[Var], list[Var]]]:
+def _sums(body: Body, sizes: Set[int]) -> dict[int, tuple[list[Var], list[Var]]]:
     """Returns, per position of an equation that adds up the gradients of two softmaxes along different axes, the terms
-    of each.
+    of each.  ``sizes`` has how many elements the exponentials of a softmax may be.
 
     Each gradient is computed from one product, of a result's gradient and values, and from a sum of its elements over
     some axes, which is repeated along these again.
@@ -126,6 +135,8 @@ def _sums(body: Body) -> dict[int, tuple[list[Var], list[Var]]]:
         equation = body.equations[position]
         aval = equation.outvars[0].aval if equation.outvars else None
         if equation.primitive.name != "add_any" or position in inner or aval is None or len(aval.shape) < 2:
+            continue
+        if math.prod(aval.shape) not in sizes:
             continue
         if (terms := _terms(body, position, inner)) is None or not jnp.issubdtype(aval.dtype, jnp.floating):
             continue

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Set
 
-from autopallas import compat, jaxprs
+from autopallas import jaxprs
 from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.labels import is_product
 from autopallas.patterns.advice import CHOSEN_KEYS, EDGES
 from autopallas.patterns.attention.resemblance import EXPONENTIALS, KEEPS
-from autopallas.patterns.forward import LAYOUT
+from autopallas.patterns.forward import LAYOUT, in_backward
 from autopallas.patterns.match import NearMiss
 
 __all__ = ["few_keys"]
@@ -34,9 +34,15 @@ _LONGEST = 6
 
 def few_keys(graph: Graph, alive: Set[int]) -> Iterator[NearMiss]:
     """Yields a near miss for each attention over keys that top_k chose, and for each softmax over edges."""
-    primitives = graph.primitives
-    if not EXPONENTIALS.isdisjoint(primitives) and not primitives.isdisjoint({*_CHOICES, "scatter-add"}):
+    if EXPONENTIALS.isdisjoint(graph.primitives):
+        return
+    if not _CHOICES.isdisjoint(graph.primitives) or any(map(_adds_up, graph.nodes)):
         yield from _Followed(graph).misses(alive)
+
+
+def _adds_up(node: Node) -> bool:
+    """Returns whether an equation is a sum over edges: a scatter that is no gradient of a gather."""
+    return node.name == "scatter-add" and not in_backward(node)
 
 
 class _Followed:
@@ -67,7 +73,7 @@ class _Followed:
         for node in self.graph.nodes:
             if len(node.outputs) == 0:
                 continue
-            if alive.isdisjoint(node.outputs) or node.body.transposed or compat.is_transposed(node.equation):
+            if alive.isdisjoint(node.outputs) or in_backward(node):
                 continue
             if node.name in ("dot_general", "reduce_sum") and (choice := self._read_by(node)) is not None:
                 read.append((node, choice))
