@@ -33,16 +33,14 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     An equation that was found goes before one that follows it and would hold it: a product with a one-hot matrix before
     the transposition of its result.
     """
-    kinds = kinds_by_primitive()
+    kinds = {
+        name: [kind for kind in own if _is_looked_for(graph, kind)] for name, own in kinds_by_primitive().items()
+    }
     found: list[Match] = []
     places: set[Node] = set()
     graph.respelt = set()
     for node in graph.nodes:
         for kind in kinds.get(node.name, ()):
-            if kind.on_request and kind.name not in graph.named:
-                continue
-            if not looks_for(tuple(graph.named) or None, OPERATION.name, kind.name):
-                continue  # what is left out takes no equation from another kind
             with contained(node, OPERATION.name, "recognition"):
                 place = kind.match(graph, node)
                 match = None if place is None else _match(graph, node, kind, place)
@@ -62,6 +60,13 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     taken = {node for match in found for node in match.equations}
     pairs, missed = checkpointed_scans.find(graph, taken)
     return [*found, *pairs], [*misses, *missed]
+
+
+def _is_looked_for(graph: Graph, kind: Kind) -> bool:
+    """Returns whether a kind is asked for: what is left out takes no equation from another kind."""
+    if kind.on_request and kind.name not in graph.named:
+        return False
+    return looks_for(tuple(graph.named) or None, OPERATION.name, kind.name)
 
 
 def _match(graph: Graph, node: Node, kind: Kind, place: Found) -> Match | None:
