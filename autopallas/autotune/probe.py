@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from autopallas import compat
-from autopallas.autotune.search import free_bytes
+from autopallas.autotune.free_memory import free_bytes
 from autopallas.autotune.trial import Trial
 from autopallas.compile.outside_trace import isolated
 from autopallas.compile.subprocess import Child, ChildError, lacks_memory, tried

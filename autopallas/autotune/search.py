@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import jax
 
 from autopallas import compat
+from autopallas.autotune.free_memory import free_bytes
 from autopallas.autotune.trial import Trial
 from autopallas.compat import ArrayFunction, PyTree
 from autopallas.compile.subprocess import lacks_memory
@@ -28,7 +28,7 @@ from autopallas.tuning.measure import Clock, Clocks, Failure, Measurement, Stage
 from autopallas.tuning.row import running_jax
 from autopallas.tuning.table import MEMORY_SLOWDOWN, Row
 
-__all__ = ["ORIGINAL", "Tried", "Yardstick", "candidates_of", "free_bytes", "search"]
+__all__ = ["ORIGINAL", "Tried", "Yardstick", "candidates_of", "search"]
 
 ORIGINAL = "original"
 
@@ -261,12 +261,16 @@ class _Search:
 
     def _first_run(self, compiled: jax.stages.Compiled, trial: Trial) -> tuple[PyTree, Timing]:
         """Returns the original's results, and what its first run takes."""
+        analysis = compiled.memory_analysis()
+        temporary = None if analysis is None else int(analysis.temp_size_in_bytes)
+        if self.limit is not None and temporary is not None:
+            needed = Trial.bytes_needed(self.match) + temporary
+            if needed > self.limit:
+                raise MemoryError(f"it needs {needed} bytes, and {self.limit} are free")
         clocks = Clocks()
         wall, cpu = clocks.wall(), clocks.cpu()
         results = jax.block_until_ready(compiled(*trial.arguments))
         wall, cpu = clocks.wall() - wall, clocks.cpu() - cpu
-        analysis = compiled.memory_analysis()
-        temporary = None if analysis is None else int(analysis.temp_size_in_bytes)
         return jax.device_get(results), Timing(wall=(wall,), cpu=(cpu,), temporary_bytes=temporary)
 
     def _once(self, compiled: jax.stages.Compiled, trial: Trial, reference: PyTree, warm: bool = False) -> Timing:
@@ -417,17 +421,6 @@ def _row(
         date=datetime.date.today().isoformat(),
         versions=running_jax(),
     )
-
-
-def free_bytes() -> int | None:
-    """Returns what is left of the device's memory, or of the machine's; None if that is not known."""
-    statistics = jax.local_devices()[0].memory_stats()
-    if statistics and "bytes_limit" in statistics:
-        return int(statistics["bytes_limit"]) - int(statistics.get("bytes_in_use", 0))
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return None
 
 
 def candidates_of(match: SiteWorkload, implementation: str, first: BlockSizes, device: Device) -> list[BlockSizes]:

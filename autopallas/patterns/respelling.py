@@ -33,9 +33,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     An equation that was found goes before one that follows it and would hold it: a product with a one-hot matrix before
     the transposition of its result.
     """
-    kinds = {
-        name: [kind for kind in own if _is_looked_for(graph, kind)] for name, own in kinds_by_primitive().items()
-    }
+    kinds = {name: [kind for kind in own if _is_looked_for(graph, kind)] for name, own in kinds_by_primitive().items()}
     found: list[Match] = []
     places: set[Node] = set()
     graph.respelt = set()

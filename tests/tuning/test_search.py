@@ -446,6 +446,18 @@ def test_nothing_is_run_that_free_memory_cannot_hold(monkeypatch):
     assert not ran
 
 
+def test_a_quick_search_runs_no_original_that_free_memory_cannot_hold(monkeypatch):
+    ran = []
+    monkeypatch.setattr(module._Search, "_once", lambda *a, **k: ran.append(a))
+    match = match_of(attend, *qkv(1024))
+    free = Trial.bytes_needed(match) + 3_000_000  # candidates fit, the scores do not
+    monkeypatch.setattr(module, "free_bytes", lambda: free)
+    entry = searched(match, quick=True)
+    assert entry.outcome == "unfinished"
+    assert f"{free} are free" in entry.reason
+    assert not ran
+
+
 def test_candidates_are_pruned_by_the_estimate(monkeypatch):
     big = CANDIDATES[0]
     estimate = BlockSizes.temporary_bytes
