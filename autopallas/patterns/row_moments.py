@@ -287,7 +287,7 @@ class _Search:
         if self.root.name != "pow":
             return True
         exponent = self.graph.literals.get(self.root.inputs[1])
-        return exponent is not None and abs(float(exponent)) == 0.5
+        return exponent is not None and exponent.item() in (0.5, -0.5)  # it may be complex
 
     def _candidates(self) -> Iterator[tuple[int, frozenset[int]]]:
         """Yields (value, its summed dimensions) of tiles whose moments the root's operand may hold, the innermost

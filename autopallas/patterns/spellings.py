@@ -109,7 +109,7 @@ def check(pattern: Pattern) -> None:
     for position, number in enumerate(reference.inputs):
         if number not in read:
             raise wrong(f"does not use its operand {position}")
-    found = {float(value) for number, value in graph.literals.items() if number in read and np.ndim(value) == 0}
+    found = {_real(value) for number, value in graph.literals.items() if number in read and np.ndim(value) == 0}
     for name, mark in pattern.marks.items():
         if not any(_close(mark, value) for value in found):
             raise wrong(f"does not use its scalar {name} as it is given")
@@ -130,6 +130,11 @@ def find(graph: Graph, patterns: Sequence[Pattern]) -> tuple[list[Match], list[N
             matches += found
             misses += [*missed, *(miss for finder in finders for miss in finder.misses)]
     return matches, misses
+
+
+def _real(literal: np.ndarray) -> float:
+    """Returns the real part of a number: what else it has differs where equations are compared."""
+    return float(np.real(literal))
 
 
 def _close(mark: float, value: float) -> bool:
@@ -214,8 +219,8 @@ class _Finder:
         for number, value in self.shape.graph.literals.items():
             if number in bound and np.ndim(value) == 0 and kind_of(self.shape.graph.dtype(number)) in "fc":
                 for name, mark in self.marks.items():
-                    if _close(mark, float(value)):
-                        scalars.setdefault(name, float(self.graph.literals[bound[number]]))
+                    if _close(mark, _real(value)):
+                        scalars.setdefault(name, _real(self.graph.literals[bound[number]]))
         return scalars
 
     # ------------------------------------------------------------------ with all their parameters

@@ -131,6 +131,18 @@ def test_scalars_are_read_from_the_program():
     assert sorted(site.spec["scalars"]["eps"] for site in report.sites) == [0.25, 3.0]
 
 
+def test_complex_programs_are_looked_through_for_real_scalars():
+    @autopallas.pattern(
+        lambda z, *, c: jnp.tanh(z * c) * (2 + 1j), shapes=[normal(4, 8).astype(jnp.complex64)], scalars={"c": 0.3}
+    )
+    def own_tanh(z, *, c):
+        return jnp.tanh(z * c) * (2 + 1j)
+
+    z = normal(4, 8) + 1j * normal(4, 8, seed=1)
+    assert applied(lambda z: jnp.tanh(z * 0.75) * (2 + 1j), z).counts() == {"own_tanh": 1}
+    assert applied(lambda z: jnp.tanh(z * (0.75 + 2j)) * (2 + 1j), z).counts() == {}
+
+
 def test_operands_of_a_sum_or_product_may_be_exchanged():
     declare_rms_norm()
 

@@ -200,6 +200,18 @@ def test_look_alikes_are_left_alone(name):
     assert outcome.counts("rms_norm") + outcome.counts("layer_norm") == 0
 
 
+@pytest.mark.parametrize("power", [-0.5, 0.5 + 0j, 2.5, 1 + 2j])
+def test_powers_of_complex_numbers_are_left_alone(power):
+    def scaled(x, y):
+        z = x + 1j * y
+        z = z * (mean(z * z) + 1e-6) ** power
+        return z.real + z.imag
+
+    outcome = compare(scaled, (array(2, 7, WIDTH), array(2, 7, WIDTH, seed=1)))
+    assert outcome.complaints == []
+    assert outcome.counts("rms_norm") + outcome.counts("layer_norm") == 0
+
+
 def test_squares_in_float16_are_left_alone_and_it_is_said_why():
     x, g, _ = operands("float16", scale=300.0)
     outcome = compare(RMS["rsqrt"], (x, g, g), gradients=False)
