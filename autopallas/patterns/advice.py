@@ -178,7 +178,17 @@ WHOLE_COLUMNS = (
 )
 WHOLE_ROWS = (
     "Keep the rows of logits whole: select rows of the activations before the product, or mask the losses; leave "
-    "columns out by masking them with -inf."
+    "columns out by masking them with -inf. Where several losses have columns of their own, give each a product of its "
+    "own, such as x @ w[:, :n]."
+)
+OWN_LOGITS = (
+    "Let each loss read the result of a product of its own, and not a part of an array in which several results are "
+    "joined: a list of logits, in the place of jnp.stack."
+)
+NO_FURTHER_PRODUCT = (
+    "Where a product with one-hot vectors picks the elements of labels, as for CTC, pick them with "
+    "jnp.take_along_axis(logs, labels, -1): up to 16 labels of each row are recognised. Any other product of all "
+    "elements of a row keeps the logits, and nothing has to be changed."
 )
 
 # ---------------------------------------------------------------------- grouped matmul, mixtures of experts

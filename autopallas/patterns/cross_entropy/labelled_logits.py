@@ -8,13 +8,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopallas import jaxprs
 from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.labels import Atom, Dimension, View
-from autopallas.patterns.advice import BETWEEN_LOGITS, ONE_LABEL, OWN_PRODUCTS, PRECISION, SAME_HEADS, WHOLE_ROWS
+from autopallas.patterns.advice import (
+    BETWEEN_LOGITS,
+    ONE_LABEL,
+    OWN_LOGITS,
+    OWN_PRODUCTS,
+    PRECISION,
+    SAME_HEADS,
+    WHOLE_ROWS,
+)
 from autopallas.patterns.expressions import Scope, precision_of
 from autopallas.patterns.match import Mismatch
 
 __all__ = ["HeadLogits", "LabelledLogits"]
+
+_FURTHEST = 8
+"""Most equations between a value and the array of which it is a part."""
+_JOINS = frozenset({"concatenate", "stack"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +195,18 @@ class LabelledLogits:
         """Labels of rows that share a weight."""
         return tuple(a for a in self.resolved(self.rows) if a not in self.apart)
 
+    def _joined_before(self, value: int) -> Node | None:
+        """Returns what joins the array of which a value is a part."""
+        for _ in range(_FURTHEST):
+            node = self.graph.definitions.get(value)
+            if node is None or node.name in _JOINS:
+                return node
+            following = [number for number in node.inputs if number in self.inside]
+            if len(following) != 1:
+                return None
+            (value,) = following
+        return None
+
     def _aligned(self, value: int, known: Mapping[int, Ref] | None = None) -> Ref:
         """Returns a value that is computed from ``known`` ones (by default the logits), seen under the labels of
         these."""
@@ -192,6 +217,10 @@ class LabelledLogits:
             if found is not None:
                 break
         else:
+            joined = self._joined_before(value)
+            if joined is not None:
+                where = jaxprs.location(joined.equation)
+                raise Mismatch(f"the loss reads a part of what {joined.name} joins at {where}", advice=OWN_LOGITS)
             raise Mismatch("a value beside the logits is not understood", advice=BETWEEN_LOGITS)
         meaning: dict[Atom, tuple[Atom, ...]] = {}
         for (own_offset, own), (offset, atoms) in zip(found.view, base.view, strict=True):

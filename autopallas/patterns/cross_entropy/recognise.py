@@ -37,7 +37,9 @@ from autopallas.patterns.advice import (
     LOGITS_RETURNED,
     MATRIX,
     OF_PIXELS,
+    OWN_LOGITS,
     ROWS_BEFORE,
+    WHOLE_ROWS,
 )
 from autopallas.patterns.cross_entropy.flows import Flows
 from autopallas.patterns.cross_entropy.intent import origin, takes_logarithm
@@ -54,6 +56,7 @@ _LAYOUT = frozenset(
     "name sharding_constraint optimization_barrier pvary pcast layout_constraint reshard".split()
 )
 
+_JOINS, _CUTS = frozenset({"concatenate", "stack"}), frozenset({"slice", "split", "unstack"})
 _REARRANGES = frozenset({"dynamic_slice", "dynamic_update_slice", "gather", "pad", "rev", "sort"})
 """Primitives that pick rows of an array, or put them in another order or place."""
 _OVERWRITES = frozenset({"scatter", "scatter-add"})
@@ -174,20 +177,29 @@ def _rearranged(graph: Graph, exponents: Set[int], alive: Set[int]) -> Iterator[
 
 
 def _in_parts(graph: Graph, candidates: Sequence[_Candidate]) -> Iterator[NearMiss]:
-    """Yields a near miss for logits that are put together from parts before the loss, at the largest part."""
+    """Yields a near miss for logits that are put together from parts before the loss, at the largest part, or that are
+    parts of one product, reshaped before they are cut out of it."""
     said: set[int] = set()
     for candidate in sorted(candidates, key=lambda one: -math.prod(graph.shape(one.dot.outputs[0]))):
-        joined = next((n for number in candidate.inside if (n := _joined(graph, number)) is not None), None)
+        joined = next((n for number in candidate.inside if (n := _made_by(graph, number, _JOINS)) is not None), None)
+        cut = next((n for number in candidate.inside if (n := _made_by(graph, number, _CUTS)) is not None), None)
         ends = candidate.ends.values()
-        if joined is None or joined.outputs[0] in said:
+        found = joined or cut
+        if found is None or found.outputs[0] in said:
             continue
         sums = any(takes_logarithm(graph, end) for end in ends)
         if not sums and not any(map(_picks, ends)):
             continue
-        said.add(joined.outputs[0])
+        said.add(found.outputs[0])
         where = jaxprs.location(candidate.dot.equation)
+        if joined is None:
+            reason = f"the loss reads a part of one product, after {found.name} at {jaxprs.location(found.equation)}"
+            yield NearMiss("cross_entropy", where, reason, candidate.dot.outputs[0], WHOLE_ROWS)
+            continue
         reason = f"the loss reads logits that {joined.name} puts together at {jaxprs.location(joined.equation)}"
-        yield NearMiss("cross_entropy", where, reason, candidate.dot.outputs[0], JOINED if sums else ROWS_BEFORE)
+        as_rows = joined.name == "stack" and joined.params["axis"] < len(graph.shape(joined.outputs[0])) - 1
+        advice = OWN_LOGITS if as_rows else JOINED if sums else ROWS_BEFORE
+        yield NearMiss("cross_entropy", where, reason, candidate.dot.outputs[0], advice)
 
 
 def _of_devices(graph: Graph, exponents: Set[int], alive: Set[int]) -> Iterator[NearMiss]:
@@ -237,9 +249,9 @@ def _left_on_devices(graph: Graph, node: Node) -> list[int]:
     return [-1 if isinstance(a, Literal) else graph.numbers[body][a] for a in body.outvars]
 
 
-def _joined(graph: Graph, number: int) -> Node | None:
+def _made_by(graph: Graph, number: int, names: Set[str]) -> Node | None:
     node = graph.definitions.get(number)
-    return node if node is not None and node.name in ("concatenate", "stack") else None
+    return node if node is not None and node.name in names else None
 
 
 def _product_behind(graph: Graph, number: int) -> Node | None:

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat, jaxprs
-from autopallas.compat import Dtype
+from autopallas.compat import Dtype, is_transposed
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.equal_loops import loops
 from autopallas.graph.labels import Atom, Dimension, View
@@ -22,8 +22,10 @@ from autopallas.patterns.advice import (
     LOGITS_APART,
     LOGITS_ONCE,
     LOSS_PER_ROW,
+    NO_FURTHER_PRODUCT,
     NO_LOOP,
     OWN_DERIVATIVE,
+    OWN_LOGITS,
     PRECISION,
     WHOLE_COLUMNS,
     WHOLE_ROWS,
@@ -376,6 +378,9 @@ class Region(LabelledLogits):
             return Terminal(node, node.outputs[0], pick.view, "statistics", found)
         if node.name == "dot_general":
             return self._product(node, at)
+        if node.name == "pad" and (node.body.transposed or is_transposed(node.equation)):
+            where = jaxprs.location(node.equation)
+            raise Mismatch(f"the loss reads a part of an array, whose gradient is padded at {where}", advice=OWN_LOGITS)
         raise Mismatch(
             f"the logits are also used by {node.name} at {jaxprs.location(node.equation)}", advice=LOGITS_APART
         )
@@ -410,6 +415,12 @@ class Region(LabelledLogits):
         )
         number, hidden = next(((n, hidden) for n, hidden in enumerate(read) if hidden is not None), (0, None))
         if hidden is None:
+            if not (node.body.transposed or is_transposed(node.equation)):
+                where = jaxprs.location(node.equation)
+                raise Mismatch(
+                    f"a product of the forward reads what is computed from the logits, at {where}",
+                    advice=NO_FURTHER_PRODUCT,
+                )
             raise Mismatch(
                 "the logits' gradient is multiplied by something else than the weight or the activations",
                 advice=LOSS_PER_ROW,
