@@ -69,7 +69,10 @@ POINTWISE = (
     "The kernels compute softmax attention: jax.nn.softmax(scores), if that will do. Other weights are computed as "
     "they are written."
 )
-OVER_THE_KEYS = "Take the softmax over the keys, the axis that the second product sums over: check its axis=."
+OVER_THE_KEYS = (
+    "Take the softmax over the keys, the axis that the second product sums over: check its axis=. A product that mixes "
+    "the probabilities of several heads needs them stored: there, nothing has to be changed."
+)
 OWN_DTYPE = "Take the maximum in the scores' own dtype, or mask with -inf."
 QUERIES_ONCE = (
     "Compute the queries once, and give the same array to the product with each block of keys; or concatenate the "
@@ -184,6 +187,10 @@ WHOLE_ROWS = (
 OWN_LOGITS = (
     "Let each loss read the result of a product of its own, and not a part of an array in which several results are "
     "joined: a list of logits, in the place of jnp.stack."
+)
+GRADIENTS_OF_EXAMPLES = (
+    "Sum the losses of all rows, and differentiate the sum. Where each example needs a gradient of its own, this is "
+    "larger than the logits, and nothing has to be changed."
 )
 NO_FURTHER_PRODUCT = (
     "Where a product with one-hot vectors picks the elements of labels, as for CTC, pick them with "

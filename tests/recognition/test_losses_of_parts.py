@@ -92,3 +92,20 @@ def test_labels_that_a_product_with_one_hot_vectors_picks_are_told_to_be_gathere
     told = [(miss.reason, miss.advice) for miss in compared.report.near_misses]
     assert all("a product of the forward" in reason and "take_along_axis" in advice for reason, advice in told)
     assert bool(told) != gathers
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_gradients_of_examples_that_are_rows_say_that_they_are_not_summed(clipped):
+    def gradients(x, w):
+        def loss(x, w, label):
+            return -log_softmax(jnp.tanh(x) @ w)[label]
+
+        found = jax.vmap(jax.grad(loss, 1), (0, None, 0))(x, w, jnp.arange(len(x)))
+        norms = jnp.sqrt((found**2).sum((1, 2)))
+        return jnp.einsum("n,ndv->dv", jnp.minimum(1, 0.1 / norms), found) if clipped else found
+
+    compared = compare(gradients, [array(T, D, seed=1), array(D, V, seed=2)], gradients=False)
+    assert compared.complaints == []
+    (miss,) = compared.report.near_misses
+    assert "not summed over rows" in miss.reason
+    assert "nothing has to be changed" in miss.advice

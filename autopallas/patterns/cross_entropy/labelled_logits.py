@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
 
 from autopallas import jaxprs
+from autopallas.compat import is_transposed
 from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.labels import Atom, Dimension, View
 from autopallas.patterns.advice import (
     BETWEEN_LOGITS,
+    GRADIENTS_OF_EXAMPLES,
     ONE_LABEL,
     OWN_LOGITS,
     OWN_PRODUCTS,
@@ -26,7 +28,7 @@ from autopallas.patterns.match import Mismatch
 __all__ = ["HeadLogits", "LabelledLogits"]
 
 _FURTHEST = 8
-"""Most equations between a value and the array of which it is a part."""
+"""Most equations through which a value is followed back, for what is said of it."""
 _JOINS = frozenset({"concatenate", "stack"})
 
 
@@ -195,17 +197,17 @@ class LabelledLogits:
         """Labels of rows that share a weight."""
         return tuple(a for a in self.resolved(self.rows) if a not in self.apart)
 
-    def _joined_before(self, value: int) -> Node | None:
-        """Returns what joins the array of which a value is a part."""
+    def _back_from(self, value: int) -> Iterator[Node]:
+        """Yields the computations on the only way from the logits to a value, from the last one on."""
         for _ in range(_FURTHEST):
             node = self.graph.definitions.get(value)
-            if node is None or node.name in _JOINS:
-                return node
-            following = [number for number in node.inputs if number in self.inside]
+            if node is None:
+                return
+            yield node
+            following = {number for number in node.inputs if number in self.inside}
             if len(following) != 1:
-                return None
+                return
             (value,) = following
-        return None
 
     def _aligned(self, value: int, known: Mapping[int, Ref] | None = None) -> Ref:
         """Returns a value that is computed from ``known`` ones (by default the logits), seen under the labels of
@@ -217,7 +219,7 @@ class LabelledLogits:
             if found is not None:
                 break
         else:
-            joined = self._joined_before(value)
+            joined = next((node for node in self._back_from(value) if node.name in _JOINS), None)
             if joined is not None:
                 where = jaxprs.location(joined.equation)
                 raise Mismatch(f"the loss reads a part of what {joined.name} joins at {where}", advice=OWN_LOGITS)
@@ -238,6 +240,11 @@ class LabelledLogits:
         for offset, atoms in full.view:
             resolved = scratch.resolve(atoms)
             if any(a not in meaning for a in resolved):
+                if any(node.body.transposed or is_transposed(node.equation) for node in self._back_from(value)):
+                    raise Mismatch(
+                        "the gradient of each row is multiplied by activations, and not summed over rows",
+                        advice=GRADIENTS_OF_EXAMPLES,
+                    )
                 raise Mismatch(
                     "the logits are repeated along a further axis",
                     advice="Take the loss of each row once, and repeat the losses, not the logits.",

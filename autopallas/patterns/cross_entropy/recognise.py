@@ -31,6 +31,7 @@ from autopallas.graph.selected_rows import PROMISED
 from autopallas.patterns.advice import (
     ASSUME_FINITE,
     COLUMNS,
+    GRADIENTS_OF_EXAMPLES,
     IN_SHARD_MAP,
     JOINED,
     LOGITS_APART,
@@ -503,6 +504,13 @@ def _match(
         outer = [n for n in left if _is_outer(graph, region, n)]
         if outer:
             where = jaxprs.location(graph.definitions[min(outer)].equation)
+            contracting, batch = region.dot.params["dimension_numbers"]
+            shapes = [graph.shape(number) for number in region.dot.inputs]
+            if all(len(shape) > len((*c, *b)) for shape, c, b in zip(shapes, contracting, batch, strict=True)):
+                raise Mismatch(
+                    f"the gradient of each row is multiplied by activations, and not summed over rows, at {where}",
+                    advice=GRADIENTS_OF_EXAMPLES,
+                )
             raise Mismatch(f"a vector gives the logits, whose gradient is multiplied by it at {where}", advice=MATRIX)
         advice = LOGITS_APART if left.isdisjoint(graph.returned) else LOGITS_RETURNED
         raise Mismatch(_escape(graph, region, left), advice=advice)
