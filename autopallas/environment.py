@@ -294,13 +294,18 @@ def _meant(name: str) -> str | None:
 
     ``autopallas_disable`` and ``AUTOPALAS_DISABLE`` were meant, and would be ignored silently.
     """
-    table = [variable.name for variable in VARIABLES]
-    letters = "".join(filter(str.isalnum, name.upper()))
-    ours = letters.startswith(_PREFIX.rstrip("_"))
-    near = difflib.get_close_matches(name.upper(), table, n=1, cutoff=0.6 if ours else _NEARLY)
-    if not (ours or near):
-        return None
-    return f" (did you mean {near[0]}?)" if near else ""
+    ours = _letters(_PREFIX)
+    letters = _letters(name)
+    if letters.startswith(ours):  # only what follows the prefix is compared: with it any two names are alike
+        table = {_letters(variable.name).removeprefix(ours): variable.name for variable in VARIABLES}
+        near = difflib.get_close_matches(letters.removeprefix(ours), table, n=1)
+        return f" (did you mean {table[near[0]]}?)" if near else ""
+    near = difflib.get_close_matches(name.upper(), [variable.name for variable in VARIABLES], n=1, cutoff=_NEARLY)
+    return f" (did you mean {near[0]}?)" if near else None
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name.upper()))
 
 
 def read(environ: Mapping[str, str] | None = None) -> Environment:

@@ -228,6 +228,13 @@ def test_a_misspelt_variable_is_refused_with_the_nearest_and_all_valid_ones(monk
     assert all(known.name in str(caught.value) for known in VARIABLES)
 
 
+@pytest.mark.parametrize("variable", ["AUTOPALLAS_LOCK", "AUTOPALLAS_TPU", "AUTOPALLAS_NONSENSE", "AUTOPALLAS"])
+def test_a_variable_that_is_like_no_other_is_refused_without_a_guess(monkeypatch, variable):
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(OptionError, match=f"^there is no environment variable {variable}; the variables are "):
+        resolve({})
+
+
 @pytest.mark.parametrize(
     ("variable", "text", "remedy"),
     [
