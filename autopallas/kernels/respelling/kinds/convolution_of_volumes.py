@@ -19,7 +19,7 @@ from jax import lax
 
 from autopallas.compat import JaxprEqn
 from autopallas.kernels.respelling.convolution_spec import axes_of, dimension_numbers, padding_of, parameters
-from autopallas.kernels.respelling.gradients import gradient_of
+from autopallas.kernels.respelling.gradients import gradient_of, layer
 from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
 from autopallas.kernels.respelling.library_order import ordered
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
@@ -175,25 +175,16 @@ def _samples() -> Iterator[tuple[str, Sample]]:
     """Yields convolutions and the gradients of their volumes."""
     for name, kernel, stride, dilation, sizes in _SAMPLES:
         for order in ("last", "first") if name in _CHANNELS_FIRST else ("last",):
-            last = order == "last"
-            numbers = ("NDHWC", "DHWIO", "NDHWC") if last else ("NCDHW", "OIDHW", "NCDHW")
             for examples, length, before, after in sizes:
-                space, window = (length,) * _AXES, (kernel,) * _AXES
-                x = jax.ShapeDtypeStruct((examples, *((*space, before) if last else (before, *space))), jnp.float32)
-                w = jax.ShapeDtypeStruct((*window, before, after) if last else (after, before, *window), jnp.float32)
-
-                def convolve(
-                    x: jax.Array,
-                    w: jax.Array,
-                    strides: tuple[int, ...] = (stride,) * _AXES,
-                    dilations: tuple[int, ...] = (dilation,) * _AXES,
-                    numbers: tuple[str, str, str] = numbers,
-                ) -> jax.Array:
-                    return lax.conv_general_dilated(
-                        x, w, strides, "SAME", rhs_dilation=dilations, dimension_numbers=numbers
-                    )
-
-                y = jax.eval_shape(convolve, x, w)
+                convolve, x, w, y = layer(
+                    order,
+                    (length,) * _AXES,
+                    (kernel,) * _AXES,
+                    (before, after),
+                    examples=examples,
+                    stride=stride,
+                    dilation=dilation,
+                )
                 size = f"{name}-{order}-{math.prod(x.shape)}"
                 yield size, Sample(convolve, (x, w))
                 if dilation == 1:

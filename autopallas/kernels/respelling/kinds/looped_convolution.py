@@ -18,7 +18,7 @@ from jax import lax
 from autopallas.compat import JaxprEqn
 from autopallas.graph import Graph, Node
 from autopallas.kernels.respelling.convolution_spec import axes_of, dimension_numbers, padding_of, parameters
-from autopallas.kernels.respelling.gradients import gradient_of
+from autopallas.kernels.respelling.gradients import gradient_of, layer
 from autopallas.kernels.respelling.kind import Found, Kind, Sample, of_equation
 from autopallas.kernels.respelling.library_order import MOST_AXES, in_a_loop_or_branch, is_ordered, ordered
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
@@ -150,25 +150,11 @@ def _samples() -> Iterator[tuple[str, Sample]]:
     for dtype, shape, stride, order in (*wide, *_NARROW):
         if shape[-1] == 1 and stride > 1:
             continue  # the same evidence
-        axes, channels = len(shape) - 2, shape[-1]
-        image = shape if order == "last" else (shape[0], channels, *shape[1:-1])
-        window = (channels, channels, *(3,) * axes) if order == "first" else (*(3,) * axes, channels, channels)
-        letters = "DHW"[3 - axes :]
-        numbers = {
-            "first": (f"NC{letters}", f"OI{letters}", f"NC{letters}"),
-            "last": (f"N{letters}C", f"{letters}IO", f"N{letters}C"),
-        }[order]
-
-        def convolve(
-            x: jax.Array,
-            w: jax.Array,
-            strides: tuple[int, ...] = (stride,) * axes,
-            numbers: tuple[str, str, str] = numbers,
-        ) -> jax.Array:
-            return lax.conv_general_dilated(x, w, strides, "SAME", dimension_numbers=numbers)
-
-        x, w = jax.ShapeDtypeStruct(image, dtype), jax.ShapeDtypeStruct(window, dtype)
-        y = jax.eval_shape(convolve, x, w)
+        examples, *space, channels = shape
+        axes = len(space)
+        convolve, x, w, y = layer(
+            order, space, (3,) * axes, (channels, channels), examples=examples, stride=stride, dtype=dtype
+        )
         narrow = f"{jnp.dtype(dtype).name}-" if dtype != jnp.float32 else ""
         name = f"{narrow}{axes}-{order}-stride{stride}-{math.prod(shape)}"
         if order == "first":

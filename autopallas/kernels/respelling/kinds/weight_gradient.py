@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -19,7 +19,7 @@ from jax import lax
 
 from autopallas.compat import Dtype, JaxprEqn
 from autopallas.kernels.respelling.convolution_spec import axes_of, dimension_numbers, padding_of, parameters
-from autopallas.kernels.respelling.gradients import gradient_of
+from autopallas.kernels.respelling.gradients import gradient_of, layer
 from autopallas.kernels.respelling.inserted_zeros import assumed_finite
 from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
@@ -323,31 +323,17 @@ def _samples() -> Iterator[tuple[str, Sample]]:
         if order == "first" and name not in _CHANNELS_FIRST:
             continue
         axes = name.split("-")[0].count("x") + 1
-        letters = "DHW"[-axes:]
-        last = order == "last"
-        numbers = (
-            (f"N{letters}C", f"{letters}IO", f"N{letters}C")
-            if last
-            else (f"NC{letters}", f"OI{letters}", f"NC{letters}")
-        )
         for examples, length, before, after in sizes:
-            space, window = (length,) * axes, (kernel,) * axes
-            place = (examples, *space, before) if last else (examples, before, *space)
-            x = jax.ShapeDtypeStruct(place, jnp.float32)
-            shape = (*window, before, after) if last else (after, before, *window)
-            w = jax.ShapeDtypeStruct(shape, jnp.float32)
-
-            def convolve(
-                x: jax.Array,
-                w: jax.Array,
-                strides: tuple[int, ...] = (stride,) * axes,
-                numbers: tuple[str, str, str] = numbers,
-                run: Callable[..., jax.Array] = lax.conv_transpose if up else lax.conv_general_dilated,
-            ) -> jax.Array:
-                return run(x, w, strides, "SAME", dimension_numbers=numbers)
-
-            y = jax.eval_shape(convolve, x, w)
-            yield f"{name}-{order}-{math.prod(place)}", Sample(gradient_of(convolve, w, 1), (x, y))
+            convolve, x, w, y = layer(
+                order,
+                (length,) * axes,
+                (kernel,) * axes,
+                (before, after),
+                examples=examples,
+                stride=stride,
+                transposed=up,
+            )
+            yield f"{name}-{order}-{math.prod(x.shape)}", Sample(gradient_of(convolve, w, 1), (x, y))
 
 
 KIND = Kind(
