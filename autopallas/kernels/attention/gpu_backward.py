@@ -174,7 +174,7 @@ def _call(plan: Plan, operands: Operands, rows: ScaledRows, units: Units | None 
 def _kernel(plan: Plan, *refs: Ref) -> None:
     memory, warpgroup = Memory.of(plan, refs), lax.axis_index("warpgroup")
     if plan.persistent:
-        pl.when(warpgroup < plan.warpgroups)(partial(_compute_all, plan, memory, warpgroup))
+        pl.when(warpgroup < plan.warpgroups)(partial(_compute_all, plan, memory))
         pl.when(warpgroup == plan.warpgroups)(partial(_load_all, plan, memory))
         return
     pl.when(warpgroup < plan.warpgroups)(lambda: _compute(Block.of(plan, memory)))
@@ -265,7 +265,7 @@ def _compute(own: Block) -> None:
     _visit(own)
 
 
-def _compute_all(plan: Plan, memory: Memory, here: Array) -> None:
+def _compute_all(plan: Plan, memory: Memory) -> None:
     """Computes the gradients of 64 rows or columns of each home block that this block of threads has."""
     share_registers(plan.warpgroups, computes=True)
 

@@ -223,7 +223,7 @@ class Recomputation(ABC):
         slow: set[Var] = set()
         passed = self._passed(again)
         for value in sorted(again, key=self.defined.__getitem__):
-            bases, equations = self._chain(value, again, passed)
+            bases, equations = self._chain(value, passed)
             large = frozenset(base for base in bases if is_large_beside(base, size_of(value)))
             if len(equations) <= _LONGEST and self.is_worth(large, equations):
                 if self.is_slow(value, equations - known[large]):
@@ -256,7 +256,7 @@ class Recomputation(ABC):
                     sources[value] = found
         return passed
 
-    def _chain(self, value: Var, again: set[Var], passed: set[Var]) -> tuple[dict[Var, None], set[int]]:
+    def _chain(self, value: Var, passed: set[Var]) -> tuple[dict[Var, None], set[int]]:
         """Returns what a value is computed from, and the positions of the equations that do so."""
         bases: dict[Var, None] = {}
         equations: set[int] = set()
