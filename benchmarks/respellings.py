@@ -126,6 +126,31 @@ def mamba() -> tuple[Model, Arrays, jax.Array]:
     return model, weights, jax.random.normal(_KEY, (2, 1024, 128))
 
 
+def selective() -> tuple[Model, Arrays, jax.Array]:
+    """A selective scan by ``lax.scan``, of slices that are expanded before it, as most ports of Mamba have it."""
+    width, state = 256, 16
+
+    def model(w: Arrays, x: jax.Array) -> jax.Array:
+        u = jax.nn.silu(x @ w["in"])
+        dt = jax.nn.softplus(u @ w["step"])
+        decay = jnp.exp(jnp.einsum("btd,dn->btdn", dt, -jnp.exp(w["a"])))
+        given = jnp.einsum("btd,btn,btd->btdn", dt, u @ w["b"], u)
+
+        def step(h: jax.Array, own: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+            h = own[0] * h + own[1]
+            return h, jnp.einsum("bdn,bn->bd", h, own[2])
+
+        slices = tuple(jnp.moveaxis(y, 1, 0) for y in (decay, given, u @ w["c"]))
+        ys = lax.scan(step, jnp.zeros_like(given[:, 0]), slices)[1]
+        return jnp.moveaxis(ys, 0, 1) @ w["out"]
+
+    weights = _weights(
+        **{"in": (128, width), "step": (width, width), "a": (width, state)},
+        b=(width, state), c=(width, state), out=(width, 128),
+    )  # fmt: skip
+    return model, weights, jax.random.normal(_KEY, (2, 512, 128))
+
+
 def embedding() -> tuple[Model, Arrays, jax.Array]:
     """Rows of a table by a product with one-hot rows."""
 
@@ -497,7 +522,7 @@ MODELS = {
     for f in (
         *(mobilenet, convnext, resnext, mamba, embedding, sampler, pooled, running, quantile, recurrent),
         *(dropped, walks, generator, residual, neighbours, kinematics, kalman, densities, siren, particles),
-        *(mamba2, rwkv6, evidential, periodic, cells, generation, layers, burgers),
+        *(selective, mamba2, rwkv6, evidential, periodic, cells, generation, layers, burgers),
     )
 }
 """``sampler`` has the kinds argmax and sort, ``embedding`` one_hot, ``mamba`` associative_scan, ``recurrent``

@@ -27,7 +27,8 @@ def body(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
         x = first(w, f"{at}.first", x)
     steps = {
         "convolution": _convolution, "cumulative": _cumulative, "window": _window, "one-hot": _one_hot,
-        "indexed loop": _indexed_loop, "associative scan": _associative_scan, "reduction": _reduction,
+        "indexed loop": _indexed_loop, "associative scan": _associative_scan, "expanded scan": _expanded_scan,
+        "reduction": _reduction,
         "dropout": _dropout, "small matrices": _small_matrices, "elementwise": _elementwise,
         "triangular solve": _triangular_solve,
         "short sum": _short_sum,
@@ -250,6 +251,27 @@ def _lagged_loop(w: Writer, at: str, x: str, count: str) -> str:
         body = f"(lambda i, y: y.at[:, i].{write.format(row)})({count} - 1 - n, y)".replace("i - ", "i + ")
         return f"lax.fori_loop({bounds}, lambda n, y: {body}, {start})"
     return f"lax.fori_loop({bounds}, lambda i, y: y.at[:, i].{write.format(row)}, {start})"
+
+
+def _expanded_scan(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """A scan of what is expanded, of whose results less is read, or all."""
+    c = w.choices
+    decay = c.pick(f"{at}.decay", [f"jnp.exp(-jnp.abs({x})[..., None] * z)", f"jnp.tanh({x}[..., None] + z)"], 0.4)
+    added = c.pick(f"{at}.added", [f"{x}[..., None] * z", f"jnp.cumsum({x}, 1)[..., None] * jnp.cos(z)"], 0.3)
+    step = c.pick(f"{at}.step", ["a * h + b", "jnp.maximum(a * h, b)", "a * jnp.tanh(h) + b"], 0.5)
+    read = c.pick(f"{at}.read", [".sum(-1)", " @ z", ".max(-1)", "[..., 0]", "[..., ::512].sum(-1)"], 0.5)
+    inside = c.chance(f"{at}.inside", 0.5)
+    reverse = c.chance(f"{at}.reverse", 0.3)
+    first = f"jnp.zeros({x}[:, 0].shape + (512,), {x}.dtype)"
+    given = ", ".join(f"jnp.moveaxis({own}, 1, 0)" for own in (decay, added))
+    gives = f"(h{read})" if inside else "h"
+    scan = (
+        f"lax.scan(lambda h, own: (lambda a, b: (lambda h: (h, {gives}))(({step}).astype(h.dtype)))(*own), "
+        f"{first}, ({given}), reverse={reverse})[1]"
+    )
+    w.features.add("expanded scan")
+    whole = f"jnp.moveaxis({scan}, 0, 1){'' if inside else read}"
+    return f"(lambda z: {x} + ({whole}).astype({x}.dtype) * 0.1)(jnp.linspace(0.1, 1.0, 512).astype({x}.dtype))"
 
 
 def _associative_scan(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:

@@ -51,8 +51,8 @@ class Around:
 
     @property
     def elements(self) -> int:
-        """Number of elements of the states, all steps together."""
-        return math.prod(self.before.out_avals[0].shape)
+        """Number of elements of the largest array that is never written, all steps together."""
+        return max(math.prod(v.shape) for v in (*self.before.out_avals, *self.after.in_avals))
 
     def __repr__(self) -> str:
         return f"{len(self.steps_before)} equations before and {len(self.steps_after)} after, {self.key}"
@@ -66,8 +66,10 @@ def around(
     whole: Sequence[int] = (),
     known: Collection[int] = (),
     home: Body | None = None,
+    size: int | None = None,
+    body: Body | None = None,
 ) -> tuple[Around, tuple[int, ...], tuple[int, ...]] | None:
-    """Finds what can be computed in a loop from ``needed`` to ``given``, arrays of one shape.
+    """Finds what can be computed in a loop from ``needed`` to ``given``.
 
     Args:
       graph: the program.
@@ -77,17 +79,21 @@ def around(
       whole: those of ``needed`` that are read as they are.
       known: values that other loops give.
       home: a body that has what the recurrence reads, if the one that has its results lacks some of it.
+      size: how many elements an array has at least that is not to be written; None for those of what is given, arrays
+        of one shape.
+      body: the body of the loop; None for that of what is given.
 
     Returns:
       What is computed in the loop, the operands and the results of the whole; None where the program expands nothing
       and reduces nothing.
     """
-    body = graph.definitions[given[0]].body
-    search = _Search(graph, body, math.prod(graph.shape(given[0])), frozenset((*whole, *known, *given)))
+    body = body or graph.definitions[given[0]].body
+    size = math.prod(graph.shape(given[0])) if size is None else size
+    search = _Search(graph, body, size, frozenset((*whole, *known, *given)), _read_by_others(graph, given))
     for number in needed:
         search.axes[number] = axis
     before = search.above(needed)
-    after = search.below(given, axis)
+    after = search.below(given, axis) if given else []
     if after is None or not before and not after:
         return None
     inner = {n for node in before for n in node.outputs} | {n for node in after for n in node.outputs} | set(given)
@@ -102,13 +108,31 @@ def around(
     kinds = tuple(search.axes[n] for n in results)
     key = digest([first, last], f"{axes} {steps} {kinds}".encode())
     found = Around(key, first, last, axes, steps[0], steps[1], kinds)
-    return (found, operands, results) if _smaller(graph, (*needed, *given), (*operands, *results)) else None
+    return (found, operands, results) if _smaller(graph, (*whole, *needed, *given), (*operands, *results)) else None
 
 
 def _smaller(graph: Graph, plain: Sequence[int], own: Sequence[int]) -> bool:
     """Returns whether a loop reads and writes less than three quarters of what it does without its surroundings."""
     sizes = [sum(math.prod(graph.shape(n)) for n in dict.fromkeys(numbers)) for numbers in (plain, own)]
     return 4 * sizes[1] < 3 * sizes[0]
+
+
+def _read_by_others(graph: Graph, given: Collection[int]) -> frozenset[int]:
+    """Returns what sites read that do not compute any of ``given`` themselves, or values of the same site.
+
+    A site of another operation that computes what a loop gives stands in its place, or is kept.
+    """
+    own = [n for n in given if n in graph.reads]
+    if not own:
+        return graph.read
+    inside = {n for one in own for n in graph.reads[one]}
+    alike = {graph.reads[n] for n in own}
+    others = (
+        read
+        for number, read in graph.reads.items()
+        if read not in alike and number not in inside and not any(n in read for n in own)
+    )
+    return frozenset(n for read in others for n in read)
 
 
 class _Search:
@@ -118,11 +142,12 @@ class _Search:
       known: values that the loop, or another one, reads or gives.
       axes: the axis of the steps by value, or ``SUMMED``.
       fixed: values that are read as what is the same for all steps.
+      read: what sites of other operations read.
       following: what is computed of the loop's results in it.
     """
 
-    def __init__(self, graph: Graph, body: Body, size: int, known: frozenset[int]):
-        self.graph, self.body, self.size, self.known = graph, body, size, known
+    def __init__(self, graph: Graph, body: Body, size: int, known: frozenset[int], read: frozenset[int]):
+        self.graph, self.body, self.size, self.known, self.read = graph, body, size, known, read
         self.axes: dict[int, int] = {}
         self.fixed: set[int] = set()
         self.following: frozenset[int] = frozenset()
@@ -169,7 +194,7 @@ class _Search:
             node = graph.definitions.get(number)
             if number in found or self._is_given(number) or not self._is_large(number):
                 continue
-            if number in graph.returned or number in graph.read:
+            if number in graph.returned or number in self.read:
                 continue
             if node is None or not self._plain(node):
                 continue
@@ -267,7 +292,7 @@ class _Search:
     def _leaves(self, number: int, found: Mapping[int, Node]) -> bool:
         """Returns whether something reads a value that is not computed in the loop."""
         graph = self.graph
-        if number in graph.returned or number in graph.read:
+        if number in graph.returned or number in self.read:
             return True
         users = graph.users.get(number, ())
         alive = [u for u in users if not u.outputs or not self.alive.isdisjoint(u.outputs)]

@@ -27,16 +27,14 @@ from autopallas.graph import Body, Graph, Node
 from autopallas.kernels.example import is_float
 from autopallas.kernels.respelling.around import Around, around
 from autopallas.kernels.respelling.doubling import Backward, Forward, scans_of
-from autopallas.kernels.respelling.exact_sums import Sums, added_exactly, stepped_exactly
+from autopallas.kernels.respelling.exact_sums import Sums, stepped_exactly
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.lanes import Layout, laid_alike
 from autopallas.kernels.respelling.spec import ArrayType, Parameters, RespellingSpec
-from autopallas.kernels.respelling.stepwise import SUMMED, run_step
+from autopallas.kernels.respelling.stepwise import run_step
+from autopallas.kernels.respelling.written import Written, empty, whole_of, with_step
 
 __all__ = ["KIND"]
-
-_Written: TypeAlias = list["jax.Array | Sums"]
-"""What the steps have written so far: arrays with slices, and sums."""
 
 
 def _match(graph: Graph, node: Node) -> Found | None:
@@ -269,16 +267,16 @@ def _looped(
         given = zip(operands, beside.axes, strict=True)
         return [x if at is None else lax.dynamic_slice_in_dim(x, t, 1, at) for x, at in given]
 
-    def after(found: Sequence[jax.Array], own: Sequence[jax.Array], written: _Written, t: jax.Array) -> _Written:
+    def after(found: Sequence[jax.Array], own: Sequence[jax.Array], written: Written, t: jax.Array) -> Written:
         results = run_step(beside.after, beside.steps_after, [*found, *own])
-        return [_with(x, one, t, at) for x, one, at in zip(written, results, beside.results, strict=True)]
+        return [with_step(x, one, t, at) for x, one, at in zip(written, results, beside.results, strict=True)]
 
     def forward(state: Sums, own: Sequence[jax.Array], t: jax.Array) -> Sums:
         decay, given, *_ = run_step(beside.before, beside.steps_before, own)
         kept = jnp.where(t > 0, decay.astype(wide), 0)  # the first decay is not read, and may be anything
         return stepped_exactly(state, kept, given.astype(wide))
 
-    def step(carried: tuple[Sums, _Written], t: jax.Array) -> tuple[tuple[Sums, _Written], None]:
+    def step(carried: tuple[Sums, Written], t: jax.Array) -> tuple[tuple[Sums, Written], None]:
         state, written = carried
         own = slices(t)
         state = forward(state, own, t)
@@ -293,13 +291,13 @@ def _looped(
         return found
 
     zeros = jnp.zeros(shape, wide)
-    first = [_empty(own, kind, at) for (own, kind), at in zip(types, beside.results, strict=True)]
+    first = [empty(own, kind, at) for (own, kind), at in zip(types, beside.results, strict=True)]
     if not wanted:
         (_, written), _ = lax.scan(step, ((zeros, zeros), first), numbers)
-        return [_whole(x).astype(kind) for x, (_, kind) in zip(written, types, strict=True)]
+        return [whole_of(x).astype(kind) for x, (_, kind) in zip(written, types, strict=True)]
     known = operands[0] if len(whole) == 4 else states() if "decay" in wanted else None
 
-    def back(carried: tuple[Sums, jax.Array, _Written], t: jax.Array) -> tuple[tuple[Sums, jax.Array, _Written], None]:
+    def back(carried: tuple[Sums, jax.Array, Written], t: jax.Array) -> tuple[tuple[Sums, jax.Array, Written], None]:
         gradient, following, written = carried
         own = slices(t)
         decay, _, cotangent, *_ = run_step(beside.before, beside.steps_before, own)
@@ -312,28 +310,7 @@ def _looped(
         return (gradient, decay.astype(wide), after(found, own, written, t)), None
 
     last, _ = lax.scan(back, ((zeros, zeros), zeros, first), numbers, reverse=True)
-    return [_whole(x).astype(kind) for x, (_, kind) in zip(last[2], types, strict=True)]
-
-
-def _empty(shape: Sequence[int], dtype: Dtype, axis: int) -> jax.Array | Sums:
-    """Returns an array of zeros for what the steps give; a sum of floats has what rounding lost beside it."""
-    if axis != SUMMED or not jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.zeros(shape, dtype)
-    zeros = jnp.zeros(shape, _accumulated(dtype))
-    return zeros, zeros
-
-
-def _whole(written: jax.Array | Sums) -> jax.Array:
-    return written[0] if isinstance(written, tuple) else written
-
-
-def _with(written: jax.Array | Sums, own: jax.Array, t: jax.Array, axis: int) -> jax.Array | Sums:
-    """Returns an array with what step t gives."""
-    if isinstance(written, tuple):
-        return added_exactly(*written, own.astype(written[0].dtype))
-    if axis == SUMMED:
-        return written + own.astype(written.dtype)
-    return lax.dynamic_update_slice_in_dim(written, own, t, axis)
+    return [whole_of(x).astype(kind) for x, (_, kind) in zip(last[2], types, strict=True)]
 
 
 def _combined(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
