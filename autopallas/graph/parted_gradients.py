@@ -41,10 +41,11 @@ def part_gradients(root: Body) -> Body:
     """Moves sums of two softmaxes' gradients behind products, in place, in every body."""
     bodies = [*root.walk()]
     sizes = {
-        math.prod(equation.outvars[0].aval.shape)
+        math.prod(getattr(variable.aval, "shape", ()))
         for body in bodies
         for equation in body.equations
         if equation.primitive.name in _EXPONENTIALS
+        for variable in equation.outvars
     }
     for body in bodies:
         with contained("a gradient of scores", "attention", "graph"):
