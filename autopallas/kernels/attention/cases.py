@@ -50,6 +50,13 @@ def window(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     return _weighted(jnp.where(mask, scores, -jnp.inf), value)
 
 
+def window32(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    scores = jnp.einsum("btnd,bsnd->bnts", query, key, preferred_element_type=jnp.float32)
+    distance = jnp.arange(scores.shape[-2])[:, None] - jnp.arange(scores.shape[-1])[None, :]
+    mask = (distance >= 0) & (distance < window_size(scores.shape[-1]))
+    return _weighted(jnp.where(mask, scores / np.sqrt(query.shape[-1]).astype(np.float32), -jnp.inf), value)
+
+
 def padded(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array) -> jax.Array:
     scores = jnp.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(query.shape[-1]).astype(query.dtype)
     mask = jnp.arange(key.shape[1])[None, :] < lengths[:, None]
@@ -89,6 +96,7 @@ ORIGINALS: dict[str, Callable[..., jax.Array]] = {
     "masked": masked,
     "full32": full32,
     "causal32": causal32,
+    "window32": window32,
 }
 
 
@@ -162,9 +170,10 @@ def table_grid(platform: str = "cpu") -> tuple[Case, ...]:
     if platform == "tpu":
         sizes = ((512, 16, 64), (1024, 16, 16), (2048, 16, 4), (4096, 16, 1), (8192, 4, 1))
         return tuple(
-            square(direction, "bfloat16", mask, length, head_size, heads, batch)
+            square(direction, dtype, mask, length, head_size, heads, batch)
             for direction in DIRECTIONS
-            for mask in ("full32", "causal32")
+            for dtype, masks in (("bfloat16", ("full32", "causal32", "window32")), ("float32", ("full", "causal")))
+            for mask in masks
             for head_size in (64, 128)
             for length, heads, batch in sizes
         )
