@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from autopallas.compat import JaxprEqn, Var
 from autopallas.graph.custom_rules import ELEMENTWISE
-from autopallas.rewrite.rematerialisation.recomputation import LONG, SAME, is_large_beside, size_of, variables
+from autopallas.graph.prices import SAME, price
+from autopallas.rewrite.rematerialisation.recomputation import is_large_beside, size_of, variables
 
 __all__ = ["MOST", "MOST_FOR_A_LARGE_STACK", "beside_padded", "cost", "is_spread", "repeated"]
 
@@ -18,13 +19,6 @@ MOST = 12
 """Largest cost, for each element of a stack, that is less than that of the stack."""
 MOST_FOR_A_LARGE_STACK = 28
 """The same for a stack that no cache close to a processor holds."""
-_COSTS = {
-    **dict.fromkeys(SAME | {"broadcast_in_dim", "transpose"}, 0),
-    **dict.fromkeys(("div", "sqrt"), 8),
-    **dict.fromkeys(("cbrt", "rsqrt"), 14),
-    **dict.fromkeys((*LONG, "custom_jvp_call"), 16),
-}
-"""Costs of primitives for each element of their results, where that of a product is 1."""
 _WITH_THEIR_OPERANDS = ELEMENTWISE | SAME | {"concatenate", "pad", "rev", "slice", "split", "transpose"}
 """Primitives that a compiler computes together with what computes their operands, wherever their results are read."""
 _REPEATING = ELEMENTWISE | {"broadcast_in_dim"}
@@ -34,7 +28,7 @@ _REPEATING = ELEMENTWISE | {"broadcast_in_dim"}
 def cost(equation: JaxprEqn) -> int:
     """Returns how long an elementwise equation takes, in products of two numbers."""
     (result,) = equation.outvars
-    return _COSTS.get(equation.primitive.name, 1) * result.aval.size
+    return price(equation) * result.aval.size
 
 
 def is_spread(value: Var, equations: Sequence[JaxprEqn]) -> bool:

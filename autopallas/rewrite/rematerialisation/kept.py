@@ -23,9 +23,9 @@ from jax import lax
 
 from autopallas import array_types, compat, jaxprs
 from autopallas.compat import Jaxpr, JaxprAtom, JaxprEqn, Var
+from autopallas.graph.prices import SAME
 from autopallas.rewrite.rematerialisation.recomputation import (
     LEAST_BYTES,
-    SAME,
     SHORT,
     Group,
     Recomputation,

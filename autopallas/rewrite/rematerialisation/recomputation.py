@@ -15,13 +15,12 @@ import jax.numpy as jnp
 from autopallas import jaxprs
 from autopallas.compat import JaxprAtom, JaxprEqn, Var
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
+from autopallas.graph.prices import LONG, SAME
 from autopallas.report.records import Rematerialised
 from autopallas.rewrite.rematerialisation.rounding import compared, roundings
 
 __all__ = [
     "LEAST_BYTES",
-    "LONG",
-    "SAME",
     "SHORT",
     "Group",
     "Recomputation",
@@ -31,15 +30,8 @@ __all__ = [
     "variables",
 ]
 
-SAME = frozenset({"copy", "expand_dims", "reshape", "squeeze"})
-"""Primitives whose results are their operands, as they are stored."""
 SHORT = ELEMENTWISE | SAME | {"broadcast_in_dim", "transpose"}
 """Primitives of what is computed again."""
-LONG = frozenset(
-    """acos acosh asin asinh atan atan2 atanh cos cosh erf erf_inv erfc exp exp2 expm1 log log1p log2 logistic pow sin
-    sinh tan tanh""".split()
-)
-"""Primitives that take long: no value is computed again through two of them, one of the other's result."""
 LEAST_BYTES = 2**16
 """Smallest size of an array that is computed again."""
 _SMALL = 8
