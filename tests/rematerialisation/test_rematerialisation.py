@@ -362,9 +362,9 @@ def test_steps_are_in_proportion_to_the_program():
         steps = 0
         kept = kept_values.Kept._chain
 
-        def counted(self, value, again, passed):
+        def counted(self, value, passed):
             nonlocal steps
-            found = kept(self, value, again, passed)
+            found = kept(self, value, passed)
             steps += len(found[1])
             return found
 
