@@ -212,8 +212,9 @@ class _Search:
     def below(self, given: Sequence[int], axis: int) -> list[Node] | None:
         """Returns the nodes that compute smaller values of what a loop gives step by step, in order."""
         graph = self.graph
-        first = min(given)
-        follows = dict.fromkeys(given, True)
+        # What a loop carries in the end is there after its last step alone.
+        follows = {n: True for one in given for n in graph.definitions[one].outputs}
+        first = min(follows)
         if any(self.axes.get(n, axis) != axis or n in self.fixed for n in given):
             return None
         self.axes.update(dict.fromkeys(given, axis))

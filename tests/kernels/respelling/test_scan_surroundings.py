@@ -141,6 +141,27 @@ def test_it_is_found_where_the_loop_is_a_recurrence_that_nothing_computes(form):
     assert [site.kind for site in ours.report().sites if site.verdict == "applied"] == ["scan_surroundings"]
 
 
+def by_the_last_state(x, dt, rate, write, read):
+    """Each step of what is read of the states needs the state after the last step."""
+
+    def step(h, own):
+        h = own[0] * h + own[1]
+        return h, h
+
+    last, found = lax.scan(step, jnp.zeros_like(rate), slices(x, dt, rate, write))
+    return (found / (1 + jnp.abs(last))).sum(-1) + jnp.einsum("tdn,dn->td", found, last)
+
+
+@pytest.mark.parametrize("ops", ["scan_surroundings", ["recurrence", "scan_surroundings"]])
+@pytest.mark.parametrize("form", [by_the_last_state, trained(by_the_last_state)])
+def test_what_needs_the_last_state_stays_behind_the_loop(form, ops):
+    given = arguments()
+    ours = autopallas.optimize(form, objective="always", ops=ops, strict=True)
+    for a, b in zip(jax.tree.leaves(ours(*given)), jax.tree.leaves(jax.jit(form)(*given)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5 * float(jnp.abs(b).max()))
+    assert "scan_surroundings" in [site.kind for site in ours.report().sites if site.verdict == "applied"]
+
+
 def test_many_examples():
     def mapped(x, dt, rate, write, read):
         return jax.vmap(usual, (0, 0, None, 0, 0))(x, dt, rate, write, read)
