@@ -25,7 +25,8 @@ ORACLE_LIMIT = 8 * 4096 * 4096
 LIBRARY_LIMIT = 8 * 2048 * 2048
 """How many scores there may be for JAX's own function to be run: beyond, it takes long and says nothing new."""
 
-_CAUSAL = ("causal", "causal32", "window", "causal_padded", "masked")
+_CAUSAL = ("causal", "causal32", "window", "window32", "causal_padded", "masked")
+_WINDOWS = ("window", "window32")
 _PADDED = ("padded", "causal_padded", "masked")
 
 
@@ -39,7 +40,7 @@ def library(mask: str, query: jax.Array, key: jax.Array, value: jax.Array, *rest
     extra: dict[str, Any] = {}
     if mask in ("causal", "causal32"):
         extra = {"is_causal": True}
-    elif mask == "window":
+    elif mask in _WINDOWS:
         extra = {"is_causal": True, "local_window_size": (window_size(key.shape[1]) - 1, 0)}
     elif mask in ("padded", "causal_padded"):
         extra = {"key_value_seq_lengths": rest[0], "is_causal": mask == "causal_padded"}
@@ -114,7 +115,7 @@ def _scores(case: Case) -> int:
 def operations(case: Case) -> float:
     """Two multiply-adds per head size for each live pair of query and key; 2.5 times that in the backward pass."""
     queries, keys = _lengths(case)
-    seen = window_size(keys) if case.mask == "window" else keys
+    seen = window_size(keys) if case.mask in _WINDOWS else keys
     stored = live_keys(keys) if case.mask in _PADDED else keys
     if case.mask in _CAUSAL:
         pairs = sum(max(0, min(row + 1, stored) - max(0, row + 1 - seen)) for row in range(queries))
@@ -138,7 +139,7 @@ def oracle(case: Case, arguments: tuple[Any, ...]) -> Any:
         value,
         cotangent,
         causal=case.mask in _CAUSAL,
-        window=window_size(keys) if case.mask == "window" else None,
+        window=window_size(keys) if case.mask in _WINDOWS else None,
         lengths=np.full(query.shape[0], live_keys(keys)) if case.mask in _PADDED else None,
         bias=rest[0] if case.mask == "bias" else None,
     )

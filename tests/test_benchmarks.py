@@ -196,6 +196,7 @@ def test_arithmetic_is_counted_over_live_pairs() -> None:
         "causal": 40,
         "causal32": 40,
         "window": 28,
+        "window32": 28,
         "padded": 48,
         "causal_padded": 36,
         "masked": 36,
