@@ -37,9 +37,9 @@ _LEAST_ELEMENTS = 2**15
 _LEAST_STEP = 256
 """Elements of a step, of the largest array, below which starting its equations takes longer than they."""
 _MOST = 40
-"""Highest price, of products of two numbers for each element of the largest array, of what the steps compute of their
-slices: a program that holds the gradient computes it twice.  Of exp and tanh train steps gained 1.2, where they lost up
-to 0.93 of exp twice, tanh and log1p, at 68."""
+"""Highest price of what the steps compute of their slices, in products of two numbers for each element of the largest
+array: a program that holds the gradient computes it twice.  Train steps gained 1.2 where it was an exponential and a
+tanh (some 35), and took 1.07 times as long where it was two exponentials, a tanh and a logarithm (some 70)."""
 _MANY, _NARROW = 64, 2048
 """Steps from which rows of the table say many, and elements of a step below which they say narrow."""
 
