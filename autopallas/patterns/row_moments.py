@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from autopallas import compat, jaxprs
+from autopallas import jaxprs
 from autopallas.compat import Var
 from autopallas.faults import contained
 from autopallas.graph import Graph, Node, Ref
@@ -24,7 +24,7 @@ from autopallas.graph.proof_cache import ProofCache
 from autopallas.patterns.declared_match import declared_match
 from autopallas.patterns.escapes import complete
 from autopallas.patterns.expressions import Scope
-from autopallas.patterns.forward import COPIES, LAYOUT
+from autopallas.patterns.forward import COPIES, LAYOUT, in_backward
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
 from autopallas.patterns.normalisation import Normalisation, ends_with
 from autopallas.patterns.row_forms import FormReader, OfRowsError, UnlikeError, before_layout
@@ -275,7 +275,7 @@ class _Search:
             if number in self.given:
                 return True
             for node in self.graph.users[number]:
-                if node.body.transposed or compat.is_transposed(node.equation):
+                if in_backward(node):
                     continue
                 if node.name in COPIES:
                     todo += node.outputs

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopallas import jaxprs
-from autopallas.compat import is_transposed
 from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.labels import Atom, Dimension, View
 from autopallas.patterns.advice import (
@@ -23,13 +22,15 @@ from autopallas.patterns.advice import (
     WHOLE_ROWS,
 )
 from autopallas.patterns.expressions import Scope, precision_of
+from autopallas.patterns.forward import in_backward
 from autopallas.patterns.match import Mismatch
 
-__all__ = ["HeadLogits", "LabelledLogits"]
+__all__ = ["JOINS", "HeadLogits", "LabelledLogits"]
 
 _FURTHEST = 8
 """Most equations through which a value is followed back, for what is said of it."""
-_JOINS = frozenset({"concatenate", "stack"})
+JOINS = frozenset({"concatenate", "stack"})
+"""Primitives that put one array together from several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +220,7 @@ class LabelledLogits:
             if found is not None:
                 break
         else:
-            joined = next((node for node in self._back_from(value) if node.name in _JOINS), None)
+            joined = next((node for node in self._back_from(value) if node.name in JOINS), None)
             if joined is not None:
                 where = jaxprs.location(joined.equation)
                 raise Mismatch(f"the loss reads a part of what {joined.name} joins at {where}", advice=OWN_LOGITS)
@@ -240,7 +241,7 @@ class LabelledLogits:
         for offset, atoms in full.view:
             resolved = scratch.resolve(atoms)
             if any(a not in meaning for a in resolved):
-                if any(node.body.transposed or is_transposed(node.equation) for node in self._back_from(value)):
+                if any(map(in_backward, self._back_from(value))):
                     raise Mismatch(
                         "the gradient of each row is multiplied by activations, and not summed over rows",
                         advice=GRADIENTS_OF_EXAMPLES,

@@ -44,6 +44,7 @@ from autopallas.patterns.advice import (
 )
 from autopallas.patterns.cross_entropy.flows import Flows
 from autopallas.patterns.cross_entropy.intent import origin, takes_logarithm
+from autopallas.patterns.cross_entropy.labelled_logits import JOINS
 from autopallas.patterns.cross_entropy.passes import passes
 from autopallas.patterns.cross_entropy.region import Region
 from autopallas.patterns.cross_entropy.sigmoid_losses import sigmoid_losses
@@ -57,7 +58,7 @@ _LAYOUT = frozenset(
     "name sharding_constraint optimization_barrier pvary pcast layout_constraint reshard".split()
 )
 
-_JOINS, _CUTS = frozenset({"concatenate", "stack"}), frozenset({"slice", "split", "unstack"})
+_CUTS = frozenset({"slice", "split", "unstack"})
 _REARRANGES = frozenset({"dynamic_slice", "dynamic_update_slice", "gather", "pad", "rev", "sort"})
 """Primitives that pick rows of an array, or put them in another order or place."""
 _OVERWRITES = frozenset({"scatter", "scatter-add"})
@@ -182,7 +183,7 @@ def _in_parts(graph: Graph, candidates: Sequence[_Candidate]) -> Iterator[NearMi
     parts of one product, reshaped before they are cut out of it."""
     said: set[int] = set()
     for candidate in sorted(candidates, key=lambda one: -math.prod(graph.shape(one.dot.outputs[0]))):
-        joined = next((n for number in candidate.inside if (n := _made_by(graph, number, _JOINS)) is not None), None)
+        joined = next((n for number in candidate.inside if (n := _made_by(graph, number, JOINS)) is not None), None)
         cut = next((n for number in candidate.inside if (n := _made_by(graph, number, _CUTS)) is not None), None)
         ends = candidate.ends.values()
         found = joined or cut
