@@ -193,16 +193,19 @@ class Oracle:
         return [*_unpacked(carry), *_unpacked(stacked)]
 
     def _while(self, equation: JaxprEqn, values: list[Value]) -> list[Value]:
+        """Runs a loop until no example goes on; under ``vmap`` those that have ended keep what they had."""
         params = equation.params
         first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
 
-        def goes_on(carry: _Packed) -> jax.Array:
+        def go_on(carry: _Packed) -> jax.Array:
             return self._run(params["cond_jaxpr"], [*values[:first], *_unpacked(carry)])[0].own
 
         def step(carry: _Packed) -> _Packed:
-            return _packed(self._run(params["body_jaxpr"], [*values[first:second], *_unpacked(carry)]))
+            after = _packed(self._run(params["body_jaxpr"], [*values[first:second], *_unpacked(carry)]))
+            test = go_on(carry)
+            return jax.tree.map(functools.partial(_where_leading, test), after, carry) if test.shape else after
 
-        return _unpacked(lax.while_loop(goes_on, step, _packed(values[second:])))
+        return _unpacked(lax.while_loop(lambda carry: jnp.any(go_on(carry)), step, _packed(values[second:])))
 
     def _cond(self, equation: JaxprEqn, values: list[Value]) -> list[Value]:
         def branch(body: JaxprLike, operands: _Packed) -> _Packed:
@@ -241,6 +244,11 @@ _STRUCTURES: dict[str, Callable[[Oracle, JaxprEqn, list[Value]], list[Value]]] =
     "shard_map": Oracle._shard_map,
     "custom_linear_solve": Oracle._linear_solve,
 }
+
+
+def _where_leading(test: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Selects by a test that has the first axes of the arrays."""
+    return jnp.where(lax.expand_dims(test, range(test.ndim, x.ndim)), x, y)
 
 
 def _packed(values: Sequence[Value]) -> _Packed:

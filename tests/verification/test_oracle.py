@@ -189,6 +189,28 @@ def test_a_while_loop_runs_as_often_as_the_program():
     close(value, 1 + 40 * 2.0**-9)
 
 
+@pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0)])
+def test_each_example_of_a_while_loop_runs_as_often_as_the_program(in_axes):
+    def loop(x, limit):
+        key = jax.random.key(0)
+        carry = (0, x, jnp.zeros((2, *x.shape)), key)
+        return lax.while_loop(
+            lambda s: s[1].sum() < limit,
+            lambda s: (s[0] + 1, s[1] * 1.5, s[2] + jnp.sin(s[1]), jax.random.fold_in(s[3], s[0])),
+            carry,
+        )[:3]
+
+    given = [jnp.array([[1.0, 0.2], [3.0, 0.1], [99.0, 1.0]]), jnp.array([7.0, 50.0, 20.0])]
+    given = [x if axis == 0 else x[0] for x, axis in zip(given, in_axes, strict=True)]
+    counts, values, sums = evaluate(jax.vmap(loop, in_axes), *given)
+    for i in range(3):
+        own = evaluate(loop, *(x[i] if axis == 0 else x for x, axis in zip(given, in_axes, strict=True)))
+        assert counts[i] == own[0]
+        close(values[i], own[1])
+        close(sums[i], own[2])
+    assert len(set(np.asarray(counts).tolist())) > 1
+
+
 def test_a_branch_is_the_programs_own():
     def choose(x):
         return lax.cond(x.astype(jnp.bfloat16) > 1, lambda x: x / 3, lambda x: x / 7, x)
