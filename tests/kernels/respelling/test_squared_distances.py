@@ -82,6 +82,14 @@ def test_infinities_and_nans_stay_in_their_rows():
     assert bool(jnp.isfinite(jnp.delete(given, jnp.array([3, 4]), 0)).all())
 
 
+def test_infinities_that_are_not_assumed_away_keep_the_original():
+    x = X.at[4, 2].set(jnp.inf)
+    assert autopallas.explain(optimized(distances), x, Y).sites[0].assumptions
+    run = autopallas.optimize(distances, objective="always", ops="squared_distances", assume_finite=False)
+    assert bool((run(x, Y)[4] == jnp.inf).all())
+    assert run.report().counts() == {}
+
+
 def named(function, *arguments):
     program = Graph(flatten(jax.make_jaxpr(function)(*arguments)))
     return [match.spec.kind for match in find(program, ("squared_distances",), True)[0]]

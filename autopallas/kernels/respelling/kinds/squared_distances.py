@@ -257,5 +257,6 @@ KIND = Kind(
     respelt=_respelt,
     feature=_feature,
     samples=_samples,
+    assumptions=("all operands are finite, and no product of theirs overflows",),
     on_request=True,
 )
