@@ -8,6 +8,7 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Sequence
 
 from . import record
 from .judge import Verdict
@@ -28,6 +29,7 @@ def main() -> int:
     run.add_argument("--first", type=int, default=0, help="the first seed")
     run.add_argument("--programs", type=int, default=2000)
     run.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    run.add_argument("--features", nargs="+", help="judge only those that have one of these, named as --mix names them")
     run.add_argument("--record", action="store_true", help="record clean ranges, and leave out those recorded before")
     run.add_argument("--mix", action="store_true", help="print how many programs have which feature")
     show = commands.add_parser("show", help="print a program")
@@ -59,8 +61,8 @@ def _run(given: argparse.Namespace) -> int:
     if given.record and (changes := record.unrecorded_changes()):
         print(f"Not recorded, since these differ from the last commit:\n{changes}")
         return 2
-    if given.record and given.optimization_level:
-        print("Ranges are recorded at optimization level 0.")
+    if given.record and (given.optimization_level or given.features):
+        print("Whole ranges are recorded, at optimization level 0.")
         return 2
     found: list[Verdict] = []
     every: list[Verdict] = []
@@ -71,7 +73,10 @@ def _run(given: argparse.Namespace) -> int:
             print(f"{first} to {first + count - 1}: recorded before")
             continue
         part = []
-        for (verdict,) in verdicts(range(first, first + count), given.workers, level=given.optimization_level):
+        seeds: Sequence[int] = range(first, first + count)
+        if given.features:
+            seeds = [s for s in seeds if not random_program(s).features.isdisjoint(given.features)]
+        for (verdict,) in verdicts(seeds, given.workers, level=given.optimization_level):
             part.append(verdict)
             if verdict.kind:
                 print(f"  program {verdict.seed}: {verdict.kind}: {verdict.complaints[0]}", flush=True)
@@ -98,6 +103,7 @@ def _print_mix(every: list[Verdict]) -> None:
     seconds: collections.Counter[str] = collections.Counter()
     for verdict in every:
         names = [*verdict.features, *(f"operation: {op}" for op, n in verdict.applied.items() if n)]
+        names += [f"kind: {kind}" for kind in verdict.kinds]
         have.update(names)
         replaced.update(names if any(verdict.applied.values()) else ())
         seconds.update(verdict.seconds)

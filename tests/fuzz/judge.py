@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,7 +32,7 @@ from .mutations import put_back
 from .program import RandomProgram
 from .tolerance import ALLOWED, roundings
 
-__all__ = ["Verdict", "judge", "judge_faults"]
+__all__ = ["Verdict", "judge", "judge_faults", "kinds_found"]
 
 _CALLS = 40
 """So many calls of sites are looked at."""
@@ -47,6 +48,8 @@ class Verdict:
     seed: int
     applied: dict[str, int] = field(default_factory=dict)
     """Replaced sites by operation."""
+    kinds: dict[str, int] = field(default_factory=dict)
+    """Replaced sites of respellings by kind."""
     complaints: list[str] = field(default_factory=list)
     """What is wrong; nothing, if empty."""
     kind: str = ""
@@ -89,9 +92,26 @@ class _Twins(Oracle):
 def judge(program: RandomProgram) -> Verdict:
     """Optimizes a program, by default under objective "always", strictly, and compares it with float64."""
     verdict = Verdict(program.seed, features=sorted(program.features))
-    with _quietly(program), patch.object(checkpointed_scans, "_LEAST_BYTES", 0):  # loops of random programs are small
+    with _quietly(program), _small_loops():
         _judge(program, verdict)
     return verdict
+
+
+def kinds_found(program: RandomProgram) -> dict[str, int]:
+    """The kinds of respelling that are replaced in a program, which is not run, with their number."""
+    with _quietly(program), _small_loops():
+        original = jax.make_jaxpr(program.function())(*program.arrays())
+        _, report = rewrite(original, resolve(program.every_option()), probes=False)
+    return _kinds(report)
+
+
+def _small_loops() -> Any:
+    """Lets loops be checkpointed that stack as little as those of random programs."""
+    return patch.object(checkpointed_scans, "_LEAST_BYTES", 0)
+
+
+def _kinds(report: Any) -> dict[str, int]:
+    return dict(Counter(site.kind for site in report.sites if site.verdict == "applied" and site.kind))
 
 
 def judge_faults(program: RandomProgram, faults: Sequence[str]) -> list[Verdict]:
@@ -168,6 +188,7 @@ def _judge(program: RandomProgram, verdict: Verdict) -> None:
         rewritten, report = rewrite(original, resolve(program.every_option()), probes=False)
         clock.lap("rewrite")
         verdict.applied = dict(report.counts())
+        verdict.kinds = _kinds(report)
         verdict.reasons = [f"{miss.op}: {miss.reason}" for miss in report.near_misses]
         if report.failures:
             verdict.kind, verdict.complaints = "exception", [str(f) for f in report.failures]

@@ -61,6 +61,13 @@ _MEMORY: dict[str, Mapping[str, Any]] = {
     "checkpoint and slices": {"ops": ("scan_checkpoint", "indexed_loop")},
     "memory": {"objective": "memory"},
 }
+_EVERY_KIND: dict[str, Mapping[str, Any]] = {
+    "usual": {},
+    "distances": {"ops": ("respelling", "squared_distances")},
+    "checkpoint": {"ops": ("respelling", "scan_checkpoint")},
+    "every kind": {"ops": ("respelling", "squared_distances", "scan_checkpoint", "looped_bfloat16")},
+}
+"""Options by which kinds are looked for that are not by default."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +172,10 @@ def random_program(
     if seed >= _FIRST_MEMORY and family == "recurrence":
         name = c.pick("options", {name: name for name in _MEMORY}, 0.5)
         options = _MEMORY[name]
+        w.features.add(f"options: {name}")
+    if seed >= respellings.FIRST_OF_EVERY_KIND and family == "respelling":
+        name = c.pick("options", {name: name for name in _EVERY_KIND}, 0.85)
+        options = _EVERY_KIND[name]
         w.features.add(f"options: {name}")
     w.features.add(f"family: {family}")
     w.features |= {"x64"} if w.x64 else set()

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Mapping
 
 from .writing import Writer
 
-__all__ = ["body", "operands"]
+__all__ = ["FIRST_OF_EVERY_KIND", "body", "operands"]
+
+FIRST_OF_EVERY_KIND = 230_000
+"""From this seed on every kind of respelling has a form."""
 
 
 def operands(w: Writer, at: str) -> tuple[dict[str, int], list[str]]:
@@ -33,6 +38,11 @@ def body(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
         "triangular solve": _triangular_solve,
         "short sum": _short_sum,
     }  # fmt: skip
+    if c.seed >= FIRST_OF_EVERY_KIND:
+        steps |= {
+            "volumes": _volumes, "looped convolution": _looped_convolution, "looped bfloat16": _looped_bfloat16,
+            "long loop": _long_loop, "squared distances": _squared_distances,
+        }  # fmt: skip
     for n in range(c.pick(f"{at}.count", [1, 2, 3], 0.6)):
         name = c.pick(f"{at}.step {n}", {name: name for name in steps}, 0.8)
         w.features.add(f"step: {name}")
@@ -290,3 +300,278 @@ def _associative_scan(w: Writer, at: str, size: dict[str, int], x: str, ids: str
         f"lax.associative_scan(lambda l, r: {combine}, (({decay}).astype({x}.dtype), ({added}).astype({x}.dtype)), "
         f"axis={axis}, reverse={reverse})[1]"
     )
+
+
+# ---------------------------------------------------------------------- convolutions
+
+
+def _weighted(w: Writer, x: str, given: str, batch: int, rank: int) -> str:
+    """``x``, and for each example a sum of what was computed, each element of it with a weight of its own."""
+    own = w.set("own", f"{given}.astype(jnp.float32)")
+    axes = ", ".join(str(axis) for axis in range(rank) if axis != batch)
+    total = f"({own} * jnp.cos(jnp.arange(1.0 * {own}.size)).reshape({own}.shape)).sum(({axes},))"
+    return f"{x} + (0.1 * {total})[:, None, None].astype({x}.dtype)"
+
+
+def _shuffled(w: Writer, name: str, usual: str, often: float) -> str:
+    """The letters of axes in one of the usual orders, or in any."""
+    orders = {"last": usual, "first": usual[0] + usual[-1] + usual[1:-1], "any": ""}
+    order = w.choices.pick(name, orders, often)
+    letters = list(usual)
+    random.Random(f"{w.choices.seed}/{name}").shuffle(letters)
+    return order or "".join(letters)
+
+
+def _reads(w: Writer, at: str, lengths: Mapping[str, int], window: Mapping[str, int], keeps: bool) -> str:
+    """Strides, padding and dilations by which a window reads; those that keep the lengths, if that is asked for.
+
+    Both have their axes of space by letter, in the order of the window's.
+    """
+    c = w.choices
+    strides, padding, before, between = [], [], [], []
+    for n, taps in window.items():
+        length = lengths[n]
+        apart = c.pick(f"{at}.dilation {n}", [1, 2], 0.25)
+        low, high = (c.pick(f"{at}.{side} {n}", [1, 0, 2, -1], 0.6) for side in ("low", "high"))
+        reach, spread, stride = (taps - 1) * apart + 1, 1, 1
+        if keeps:
+            high = reach - 1 - low
+        else:
+            stride = c.pick(f"{at}.stride {n}", [1, 2, 3], 0.35)
+            spread = c.pick(f"{at}.inserted {n}", [1, 2, 3], 0.25)
+            high = max(high, reach - (length - 1) * spread - 1 - low)  # at least one element is left
+        strides.append(stride)
+        padding.append((low, high))
+        before.append(spread)
+        between.append(apart)
+    return f"{tuple(strides)}, {padding}, {tuple(before)}, {tuple(between)}"
+
+
+def _volumes(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """Convolves volumes of 12 to 30 numbers for each element, with axes in any order."""
+    c = w.choices
+    plane = tuple(c.pick(f"{at}.length {n}", [4, 3, 5], 0.5) for n in range(2))
+    lengths = dict(zip("DHW", (size["t"], *plane), strict=True))
+    window = {n: c.pick(f"{at}.window {n}", [3, 2, 1, 4], 0.5) for n in "DHW"}
+    groups = c.pick(f"{at}.groups", [1, 2], 0.1)
+    dtype = c.pick(f"{at}.dtype", ["jnp.float32", f"{x}.dtype"], 0.2)
+    sizes = window | {"I": size["d"] // groups, "O": groups * c.pick(f"{at}.results", [4, 1, 3], 0.5)}
+    image, out = (_shuffled(w, f"{at}.{name}", "NDHWC", 0.6) for name in ("image", "out"))
+    kernel = _shuffled(w, f"{at}.kernel", "DHWIO", 0.5)
+    reach = {n: window[n] for n in kernel if n in window}
+    weights = w.normal("w", tuple(sizes[letter] for letter in kernel), "float32", 0.5)
+    numbers = f"jnp.cos(jnp.arange({math.prod(plane)}.0)).reshape({(*plane, 1)}).astype({dtype})"
+    volume = w.set("volume", f"{x}.astype({dtype})[:, :, None, None] * {numbers}")
+    turned = tuple("NDHWC".index(letter) for letter in image)
+    precision = c.pick(f"{at}.precision", ["None", "'highest'"], 0.1)
+    given = w.set(
+        "given",
+        f"lax.conv_general_dilated({volume}.transpose({turned}), {weights}.astype({dtype}), "
+        f"{_reads(w, at, lengths, reach, False)}, {(image, kernel, out)}, {groups}, "
+        f"precision={precision})",
+    )
+    return _weighted(w, x, given, out.index("N"), 5)
+
+
+def _looped_convolution(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """Convolves in the steps of a loop, or in a branch, what it carries, or one example after the other."""
+    c, d = w.choices, size["d"]
+    rank = c.pick(f"{at}.axes", [1, 2, 3], 0.5)
+    place = c.pick(f"{at}.place", ["map", "scan", "fori", "while", "branch", "descent"], 0.8)
+    keeps = place in ("scan", "fori", "while")
+    space = "DHW"[:rank]
+    lengths = dict(zip("DHW", (size["t"], 4, 3), strict=True))
+    window = {n: c.pick(f"{at}.window {n}", [3, 1, 2], 0.5) for n in space}
+    groups = c.pick(f"{at}.groups", {"one": 1, "two": 2, "each": d}, 0.25)
+    results = d if keeps else groups * c.pick(f"{at}.results", [2, 1, 4], 0.5)
+    image = _shuffled(w, f"{at}.image", f"N{space}C", 0.7)
+    out = image if keeps else _shuffled(w, f"{at}.out", f"N{space}C", 0.7)
+    kernel = _shuffled(w, f"{at}.kernel", f"{space}IO", 0.5)
+    sizes = window | {"I": d // groups, "O": results}
+    weights = w.normal("w", tuple(sizes[letter] for letter in kernel), "float32", 0.5)
+    plane = tuple(lengths[n] for n in space[1:])
+    numbers = f"jnp.cos(jnp.arange({math.prod(plane)}.0)).reshape({(*plane, 1)}).astype({x}.dtype)"
+    turned = tuple(f"N{space}C".index(letter) for letter in image)
+    ones = ", None" * (rank - 1)
+    images = w.set("images", f"({x}[:, :{ones}] * {numbers}).transpose({turned})")
+    reads = _reads(w, at, lengths, {n: window[n] for n in kernel if n in window}, keeps)
+    with w.block(f"def convolved(x, w={weights}):"):
+        w.line(
+            f"return lax.conv_general_dilated(x, w.astype(x.dtype), {reads}, {(image, kernel, out)}, "
+            f"feature_group_count={groups})"
+        )
+    w.features.add(f"looped convolution: {place}")
+    axis = image.index("N")
+    forms = {
+        "map": f"lax.map(lambda x: convolved(jnp.expand_dims(x, {axis})), jnp.moveaxis({images}, {axis}, 0))",
+        "scan": f"lax.scan(lambda h, a: (lambda h: (h, h))((jnp.tanh(convolved(h)) + a * {images}).astype(h.dtype)), "
+        f"{images}, jnp.array([1.0, -0.5, 0.2], {x}.dtype))[1]",
+        "fori": f"lax.fori_loop(0, 3, lambda i, h: jnp.tanh(convolved(h)) - h, {images})",
+        "while": f"lax.fori_loop(0, 2 + ({ids}.sum() > 5), lambda i, h: h - "
+        f"jnp.tanh(convolved(h, lax.stop_gradient({weights}))), lax.stop_gradient({images}))",
+        "branch": f"lax.cond({ids}.sum() > 5, convolved, lambda x: 2 * convolved(jnp.sin(x)), {images})",
+        "descent": f"lax.scan(lambda w, a: ((w - 0.1 * a * jax.grad(lambda w: jnp.sin(convolved({images}, w)).astype("
+        f"jnp.float32).mean())(w)), None), {weights}, jnp.array([1.0, -0.5], jnp.float32))[0]",
+    }
+    given = w.set("given", forms[place])
+    if place == "descent":
+        return (
+            f"{x} + ({given} * jnp.cos(jnp.arange(1.0 * {given}.size)).reshape({given}.shape)).sum().astype({x}.dtype)"
+        )
+    axes, batch = (rank + 3, 0) if place == "map" else (rank + 3, axis + 1) if place == "scan" else (rank + 2, None)
+    return _weighted(w, x, given, out.index("N") if batch is None else batch, axes)
+
+
+# ---------------------------------------------------------------------- loops
+
+
+def _looped_bfloat16(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """A loop that stacks bfloat16, or sets slices of an array of it and reads there."""
+    c = w.choices
+    dtype = c.pick(f"{at}.dtype", ["jnp.bfloat16", f"{x}.dtype"], 0.15)
+    first = w.set("first", f"jnp.tanh({x} / 8).mean(1).astype({dtype})")
+    if c.chance(f"{at}.carries", 0.6):
+        return _cached(w, at, x, ids, first)
+    steps = c.pick(f"{at}.steps", [64, 65, 100, 40], 0.5)
+    forms = {
+        "elementwise": "jnp.tanh(0.9 * h + a)", "product": f"jnp.tanh(h @ h.T @ {first} * a)",
+        "gated": "h * jax.nn.sigmoid(a) + jnp.sin(h)", "cumulative": "jnp.tanh(lax.cumsum(h, axis=1) + a)",
+        "branch": "lax.cond(a > 0, jnp.sin, jnp.cos, h + a)", "jitted": "jax.jit(jnp.tanh)(0.9 * h + a)",
+    }  # fmt: skip
+    step = c.pick(f"{at}.step", forms, 0.6)
+    stacked = c.pick(f"{at}.stacked", ["h", "h * h", "(h, h.astype(jnp.float32))", "(h, a)", "h.sum()"], 0.5)
+    reverse, unroll = c.chance(f"{at}.reverse", 0.3), c.pick(f"{at}.unroll", [1, 3], 0.2)
+    slices = f"jnp.cos(jnp.arange({steps}.0)).astype({dtype})"
+    w.features.add("looped bfloat16: stacked")
+    ys = w.set(
+        "ys",
+        f"lax.scan(lambda h, a: (lambda h: (h, {stacked}))(({step}).astype(h.dtype)), {first}, {slices}, "
+        f"reverse={reverse}, unroll={unroll})",
+    )
+    weights = f"jnp.sin(jnp.arange({steps}.0))"
+    total = f"sum(jnp.tensordot({weights}, y.astype(jnp.float32), 1).mean() for y in jax.tree.leaves({ys}[1]))"
+    return f"{x} + (0.1 * {total} + {ys}[0].mean()).astype({x}.dtype)"
+
+
+def _cached(w: Writer, at: str, x: str, ids: str, first: str) -> str:
+    """A loop that carries rows, and sets one after the other, or those that numbers say."""
+    c = w.choices
+    rows = c.pick(f"{at}.rows", [16, 24, 9, 7], 0.5)
+    steps = c.pick(f"{at}.steps", [16, 20, 64, 15], 0.5)
+    here = {
+        "own": f"i % {rows}", "turned": f"(5 * i + 3) % {rows}", "data": f"({ids}.sum() + 3 * i) % {rows}",
+        "beyond": "i", "before": "i - 4",
+    }  # fmt: skip
+    place, there = (c.pick(f"{at}.{name}", here, 0.6) for name in ("place", "there"))
+    reads = {
+        "slice": f"rows[:, {there}]", "dynamic": f"lax.dynamic_index_in_dim(rows, {there}, 1, False)",
+        "filled": f"rows.at[:, {there}].get(mode='fill', fill_value=0.25)",
+        "two": f"rows[:, {there}] - 0.5 * rows[:, 0]", "nothing": "h",
+        "product": "jnp.einsum('bn,bnd->bd', jax.nn.softmax(jnp.einsum('bd,bnd->bn', h, rows)), rows)",
+        "whole": "jnp.tanh(rows).mean(1)", "cumulative": "lax.cumsum(rows, axis=1)[:, 2]",
+    }  # fmt: skip
+    read = c.pick(f"{at}.read", reads, 0.7)
+    writes = {
+        "set": f"rows.at[:, {place}].set(h)",
+        "update": f"lax.dynamic_update_slice_in_dim(rows, h[:, None], {place}, 1)",
+        "dropped": f"rows.at[:, {place}].set(h, mode='drop')", "add": f"rows.at[:, {place}].add(h)",
+        "twice": f"rows.at[:, {place}].set(h).at[:, {there}].set(0.5 * h)",
+        "at times": f"jnp.where(h.sum() > 0, rows.at[:, {place}].set(h), rows)",
+        "many": "rows.at[:, jnp.array([0, 3, 5])].set(h[:, None])", "one example": f"rows.at[1, {place}].set(h[0])",
+    }  # fmt: skip
+    write = c.pick(f"{at}.write", writes, 0.5)
+    w.features.add("looped bfloat16: carried")
+    with w.block("def step(i, carried):"):
+        w.line("rows, h = carried")
+        if c.chance(f"{at}.reads first", 0.6):
+            w.line(f"h = jnp.tanh(0.5 * h + {read}).astype(h.dtype)")
+            w.line(f"rows = {write}")
+        else:
+            w.line(f"rows = {write}")
+            w.line(f"h = jnp.tanh(0.5 * h + {read} + 0.1).astype(h.dtype)")
+        w.line("return rows, h")
+    begin = c.pick(f"{at}.begin", ["jnp.zeros", "jnp.ones"], 0.3)
+    start = f"{begin}(({first}.shape[0], {rows}, {first}.shape[1]), {first}.dtype)"
+    ends = w.set("ends", f"lax.fori_loop(0, {steps}, step, ({start}, {first}))")
+    weights = f"jnp.sin(jnp.arange({rows}.0))"
+    total = f"jnp.einsum('n,bnd->bd', {weights}, {ends}[0].astype(jnp.float32)) + {ends}[1]"
+    return f"{x} + (0.1 * ({total}))[:, None].astype({x}.dtype)"
+
+
+def _long_loop(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """A loop whose gradient reads much of each step, with the gradient, or that of what is around it."""
+    c = w.choices
+    steps = c.pick(f"{at}.steps", [48, 33, 64, 24, 100, 15], 0.5)
+    weights = w.normal("w", (size["d"], size["d"]), "float32", 0.5)
+    forms = {
+        "gated": ["g = jax.nn.sigmoid(h + a)", "h = g * h + (1 - g) * jnp.tanh(h * a + n / 8)"],
+        "product": ["g = jnp.tanh(h @ w.astype(h.dtype) + a)", "h = 0.5 * h + jnp.sin(g) * jax.nn.sigmoid(g + n)"],
+        "drawn": [
+            "k = jax.random.fold_in(jax.random.PRNGKey(3), n.astype(jnp.int32))",
+            "g = jnp.where(jax.random.bernoulli(k, 0.7, h.shape), jnp.tanh(h + a), 0)", "h = jnp.sin(g) + 0.5 * h * g",
+        ],
+        "checkpointed": ["h = jax.checkpoint(lambda h: jnp.sin(jnp.tanh(h + a) * jax.nn.sigmoid(h)))(h)"],
+        "inner loop": ["h = lax.fori_loop(0, 3, lambda _, h: jnp.tanh(jnp.sin(h) * a + 0.5 * h), h)"],
+        "branch": ["g = jnp.tanh(h * a)", "h = lax.cond(n % 3 < 1, jnp.sin, lambda h: jnp.cos(h) * g, h)"],
+        "affine": ["h = 0.9 * h + a"],
+    }  # fmt: skip
+    kind = c.pick(f"{at}.step", {name: name for name in forms}, 0.7)
+    counter = c.pick(f"{at}.counter", ["jnp.float32", "jnp.int32", "jnp.bfloat16", "jnp.uint8"], 0.4)
+    gives = c.pick(f"{at}.gives", ["h", "(h, n)", "jnp.cos(h)", "h.sum()", "None"], 0.6)
+    reverse, unroll = c.chance(f"{at}.reverse", 0.3), c.pick(f"{at}.unroll", [1, 3], 0.2)
+    with w.block(f"def long_loop(x, w={weights}):"):
+        with w.block("def step(carried, a):"):
+            w.line("h, n = carried")
+            for line in forms[kind]:
+                w.line(line.replace("n / 8", "n.astype(h.dtype) / 8").replace("g + n", "g + n.astype(h.dtype)"))
+            w.line("h, n = h.astype(a.dtype), n + jnp.ones_like(n)")
+            w.line(f"return (h, n), {gives}")
+        slices = f"x[:, jnp.arange({steps}) % {size['t']}] * jnp.cos(jnp.arange({steps}.0))[:, None].astype(x.dtype)"
+        w.line(f"slices = jnp.moveaxis({slices}, 1, 0)")
+        w.line(
+            f"(h, n), ys = lax.scan(step, (jnp.zeros_like(x[:, 0]), jnp.zeros((), {counter})), slices, "
+            f"reverse={reverse}, unroll={unroll})"
+        )
+        w.line("return h.astype(jnp.float32), ys")
+    total = "lambda x: sum(jnp.sin(1.0 * y).mean() for y in jax.tree.leaves({}(x)) if y.dtype.kind not in 'iu')"
+    whole = total.format(c.pick(f"{at}.loop", ["long_loop", "jax.jit(long_loop)", "jax.checkpoint(long_loop)"], 0.3))
+    found = {
+        "gradient": f"jax.grad({whole})({x})",
+        "both": f"(lambda value, g: g * value)(*jax.value_and_grad({whole})({x}))",
+        "loss": f"{x} + ({whole})({x})",
+        "read again": f"long_loop({x})[0][:, None] + jax.grad({whole})({x})",
+    }
+    own = c.pick(f"{at}.own gradient", {name: name for name in found}, 0.6)
+    w.features.add(f"long loop: {own}")
+    return f"({found[own]}).astype({x}.dtype)"
+
+
+def _squared_distances(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """Weighs rows by their distances to others; these are relative to the mean one, of which rounding leaves enough."""
+    c = w.choices
+    centers = w.normal("centers", (5, size["d"]))
+    dtype = c.pick(f"{at}.dtype", ["float32", "bfloat16"], 0.1)
+    wide = w.set("wide", f"jnp.clip({x}.astype(jnp.{dtype}), -1e6, 1e6)")  # infinite rows are assumed away
+    scaled = w.set("scaled", f"{wide} / (1 + jnp.abs({wide}).max())") if c.chance(f"{at}.scaled", 0.5) else wide
+    rows = {"centers": f"{centers}[None].astype({wide}.dtype)", "own": f"jnp.sin({wide}) + {wide}[:, :1] / 2"}
+    others = w.set("others", c.pick(f"{at}.rows", rows, 0.4))
+    one, two = f"{scaled}[:, :, None]", f"{others}[:, None]"
+    forms = {
+        "power": f"(({one} - {two}) ** 2).sum(-1)", "square": f"jnp.square({two} - {one}).sum(-1)",
+        "product": f"(({one} - {two}) * ({one} - {two})).sum(-1)",
+        "weighted": f"({centers}[0].astype({wide}.dtype) ** 2 * ({one} - {two}) ** 2).sum(-1)",
+        "scaled": f"((2 * {one} - 3 * {two}) ** 2).sum(-1)", "sums": f"(({one} + {two}) ** 2).sum(-1)",
+        "shifted": f"(({one} - {two} - 1) ** 2).sum(-1)",
+        "turned": f"(({scaled}.swapaxes(1, 2)[..., None] - {others}.swapaxes(1, 2)[:, :, None]) ** 2).sum(1)",
+        "norm": f"jnp.linalg.norm({one} - {two}, axis=-1)", "absolute": f"jnp.abs({one} - {two}).sum(-1)",
+        "third power": f"jnp.abs(({one} - {two}) ** 3).sum(-1)",
+        "product of sums": f"jnp.abs((({one} - {two}) * ({one} + {two})).sum(-1))",
+    }  # fmt: skip
+    distances = w.set("distances", c.pick(f"{at}.form", forms, 0.7))
+    read = {
+        "kernel": f"jnp.exp(-{distances} / (1e-3 + {distances}.mean()))", "alone": f"{distances} * 1e-3",
+        "normalised": f"jax.nn.softmax(-{distances} / (1e-3 + lax.stop_gradient({distances}).mean()), -1)",
+        "inverse": f"1 / (1 + {distances} / (1e-3 + {distances}.mean()))",
+    }  # fmt: skip
+    weights = c.pick(f"{at}.read", read, 0.6)
+    return f"{x} + ({weights} @ {others}).astype({x}.dtype)"

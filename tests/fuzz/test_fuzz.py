@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import jax
@@ -12,11 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autopallas.kernels.respelling.kinds import kind_names
+
 from .altered import altered
-from .judge import Verdict, judge
+from .judge import Verdict, judge, kinds_found
 from .mutations import FAULTS, put_back
 from .program import RandomProgram, random_program
 from .record import clean_ranges
+from .respellings import FIRST_OF_EVERY_KIND
 from .shrink import shrunk
 from .tolerance import roundings
 from .writing import Argument
@@ -129,6 +133,47 @@ def test_a_loop_that_runs_its_steps_again_is_judged():
     verdict = judge(replace(program, options={"ops": ("scan_checkpoint",)}))
     assert verdict.applied == {"respelling": 1}
     assert verdict.complaints == []
+
+
+_DRAWN = {
+    "argmax": "first: argmax",
+    "associative_scan": "step: associative scan",
+    "batched_product": "step: small matrices",
+    "convolution": "step: convolution",
+    "convolution_of_volumes": "step: volumes",
+    "cumulative": "step: cumulative",
+    "elementwise": "step: elementwise",
+    "indexed_loop": "step: indexed loop",
+    "looped_bfloat16": "step: looped bfloat16",
+    "looped_convolution": "step: looped convolution",
+    "one_hot": "step: one-hot",
+    "pooling": "step: window",
+    "pooling_gradient": "step: window",
+    "product": "family: respelling",
+    "reduction": "step: reduction",
+    "scan_checkpoint": "step: long loop",
+    "scan_surroundings": "step: expanded scan",
+    "short_sum": "step: short sum",
+    "sort": "first: sort",
+    "squared_distances": "step: squared distances",
+    "threefry": "step: dropout",
+    "triangular_solve": "step: triangular solve",
+    "weight_gradient": "step: volumes",
+}
+"""What the programs have in which each kind of respelling is found."""
+
+
+def test_every_kind_of_respelling_is_drawn():
+    assert set(_DRAWN) == set(kind_names())
+
+
+@pytest.mark.parametrize("kind", sorted(_DRAWN))
+def test_a_respelling_is_found_in_programs_that_are_drawn_for_it(kind):
+    programs = (random_program(seed) for seed in range(FIRST_OF_EVERY_KIND + 2, FIRST_OF_EVERY_KIND + 5_000, 10))
+    drawn = (program for program in programs if _DRAWN[kind] in program.features)
+    tries = 120 if kind == "product" else 40
+    found = (kind in kinds_found(program) for program in itertools.islice(drawn, tries))
+    assert sum(itertools.islice(filter(None, found), 2)) == 2
 
 
 def test_mixtures_are_dispatched_in_each_way():
