@@ -25,6 +25,7 @@ from autopallas.graph import (
     has_added_products,
     move_heads_out,
     move_selections,
+    part_columns,
     part_gradients,
     take_logits_apart,
 )
@@ -64,6 +65,9 @@ __all__ = [
     "rewrite",
     "rewritten",
 ]
+
+_LEAST_LOGITS = 2**16
+"""Fewest logits for which a product of several readers is taken apart, unless sites are replaced without evidence."""
 
 
 Place: TypeAlias = tuple[str, str]
@@ -250,6 +254,9 @@ def _recognised(
             body = run("graph", "move row selections", move_selections, body, options.assume_finite, divided)
             if parts:
                 body = run("graph", "part gradients of scores", part_gradients, body)
+                if not divided:  # slices of columns that several devices hold would be sent around
+                    least = 0 if options.objective == "always" else _LEAST_LOGITS
+                    body = run("graph", "part columns of products", part_columns, body, least)
         graph = run("graph", "number values", Graph, body)
         matches, misses = run(
             "patterns", "find sites", find, graph, options.ops, options.assume_finite, options.objective

@@ -6,6 +6,7 @@ from autopallas.graph.flatten import Body, flatten
 from autopallas.graph.joined_logits import take_logits_apart
 from autopallas.graph.labels import Ref, Space, View
 from autopallas.graph.numbering import Graph
+from autopallas.graph.parted_columns import part_columns
 from autopallas.graph.parted_gradients import has_added_products, part_gradients
 from autopallas.graph.row_selections import move_selections
 
@@ -20,6 +21,7 @@ __all__ = [
     "has_added_products",
     "move_heads_out",
     "move_selections",
+    "part_columns",
     "part_gradients",
     "take_logits_apart",
 ]

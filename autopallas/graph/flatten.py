@@ -57,6 +57,8 @@ class Body:
     """Variables that equal the program's own value only under an assumption, and the assumption in words."""
     added: list[Var] = field(default_factory=list)
     """Results of products that the program itself lacks, which sites have to compute."""
+    parted: list[list[Var]] = field(default_factory=list)
+    """For each product that is taken apart, the results of products in its place of which a site has to compute one."""
     calls: dict[Var, tuple[JaxprEqn, ...]] = field(default_factory=dict)
     """For the first result of each equation of a dissolved call: the calls, the outermost first."""
 

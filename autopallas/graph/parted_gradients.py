@@ -54,9 +54,15 @@ def part_gradients(root: Body) -> Body:
 
 
 def has_added_products(graph: Graph, given: Set[int]) -> bool:
-    """Returns whether a program whose ``given`` values sites compute still computes products that it lacked before."""
-    added = [graph.numbers[body][product] for body in graph.root.walk() for product in body.added]
-    return bool(added) and not (surviving(graph, given) - given).isdisjoint(added)
+    """Returns whether a program whose ``given`` values sites compute still computes products that it lacked before, or
+    products that it took apart for no site."""
+    bodies = [*graph.root.walk()]
+    added = {graph.numbers[body][product] for body in bodies for product in body.added}
+    parted = [{graph.numbers[body][product] for product in own} for body in bodies for own in body.parted]
+    if not added and not parted:
+        return False
+    alive = surviving(graph, given) - given
+    return not alive.isdisjoint(added) or any(own <= alive for own in parted)
 
 
 def _part(body: Body, sizes: Set[int]) -> None:

@@ -16,6 +16,7 @@ __all__ = ["Sums", "added_exactly", "stepped_exactly"]
 Sums: TypeAlias = tuple[jax.Array, jax.Array]
 """A sum so far, and by how much it is too large."""
 
+
 def added_exactly(total: jax.Array, lost: jax.Array, given: jax.Array) -> Sums:
     """Adds to a sum.  What is infinite or NaN stays so, as in a plain sum.
 
