@@ -32,7 +32,7 @@ from autopallas.tuning.table import Row
 
 S = TypeVar("S")
 
-__all__ = ["Conditions", "conditions_of", "form_of", "gap", "products", "stated"]
+__all__ = ["Conditions", "conditions_of", "form_of", "gap", "gap_of_work", "products", "stated"]
 
 REMEDY = 'AUTOPALLAS_AUTOTUNE=1 measures it on this machine, objective="always" replaces without evidence'
 """Advice to the user about a site that no row holds for."""
@@ -56,6 +56,7 @@ class Conditions:
       with_jax: whether ``elsewhere_from`` is asked of another minor version of JAX too.
       beyond: what it computes beyond the operation's cases, so that their rows say nothing of it on any device; empty
         if nothing.
+      slight: why it computes too little for rows of a CPU, of whose gain less is left there; empty if it does not.
     """
 
     batch: int = 1
@@ -65,6 +66,7 @@ class Conditions:
     form: str = ""
     with_jax: bool = False
     beyond: str = ""
+    slight: str = ""
 
 
 def conditions_of(match: Workload) -> Conditions:
@@ -130,6 +132,12 @@ def gap(row: Row[object], match: Workload, device: Device, own_form: bool = Fals
     return (
         f"{decided}: the table's was measured with {row.measured_with}, and this machine has {here or 'unknown ones'}"
     )
+
+
+def gap_of_work(match: Workload, device: Device) -> str:
+    """Returns why no row of a CPU's table holds for a match that computes too little, or an empty string."""
+    slight = conditions_of(match).slight if device.platform == "cpu" else ""
+    return slight and f"no row for so little work: {slight}"
 
 
 def stated(row: Row[S], match: Workload, device: Device) -> Row[S]:

@@ -49,5 +49,7 @@ def of_table(match: Workload, implementation: str, device: Device, objective: st
     sizes = tables.infer_block_sizes(match.spec, device, implementation, match.direction, objective, form)
     if found is None:
         return Choice(sizes, "default")
-    uncovered = coverage.gap(found.row, match, device, found.own_form) if found.source == "table" else ""
+    uncovered = ""
+    if found.source == "table":
+        uncovered = coverage.gap_of_work(match, device) or coverage.gap(found.row, match, device, found.own_form)
     return Choice(sizes, found.source, found.row, gap=uncovered)

@@ -125,6 +125,26 @@ def test_all_leading_axes_count(leading):
     assert "no row for this batch size" in site.reason
 
 
+@pytest.mark.parametrize("mask", ["full", "padded", "causal"])
+@pytest.mark.parametrize(("length", "heads", "missing"), [(24, 4, "8,192 scores"), (40, 16, "48 keys")])
+def test_rows_say_nothing_of_little_work(mask, length, heads, missing):
+    """Of sites that take microseconds in a backward, kernels are slower than the original."""
+    site = site_of(einsum, 1, length=length, heads=heads, mask=mask, gradient=True)
+    assert site.verdict == "kept"
+    assert "no row for so little work" in site.reason
+    assert missing in site.reason
+    assert 'objective="always"' in site.reason
+    applied = site_of(einsum, 1, length=length, heads=heads, mask=mask, gradient=True, objective="always")
+    assert (applied.verdict, applied.block_sizes_from) == ("applied", "table")
+
+
+def test_rows_hold_from_8192_scores_on():
+    sites = [site_of(einsum, 1, length=length, heads=heads) for length, heads in ((24, 14), (24, 16))]
+    assert [site.verdict for site in sites] == ["kept", "applied"]
+    with_backward = site_of(einsum, 1, length=64, heads=2, gradient=True)
+    assert with_backward.verdict == "applied", "64 keys and 8,192 scores"
+
+
 @pytest.mark.parametrize("mask", ["full", "padded"])
 def test_one_sequence_is_licensed_as_it_was_measured(mask):
     assert site_of(einsum, 1, mask=mask).verdict == "applied"
