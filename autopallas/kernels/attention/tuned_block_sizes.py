@@ -139,9 +139,9 @@ def _slight(spec: AttentionSpec, direction: str) -> str:
     """Returns why a site computes too little for rows of a CPU to hold, or an empty string."""
     scores = spec.batch * spec.key_heads * spec.groups * spec.query_length * spec.key_length
     if scores < _LEAST_SCORES:
-        return f"the table's are of {_LEAST_SCORES:,} scores or more, and this site has {scores:,}"
+        return f"rows hold from {_LEAST_SCORES:,} scores on, and this site has {scores:,}"
     if direction == "forward+backward" and spec.key_length < _LEAST_KEYS:
-        return f"the table's with a backward are of {_LEAST_KEYS} keys or more, and this site has {spec.key_length}"
+        return f"rows with a backward hold from {_LEAST_KEYS} keys on, and this site has {spec.key_length}"
     return ""
 
 
