@@ -239,15 +239,16 @@ SPANS = {
 }
 
 
-@pytest.mark.parametrize("join", [False, True])
-def test_logits_that_are_stacked_or_taken_apart_by_rows_are_near_misses(join):
+@pytest.mark.parametrize(("join", "count"), [(True, 2), (False, 0)])
+def test_logits_that_are_stacked_are_found_and_those_taken_apart_by_rows_are_near_misses(join, count):
     def loss(x, w):
         z = jnp.stack([x[0] @ w, x[1] @ w]) if join else jnp.unstack(x @ w)
         return sum(-log_softmax(one)[:, 1].mean() for one in z)
 
     compared = compare(loss, arguments())
     assert compared.complaints == []
-    assert {miss.op for miss in compared.report.near_misses} == {"cross_entropy"}
+    assert compared.report.counts()["cross_entropy"] == count
+    assert {miss.op for miss in compared.report.near_misses} == (set() if count else {"cross_entropy"})
 
 
 @pytest.mark.parametrize("name", SPANS)
