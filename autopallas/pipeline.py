@@ -256,7 +256,7 @@ def _recognised(
                 body = run("graph", "part gradients of scores", part_gradients, body)
                 if not divided:  # slices of columns that several devices hold would be sent around
                     least = 0 if options.objective == "always" else _LEAST_LOGITS
-                    body = run("graph", "part columns of products", part_columns, body, least)
+                    body = run("graph", "part columns of products", part_columns, body, least, options.assume_finite)
         graph = run("graph", "number values", Graph, body)
         matches, misses = run(
             "patterns", "find sites", find, graph, options.ops, options.assume_finite, options.objective

@@ -25,6 +25,8 @@ from autopallas.graph.rewritten_body import Atom
 
 __all__ = ["part_columns"]
 
+_LEFT_OUT = "activations, and weights of columns that no gradient comes back to, are finite"
+"""Assumption made where products of zeros are left out."""
 _CUTS = ("slice", "split", "unstack")
 
 
@@ -104,15 +106,21 @@ class _Read:
     is_exponential: bool = False
 
 
-def part_columns(root: Body, least: int = 0) -> Body:
-    """Takes products apart whose logits have ``least`` elements or more, in place, in every body."""
+def part_columns(root: Body, least: int = 0, assume_finite: bool = True) -> Body:
+    """Takes products apart in place, in every body.
+
+    Args:
+      root: the program.
+      least: fewest logits of a product that is taken apart.
+      assume_finite: whether 0 times anything may be taken for 0.
+    """
     for body in root.walk():
         with contained("columns of a product", "cross_entropy", "graph"):
             found = _products(body, least)
             for _ in range(2):  # of some, the backward in another body reads the whole
                 if not found:
                     break
-                whole = _Columns(body, found).run()
+                whole = _Columns(body, found, assume_finite).run()
                 found = {variable: own for variable, own in found.items() if variable not in whole} if whole else {}
     return root
 
@@ -210,9 +218,12 @@ def _note_logits(equation: JaxprEqn, read: _Read, least: int) -> None:
 class _Columns(Parts):
     """Takes products of one body apart, and the gradients that come back to them."""
 
-    def __init__(self, body: Body, products: Mapping[Var, tuple[Cut, frozenset[int]]]):
+    def __init__(self, body: Body, products: Mapping[Var, tuple[Cut, frozenset[int]]], assume_finite: bool):
         super().__init__(body, {variable: cut for variable, (cut, _) in products.items()})
         self.logits = {variable: own for variable, (_, own) in products.items()}
+        self.assume_finite = assume_finite
+        self.assumed: list[Var] = []
+        """Results of products beside which products of zeros are left out."""
         self.products: list[list[Var]] = []
         """The products that are logits, of each product that is taken apart."""
 
@@ -245,7 +256,8 @@ class _Columns(Parts):
             parts = [None if term is None else self._bind(equation, [term]) for term in terms]
             return self._together(equation, parts, Cut(axis - sum(d < axis for d in params["axes"]), cut.sizes))
         contracted, batch = params["dimension_numbers"]
-        if axis in batch[place]:
+        all_given = all(term is not None for term in terms)
+        if axis in batch[place] or not (all_given or self.assume_finite):
             return None
         if axis in contracted[place]:
             along = contracted[1 - place][[*contracted[place]].index(axis)]
@@ -254,6 +266,7 @@ class _Columns(Parts):
             total: Var | None = None
             for pair in pairs:
                 product = self._bind(equation, pair if place == 0 else pair[::-1])
+                self.assumed += [] if all_given else [product]
                 total = product if total is None else self._emit(equation, lax.add, total, product)
             return total
         own = len(batch[0]) + _free(equation).index((place, axis))
@@ -262,6 +275,7 @@ class _Columns(Parts):
             None if term is None else self._bind(equation, [term, other] if place == 0 else [other, term])
             for term in terms
         ]
+        self.assumed += [] if all_given else [part for part in parts if part is not None]
         return self._together(equation, parts, Cut(own, cut.sizes))
 
     def _together(self, like: JaxprEqn, parts: Sequence[Var | None], cut: Cut) -> Var:
@@ -281,4 +295,5 @@ class _Columns(Parts):
         self.body.replace(live, outvars, children)
         for products in self.products:
             self.body.parted.append([v for v in products if v in self.body.defined])
+        self.body.assumed.update((v, _LEFT_OUT) for v in self.assumed if v in self.body.defined)
         return True

@@ -173,6 +173,24 @@ def test_a_product_stays_whole_where_no_site_stands_in_for_a_part():
     assert _products(autopallas.optimize(step, objective="time"), *args) == _products(step, *args)
 
 
+def test_columns_without_a_gradient_are_assumed_to_be_finite():
+    def loss(x, w, b):
+        z = x @ w + b
+        return -picked(z[..., :V]).mean(), z[..., V]
+
+    args = arguments()
+    step = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
+    compared = compare(step, args, gradients=False)
+    assert compared.complaints == []
+    (site,) = [site for site in compared.report.sites if site.op == "cross_entropy"]
+    assert any("columns that no gradient comes back to" in said for said in site.assumptions)
+    x, w, b = args
+    infinite = [x, w.at[0, V].set(jnp.inf), b]
+    given = autopallas.optimize(step, objective="always", assume_finite=False)(*infinite)
+    for one, other in zip(jax.tree.leaves(given), jax.tree.leaves(step(*infinite)), strict=True):
+        assert jnp.array_equal(jnp.isnan(one), jnp.isnan(other))
+
+
 def test_gradients_of_the_other_columns_alone():
     def value(x, w, b):
         z = x @ w + b
