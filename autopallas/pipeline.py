@@ -21,8 +21,9 @@ from autopallas.faults import MEANT, collecting, contained, in_words
 from autopallas.gc_pause import paused
 from autopallas.graph import (
     Graph,
+    Parting,
+    added_products,
     flatten,
-    has_added_products,
     move_heads_out,
     move_selections,
     part_columns,
@@ -68,6 +69,7 @@ __all__ = [
 
 _LEAST_LOGITS = 2**16
 """Fewest logits for which a product of several readers is taken apart, unless sites are replaced without evidence."""
+_ALL = Parting.SUMS | Parting.COLUMNS
 
 
 Place: TypeAlias = tuple[str, str]
@@ -107,12 +109,12 @@ def rewritten(
     probes: bool,
     shardings: Shardings | None,
     disabled: Mapping[Place, str] = MappingProxyType({}),
-    parts: bool = True,
+    parts: Parting = _ALL,
 ) -> tuple[ClosedJaxpr, LiveReport]:
     """Does the same as :func:`rewrite`, and returns a report that later events can update.
 
-    ``disabled`` has the sites that were found to be wrong, and the reasons; ``parts`` tells whether products may be
-    added up instead of their operands, where sites compute these products.
+    ``disabled`` has the sites that were found to be wrong, and the reasons; ``parts`` tells what may
+    be computed by more products, where sites compute these.
     """
     provided()  # operations of other packages are looked for too
     device = Device.current()
@@ -141,8 +143,8 @@ def rewritten(
                 decisions = run("plan", "leave out disabled", _without_disabled, matches, decisions, disabled)
                 decisions = run("plan", "leave out sites", without_left_out, matches, decisions)
             wanted = wanted_extent(program, options, graph, device, shardings)
-            if parts and _adds_products(graph, matches, decisions, bool(wanted)):
-                return rewritten(program, options, probes, shardings, disabled, parts=False)
+            if added := parts & _added(graph, matches, decisions, bool(wanted)):
+                return rewritten(program, options, probes, shardings, disabled, parts & ~added)
             describer = Describer()
             decisions = run("report", "describe sites", describer.accountable, matches, decisions)
             with paused():
@@ -218,7 +220,7 @@ def _report(
 
 
 def find_sites(
-    run: Passes, program: ClosedJaxpr, options: Options, divided: bool, parts: bool = True
+    run: Passes, program: ClosedJaxpr, options: Options, divided: bool, parts: Parting = _ALL
 ) -> tuple[Graph, list[Match], list[NearMiss]]:
     """Finds the sites of a program, and marks those at places that are denied.
 
@@ -227,24 +229,25 @@ def find_sites(
       program: a closed jaxpr.
       options: the options in force.
       divided: whether arrays are spread over several devices.
-      parts: whether products may be added up instead of their operands, where sites then compute these products.
+      parts: what may be computed by more products, where sites then compute these.
     """
     moves = allows(options.numerics, "reordered")
     found = _recognised(run, program, options, divided, moves, parts)
-    if moves and parts and has_added_products(found[0], _computed(found[1])):
-        found = _recognised(run, program, options, divided, moves, parts=False)
+    while moves and (added := parts & added_products(found[0], _computed(found[1]))):
+        parts &= ~added
+        found = _recognised(run, program, options, divided, moves, parts)
     if moves and any(match.denied for match in found[1]):  # at their places nothing is to be moved either
-        unmoved = _recognised(run, program, options, divided, moves=False, parts=False)
+        unmoved = _recognised(run, program, options, divided, moves=False, parts=Parting(0))
         if _allowed(unmoved[1]) >= _allowed(found[1]):
             return unmoved
     return found
 
 
 def _recognised(
-    run: Passes, program: ClosedJaxpr, options: Options, divided: bool, moves: bool, parts: bool
+    run: Passes, program: ClosedJaxpr, options: Options, divided: bool, moves: bool, parts: Parting
 ) -> tuple[Graph, list[Match], list[NearMiss]]:
-    """Finds the sites; ``moves`` tells whether what stands in the way of one may be moved before, ``parts`` whether
-    products may be added up instead of their operands.
+    """Finds the sites; ``moves`` tells whether what stands in the way of one may be moved before, ``parts`` what
+    may be computed by more products.
     """
     with paused():
         body = run("graph", "flatten", flatten, program)
@@ -252,11 +255,11 @@ def _recognised(
             body = run("graph", "move heads out of checkpoints", move_heads_out, body)
             body = run("graph", "take joined logits apart", take_logits_apart, body)
             body = run("graph", "move row selections", move_selections, body, options.assume_finite, divided)
-            if parts:
+            if Parting.SUMS in parts:
                 body = run("graph", "part gradients of scores", part_gradients, body)
-                if not divided:  # slices of columns that several devices hold would be sent around
-                    least = 0 if options.objective == "always" else _LEAST_LOGITS
-                    body = run("graph", "part columns of products", part_columns, body, least, options.assume_finite)
+            if Parting.COLUMNS in parts and not divided:  # columns that several devices hold would be sent around
+                least = 0 if options.objective == "always" else _LEAST_LOGITS
+                body = run("graph", "part columns of products", part_columns, body, least, options.assume_finite)
         graph = run("graph", "number values", Graph, body)
         matches, misses = run(
             "patterns", "find sites", find, graph, options.ops, options.assume_finite, options.objective
@@ -264,13 +267,13 @@ def _recognised(
     return graph, run("plan", "deny places", deny_places, graph, matches, options), misses
 
 
-def _adds_products(graph: Graph, matches: Sequence[Match], decisions: Sequence[Decision], again: bool) -> bool:
-    """Returns whether the rewritten program would compute products that the program itself lacks.
+def _added(graph: Graph, matches: Sequence[Match], decisions: Sequence[Decision], again: bool) -> Parting:
+    """Returns for what the rewritten program would compute products that the program itself lacks.
 
     ``again`` tells whether it may be rewritten where no site is replaced, since something is computed again.
     """
     applied = [match for match, decision in zip(matches, decisions, strict=True) if decision.verdict == "applied"]
-    return bool(applied or again) and has_added_products(graph, _computed(applied))
+    return added_products(graph, _computed(applied)) if applied or again else Parting(0)
 
 
 def _computed(matches: Iterable[Match]) -> set[int]:

@@ -7,18 +7,19 @@ from autopallas.graph.joined_logits import take_logits_apart
 from autopallas.graph.labels import Ref, Space, View
 from autopallas.graph.numbering import Graph
 from autopallas.graph.parted_columns import part_columns
-from autopallas.graph.parted_gradients import has_added_products, part_gradients
+from autopallas.graph.parted_gradients import Parting, added_products, part_gradients
 from autopallas.graph.row_selections import move_selections
 
 __all__ = [
     "Body",
     "Graph",
     "Node",
+    "Parting",
     "Ref",
     "Space",
     "View",
+    "added_products",
     "flatten",
-    "has_added_products",
     "move_heads_out",
     "move_selections",
     "part_columns",

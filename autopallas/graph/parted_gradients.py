@@ -8,6 +8,7 @@ moves behind these products.  The program has more of them then, and is of use o
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Sequence, Set
 
@@ -20,7 +21,7 @@ from autopallas.graph.flatten import Body, Child, is_contraction
 from autopallas.graph.numbering import Graph
 from autopallas.jaxprs import live_equations
 
-__all__ = ["has_added_products", "part_gradients"]
+__all__ = ["Parting", "added_products", "part_gradients"]
 
 Atom = Var | Literal
 Axes = tuple[frozenset[int], ...]
@@ -53,16 +54,26 @@ def part_gradients(root: Body) -> Body:
     return root
 
 
-def has_added_products(graph: Graph, given: Set[int]) -> bool:
-    """Returns whether a program whose ``given`` values sites compute still computes products that it lacked before, or
+class Parting(enum.Flag):
+    """What is computed by more products than a program has, for the sake of sites."""
+
+    SUMS = enum.auto()
+    """Products of sums, each of which becomes a sum of products."""
+    COLUMNS = enum.auto()
+    """Products of which each site computes some columns."""
+
+
+def added_products(graph: Graph, given: Set[int]) -> Parting:
+    """Returns for what a program whose ``given`` values sites compute still computes products that it lacked before, or
     products that it took apart for no site."""
     bodies = [*graph.root.walk()]
     added = {graph.numbers[body][product] for body in bodies for product in body.added}
     parted = [{graph.numbers[body][product] for product in own} for body in bodies for own in body.parted]
     if not added and not parted:
-        return False
+        return Parting(0)
     alive = surviving(graph, given) - given
-    return not alive.isdisjoint(added) or any(own <= alive for own in parted)
+    sums = Parting(0) if alive.isdisjoint(added) else Parting.SUMS
+    return sums | Parting.COLUMNS if any(own <= alive for own in parted) else sums
 
 
 def _part(body: Body, sizes: Set[int]) -> None:

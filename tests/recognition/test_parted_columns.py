@@ -198,3 +198,18 @@ def test_gradients_of_the_other_columns_alone():
 
     compared = compare(jax.value_and_grad(value, (0, 1, 2), has_aux=True), arguments(), gradients=False)
     assert compared.complaints == []
+
+
+def test_an_attention_whose_scores_gradients_are_parted_is_found_beside_a_product_that_stays_whole():
+    def step(a, b, w):
+        scores = jnp.einsum("btd,bsd->bts", a, b)
+        there, back = softmax(scores) @ b, softmax(scores, 1).mT @ a
+        z = there @ w
+        gates = softmax(z[..., :V])
+        return (gates * jnp.sin(gates)).sum() + jnp.square(z[..., V]).sum() + jnp.sin(back).sum()
+
+    args = [array(B, T, D, seed=1), array(B, T + 1, D, seed=2), array(D, V + 2, seed=3)]
+    gradient = jax.value_and_grad(step, (0, 1, 2))
+    compared = compare(gradient, args, gradients=False, ops=("attention",))
+    assert compared.complaints == []
+    assert compared.report.counts()["attention"] == 2
