@@ -67,7 +67,8 @@ class RewrittenBody:
         key = None if known_by is None else (known_by, *(a.aval for a in atoms))
         made = self._traced.get(key)
         if made is None:
-            made = compat.make_jaxpr(function, *(array_types.shape_of(a.aval) for a in atoms))
+            with like.ctx.manager:  # in a body of a shard_map the mesh is another than around it
+                made = compat.make_jaxpr(function, *(array_types.shape_of(a.aval) for a in atoms))
             if key is not None:
                 self._traced[key] = made
         inner, consts = jaxprs.open_jaxpr(made)

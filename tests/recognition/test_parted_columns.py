@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.nn import log_softmax, logsumexp, softmax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from support.catalogue import array, registry
 from support.compare import compare, with_gradients
 
@@ -213,3 +215,18 @@ def test_an_attention_whose_scores_gradients_are_parted_is_found_beside_a_produc
     compared = compare(gradient, args, gradients=False, ops=("attention",))
     assert compared.complaints == []
     assert compared.report.counts()["attention"] == 2
+
+
+def test_one_device_of_an_explicit_mesh_takes_its_own_columns():
+    def own(x, w, b):
+        return jax.value_and_grad(actor_and_critic, (0, 1, 2))(x, w, b)
+
+    args = arguments()
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        step = jax.shard_map(own, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+        optimized = autopallas.optimize(step, objective="always", strict=True)
+        given = jax.jit(lambda *arrays: optimized(*arrays))(*args)
+    assert optimized.report().counts()["cross_entropy"] == 1
+    for one, true in zip(jax.tree.leaves(given), jax.tree.leaves(own(*args)), strict=True):
+        assert jnp.allclose(jax.device_get(one), true, atol=1e-5)
