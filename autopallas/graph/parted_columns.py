@@ -281,11 +281,10 @@ class _Columns(Parts):
     def _together(self, like: JaxprEqn, parts: Sequence[Var | None], cut: Cut) -> Var:
         """Puts parts together, with zeros for those that are None."""
         (result,) = like.outvars
-        shape, dtype = result.aval.shape, result.aval.dtype
-        shapes = [(*shape[: cut.axis], size, *shape[cut.axis + 1 :]) for size in cut.sizes]
+        dtype = result.aval.dtype
         whole = [
             self._emit(like, lambda own=own: lax.full(own, 0, dtype)) if part is None else part
-            for part, own in zip(parts, shapes, strict=True)
+            for part, own in zip(parts, cut.shapes(result.aval.shape), strict=True)
         ]
         return self._emit(like, lambda *arrays: lax.concatenate(arrays, cut.axis), *whole)
 

@@ -46,6 +46,10 @@ class Cut:
         axis = equation.params["dimension"]
         return cls(axis, tuple(a.aval.shape[axis] for a in equation.invars))
 
+    def shapes(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
+        """Returns the shapes of the parts of an array of a shape."""
+        return [(*shape[: self.axis], size, *shape[self.axis + 1 :]) for size in self.sizes]
+
     def starts(self) -> list[int]:
         return [sum(self.sizes[:i]) for i in range(len(self.sizes))]
 
@@ -301,7 +305,7 @@ class Parts(RewrittenBody):
 
     def _apart_anew(self, variable: Var, cut: Cut, equation: JaxprEqn, depth: int) -> list[Atom] | None:
         name, params, shape = equation.primitive.name, equation.params, variable.aval.shape
-        shapes = [(*shape[: cut.axis], size, *shape[cut.axis + 1 :]) for size in cut.sizes]
+        shapes = cut.shapes(shape)
         if len(equation.outvars) != 1:
             return None
         if name in ELEMENTWISE:
@@ -346,29 +350,17 @@ class Parts(RewrittenBody):
         """Reshapes or transposes a part as the whole is."""
         if equation.primitive.name == "transpose":
             return self._bind(equation, [part])
-        shape = equation.outvars[0].aval.shape
-        return self._bind(equation, [part], new_sizes=(*shape[: cut.axis], cut.sizes[place], *shape[cut.axis + 1 :]))
+        return self._bind(equation, [part], new_sizes=cut.shapes(equation.outvars[0].aval.shape)[place])
 
     def _padded(self, equation: JaxprEqn, cut: Cut, shapes: Sequence[Sequence[int]]) -> list[Atom] | None:
-        """Returns the parts of a part among zeros, as the gradient of a slice is."""
-        (operand, fill), config = equation.invars, equation.params["padding_config"]
-        low, high, between = config[cut.axis]
-        others = all(c == (0, 0, 0) for d, c in enumerate(config) if d != cut.axis)
-        if between or not others or low < 0 or high < 0:
+        """Returns the parts of a part among others, as the gradient of a slice is among zeros."""
+        fill, parts = equation.invars[1], self._one_term(equation, cut)
+        if parts is None:
             return None
-        size, found = operand.aval.shape[cut.axis], list[Atom]()
-        for start, own, shape in zip(cut.starts(), cut.sizes, shapes, strict=True):
-            if (low, size) == (start, own):
-                found.append(operand)
-            elif start <= low and low + size <= start + own:
-                within = [(0, 0, 0)] * len(shape)
-                within[cut.axis] = low - start, start + own - low - size, 0
-                found.append(self._bind(equation, [operand, fill], padding_config=tuple(within)))
-            elif low + size <= start or start + own <= low:
-                found.append(self._emit(equation, lambda x, s=shape: lax.broadcast(x, s), fill))
-            else:
-                return None
-        return found
+        return [
+            self._emit(equation, lambda x, s=shape: lax.broadcast(x, s), fill) if part is None else part
+            for part, shape in zip(parts, shapes, strict=True)
+        ]
 
     def _scattered(self, equation: JaxprEqn, cut: Cut) -> list[Atom] | None:
         """Returns the parts of single elements that are added to rows: each drops the elements of others."""
@@ -426,7 +418,7 @@ class Parts(RewrittenBody):
             return given and [None if a is None else self._laid_out(equation, a, cut, i) for i, a in enumerate(given)]
         if name in ("concatenate", "stack") and Cut.of(equation).axis == cut.axis:
             return self._joined(equation, cut)
-        if name == "pad":
+        if name == "pad" and isinstance(operands[1], Literal) and operands[1].val == 0:
             return self._one_term(equation, cut)
         return None
 
@@ -445,11 +437,11 @@ class Parts(RewrittenBody):
         return found
 
     def _one_term(self, equation: JaxprEqn, cut: Cut) -> list[Atom | None] | None:
-        """Returns the parts of a slice's gradient among zeros."""
+        """Returns the parts of what is padded, which lies in one of them, None for those of padding alone."""
         (operand, fill), config = equation.invars, [*equation.params["padding_config"]]
         low, high, between = config[cut.axis]
         others = all(own == (0, 0, 0) for d, own in enumerate(config) if d != cut.axis)
-        if not isinstance(fill, Literal) or fill.val != 0 or between or not others or low < 0 or high < 0:
+        if between or not others or low < 0 or high < 0:
             return None
         last, found = low + operand.aval.shape[cut.axis], list[Atom | None]()
         for start, size in zip(cut.starts(), cut.sizes, strict=True):
