@@ -78,7 +78,7 @@ class SpreadRows(SelectedRows):
             if len(changed) != 1 or any(n < 0 for n in config[changed[0]]):
                 return None
             (axis,) = changed
-            low, _, interior = config[axis]
+            low, _, interior = map(int, config[axis])  # numpy's, where something else padded
             size = equation.invars[0].aval.shape[axis]
             rows = Rows(axis, (shape[axis],), 0, low, size, interior + 1 if size > 1 else 1)
         elif name == "rev":

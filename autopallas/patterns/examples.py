@@ -42,9 +42,12 @@ def of_examples(match: Match, forward: PerExample, found: Sequence[Backward]) ->
     gradients = [gradient for backward in match.backwards for gradient in backward.gradients]
     if any(forward.graph.shape(number) != original.in_avals[position].shape for position, number in gradients):
         raise _differs()
+    spread = site.spread(places, repeated, labels)
+    if spread is None:
+        raise _differs()
     return replace(
         match,
-        site=site.spread(places, repeated, labels),
+        site=spread,
         original=original,
         spread=tuple(Spread(place, axis, example.size, place in repeated) for place, axis in places.items()),
     )

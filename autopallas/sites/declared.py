@@ -376,6 +376,7 @@ class DeclaredSite(IndexedSite):
         values = {self.uses[position]: axis for position, axis in axes.items()}
         moved = replace(self, letters=tuple(letters.items()))
         found = super(DeclaredSite, moved).spread(values, {self.uses[position] for position in of_one}, labels)
+        assert found is not None
         return replace(found, **found.fields_under_vmap((), labels))  # type: ignore[arg-type]
 
     def batched(self, axes: Sequence[int | None], size: int) -> DeclaredSite:

@@ -96,9 +96,9 @@ class IndexedSite(Reader):
 
     # ------------------------------------------------------------------ gradients of examples
 
-    def spread(self, axes: Mapping[int, int], of_one: Set[int], labels: Labels) -> Self:
+    def spread(self, axes: Mapping[int, int], of_one: Set[int], labels: Labels) -> Self | None:
         """Returns the site that reads some operands, by position, with labels of the result that they lacked: along an
-        axis of their own, or along one that has been of size 1, for those in ``of_one``."""
+        axis of their own, or along one that has been of size 1, for those in ``of_one``.  None where there is none."""
 
         def change(source: Source) -> Source:
             if not isinstance(source, Operand) or source.position not in axes:

@@ -80,6 +80,32 @@ def test_sites_of_shared_parameters_are_found_with_their_backward(name):
     assert sites(compared.report) == dict.fromkeys(wanted, "forward+backward")
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("rows", [2, 5])
+def test_queries_of_examples_attend_to_shared_keys(rows, masked):
+    def loss(w, x):
+        scores = x @ w[0]
+        if masked:
+            scores = jnp.where(jnp.arange(rows)[:, None] >= jnp.arange(F), scores, -jnp.inf)
+        return jnp.sum(jnp.sin(jax.nn.softmax(scores) @ w[1].T))
+
+    weights = array(D, F, seed=15), array(D, F, seed=16)
+    step = jax.vmap(jax.grad(loss, (0, 1)), (None, 0))
+    compared = compare(step, (weights, array(E, rows, D, seed=17)), gradients=False)
+    assert compared.complaints == []
+    assert sites(compared.report) == {"attention": "forward+backward"}
+
+
+def test_the_number_of_an_example_hides_shared_keys():
+    def loss(w, x):
+        visible = lax.axis_index("examples") >= jnp.arange(F) - 9
+        return jnp.sum(jnp.sin(jax.nn.softmax(jnp.where(visible, x @ w, -jnp.inf)) @ w.T))
+
+    step = jax.vmap(jax.grad(loss, (0, 1)), (None, 0), axis_name="examples")
+    compared = compare(step, (array(D, F, seed=18), array(E, 2, D, seed=19)), gradients=False)
+    assert compared.complaints == []
+
+
 @pytest.mark.parametrize("axis", [1, 2])
 def test_examples_along_another_axis(axis):
     program, parameters, _ = PROGRAMS["silu"]

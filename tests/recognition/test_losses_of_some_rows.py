@@ -31,6 +31,12 @@ def log_probabilities_but_the_last(w, x, y):
 
 
 @rows
+def losses_that_are_padded_and_weighted(w, x, y):
+    losses = -picked(log_softmax((x @ w)[:, :-1]), y[:, 1:])
+    return (jnp.pad(losses, ((0, 0), (0, 1))) * jnp.sin(x[..., 0])).sum()
+
+
+@rows
 def every_third(w, x, y):
     return -picked(log_softmax((x @ w)[:, 1::3]), y[:, 1::3]).mean()
 

@@ -5,7 +5,7 @@ Here the program's layouts become the kernels' canonical shapes, and canonical r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, TypeVar
@@ -254,6 +254,18 @@ class AttentionSite(IndexedSite):
         return (self._finish(out, rows, operands),), residuals
 
     @property
+    def _programs(self) -> Iterator[ElementwiseProgram]:
+        """The programs that a kernel computes for each score."""
+        yield self.score
+        if self.live is not None:
+            yield self.live
+        statistics = () if self.row_program is None else self.row_program.statistics
+        yield from (own for own in statistics if isinstance(own, ElementwiseProgram))
+        sums = [own for own in statistics if isinstance(own, tuple)]
+        for weight in (*self.inner_weights, *self.weights, *(own for weights in sums for own in weights)):
+            yield weight.program
+
+    @property
     def _inner_result(self) -> View:
         """View under which the kernel's own result is saved if factors follow it."""
         return (*self.rows, (0, self.value_labels))
@@ -356,6 +368,21 @@ class AttentionSite(IndexedSite):
             row_program=row_program,
         )
         return replace(site, sides=tuple(sides))
+
+    def spread(self, axes: Mapping[int, int], of_one: Set[int], labels: Labels) -> AttentionSite | None:
+        """Returns the site that reads some operands with the labels; where keys or values have those of the queries'
+        axis then, that is the longest of the other axes that only queries have, unless its positions are read."""
+        site = super().spread(axes, of_one, labels)
+        if site is None or set(labels).isdisjoint(self.query_labels):
+            return site
+        others = {source for block in site.key_blocks for source in (block.key, block.value)}
+        others |= {product.key for product in site.products}
+        if not any(label in source.labels for source in others for label in self.query_labels):
+            return site
+        if any(isinstance(own, Index) and own.axis == "query" for program in self._programs for own in program.inputs):
+            return None
+        group = replace(site, query_labels=()).axes[2]
+        return replace(site, query_labels=(max(group, key=site.sizes.__getitem__),) if group else ())
 
     def fields_under_vmap(self, axes: Sequence[int | None], label: Labels) -> Mapping[str, object]:
         """Makes the new axis that of the query, where it is one query under vmap; it is a batch's or a group's else."""
