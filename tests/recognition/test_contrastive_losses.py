@@ -377,6 +377,20 @@ def test_of_logits_of_two_products_one_is_a_site_and_the_advice_helps_the_other(
     assert compared.counts("cross_entropy") == 1
 
 
+def test_negatives_of_each_query_that_have_gradients_are_a_near_miss():
+    """A query of its own is multiplied by its negatives: their gradient is as large as the negatives themselves."""
+
+    def loss(q, k, negatives):
+        z = jnp.concatenate([(q * k).sum(-1, keepdims=True), jnp.einsum("nd,nmd->nm", q, negatives)], 1)
+        return (logsumexp(z, 1) - z[:, 0]).mean()
+
+    args = (array(4, 8, seed=1), array(4, 8, seed=2), array(4, 5, 8, seed=3))
+    compared = compare(jax.value_and_grad(loss, (0, 1, 2)), args, gradients=False)
+    assert compared.complaints == []
+    (miss,) = (miss for miss in compared.report.near_misses if miss.op == "cross_entropy")
+    assert "a vector gives the logits" in miss.reason
+
+
 def test_a_loss_that_also_gives_the_joined_logits_is_a_near_miss_and_its_advice_helps():
     args = array(N, D, seed=1), array(N, D, seed=2), array(9, D, seed=3)
 

@@ -63,6 +63,25 @@ def test_slots_that_depend_on_others_are_left_alone_with_a_reason(name):
     assert any("by a scatter and a gather, and" in reason for reason in reasons(MIXED[name]))
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_examples_whose_tokens_share_places(axis, gradient):
+    """A gather picks the same places of all examples: along an axis that is none of the places'."""
+
+    def function(p, x):
+        weights, chosen, place = slot_numbers(p, X)
+
+        def one(x):
+            return weighted(in_slots(p, brought(x, chosen, place))[chosen, place], weights)
+
+        return jax.vmap(one, axis)(x)
+
+    x = jnp.stack([X, 2 * X, 3 * X], axis)
+    compared = compare(function, (P, x), gradients=gradient)
+    assert compared.complaints == []
+    assert (compared.counts(OP), compared.report.failures) == (1, ())
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_numbers(dtype):
     args = jax.tree.map(lambda a: a.astype(dtype), (P, X))

@@ -10,6 +10,7 @@ from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.equal_loops import loops
 from autopallas.graph.labels import is_product
+from autopallas.graph.parts import MOST_PARTS
 from autopallas.numerics.casts import kind_of
 from autopallas.patterns.forward import LAYOUT
 
@@ -36,15 +37,16 @@ def origin(graph: Graph, number: int) -> int:
 
 
 def takes_logarithm(graph: Graph, node: Node) -> bool:
-    """Returns whether the logarithm of a sum is taken, as for a softmax that is compared with other probabilities."""
+    """Returns whether the logarithm of a sum, or of several, is taken, as for a softmax that is compared with other
+    probabilities."""
     if node.name != "reduce_sum":
         return False
     value = node.outputs[0]
-    for _ in range(4):
+    for _ in range(4 + MOST_PARTS):  # logits that are put together have a sum for each part
         users = [u for u in graph.users[value] if len(u.outputs) == 1]
         if any(u.name == "log" for u in users):
             return True
-        following = next((u for u in users if u.name in ("abs", "broadcast_in_dim", "reshape")), None)
+        following = next((u for u in users if u.name in ("abs", "add", "broadcast_in_dim", "reshape")), None)
         if following is None:
             return False
         value = following.outputs[0]

@@ -179,7 +179,8 @@ class SlotReader(SumReader):
         found = self.space.canonical(ref)
         if self.slot.isdisjoint(self.space.atoms(found)):
             return super()._operand(found)
-        named = self.expert | self.rows
+        # Tokens may have labels besides those of the picked rows: examples whose rows lie at the same places.
+        named = self.expert.union(self.slot, *(own for _, own in self.row_labels))
         view = self.space.view(found.view)
         atoms = [x for _, own in view for x in own]
         if len(set(atoms)) != len(atoms):
