@@ -148,7 +148,12 @@ def _ops(name: str, value: object) -> tuple[str, ...] | None:
 
 
 def _only(name: str, value: object) -> tuple[str, ...] | None:
-    return None if value is None else _places(name, value) or None
+    if value is None:
+        return None
+    allowed = _places(name, value)
+    if not allowed:  # which would say nowhere, and must not be taken for everywhere
+        raise _bad(name, value, f"give at least one place, each {FORMS}, or None; fuel=0 replaces nothing")
+    return allowed
 
 
 def _deny(name: str, value: object) -> tuple[str, ...]:

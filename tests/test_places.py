@@ -182,6 +182,13 @@ def test_a_text_that_selects_no_place_is_refused_with_the_forms(monkeypatch, tex
             resolve({})
 
 
+def test_no_place_at_all_is_not_taken_for_everywhere():
+    for nowhere in ([], ()):
+        with pytest.raises(OptionError, match=r"option only is .*at least one place"):
+            resolve({"only": nowhere})
+    assert resolve({"deny": []}).deny == ()
+
+
 @pytest.mark.parametrize("value", [3, {"model.py": 3}, b"model.py"])
 def test_something_else_than_places_is_refused(value):
     with pytest.raises(OptionError, match=r"option deny is .*FILE"):
