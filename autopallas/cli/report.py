@@ -41,6 +41,19 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_run)
 
 
+def _refuse_if_disabled(known: Mapping[str, object]) -> None:
+    """Raises CommandError where the environment turns everything off, so that nothing would be found."""
+    from autopallas.errors import OptionError
+    from autopallas.options import resolve
+
+    try:
+        disabled = resolve(known).disabled
+    except OptionError as error:
+        raise CommandError(one_line(error)) from None
+    if disabled:
+        raise CommandError("AUTOPALLAS_DISABLE is set: everything runs as it is written; without it there is a report")
+
+
 def _run(options: argparse.Namespace) -> int:
     from contextlib import nullcontext
 
@@ -61,6 +74,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.objective is not None:
         known = known | {"objective": options.objective}
     function = Optimized(original, known)
+    _refuse_if_disabled(known)
     try:
         with nullcontext() if target is None else target.device.targeted():
             report = explain(function, *shapes)

@@ -100,6 +100,13 @@ def test_this_machines_compiler_tells_memory_before_and_after(command):
     assert after < before
 
 
+def test_where_everything_is_turned_off_it_says_so(command, monkeypatch):
+    monkeypatch.setenv("AUTOPALLAS_DISABLE", "1")
+    status, out, err = command("report", "reportable:attend", "--shapes", SHAPES)
+    assert (status, out) == (2, "")
+    assert "AUTOPALLAS_DISABLE is set" in err
+
+
 @pytest.mark.parametrize("suffix", [".html", ".json", ".txt"])
 def test_it_writes_a_file(command, tmp_path, suffix):
     status, out, _ = command("report", "reportable:optimized", "--shapes", SHAPES, "-o", f"out{suffix}")
