@@ -21,6 +21,7 @@ import autopallas
 from autopallas import jaxprs
 from autopallas.places import users_place
 from autopallas.report import Failure, NearMiss, Report, Site, at_exit
+from autopallas.report.text import site_rows
 
 ROOT = Path(__file__).parent.parent
 
@@ -319,3 +320,13 @@ def test_a_site_of_nothing_but_installed_packages_has_their_line(tmp_path, monke
     with ThreadPoolExecutor(1) as pool:  # no line of this file leads there
         (equation,) = pool.submit(jax.make_jaxpr(f), 1.0).result().eqns
     assert jaxprs.location(equation) == f"{folder / '__init__.py'}:2 (f)"
+
+
+def test_a_site_without_a_kernel_for_the_platform_names_no_candidate():
+    def norm(x):
+        return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+    (site,) = autopallas.explain(norm, jax.ShapeDtypeStruct((300, 256), jnp.float32)).sites
+    assert (site.op, site.verdict, site.implementation) == ("rms_norm", "kept", None)
+    assert "there is no kernel of it for this platform (cpu)" in site.reason
+    assert "candidate" not in dict(site_rows(site))

@@ -413,7 +413,7 @@ def _go_or_no_go(
         return decision("kept", f"{choice.gap}, so the original stays{tried or f' ({REMEDY})'}")
     if (row is None or not choice.exact) and operation.only_restates(name):
         reason = f"there is no kernel of it for this platform ({device.platform}), so the original stays"
-        return decision("kept", reason)
+        return Decision("kept", reason, device.platform, attempts=attempts)
     if row is None or not choice.exact:
         return decision("kept", f"nothing was measured for this device, dtype and size, so the original stays{tried}")
     evidence = Evidence.of(row, options.objective)
