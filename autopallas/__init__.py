@@ -40,6 +40,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> object:
     if name in ("Verification", "verify"):  # few programs verify, so only they pay for the import
         from autopallas.verification import verify as module

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import autopallas
 from autopallas.environment import VARIABLES
 from autopallas.options import OptionArguments
 
@@ -108,3 +109,7 @@ def test_importing_the_package_touches_no_device():
     for program, fails in (("import autopallas", False), ("import autopallas, jax; jax.devices()", True)):
         result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=False)
         assert (result.returncode != 0) == fails, result.stderr
+
+
+def test_the_public_names_are_completed():
+    assert set(autopallas.__all__) <= set(dir(autopallas))
