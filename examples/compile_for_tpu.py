@@ -2,7 +2,7 @@
 
 The model is four layers of attention spelled out in plain jnp.  The TPU's compiler comes with the extra "tpu-check":
 
-    pip install 'autopallas[tpu-check]'
+    pip install '.[tpu-check]'
     python examples/compile_for_tpu.py --target tpu-v5e --sequence-length 8192
 """
 

@@ -119,9 +119,9 @@ def missing() -> str | None:
         return reason
     for package in ("jax_cuda13_plugin", "flatbuffers"):
         if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed; the extra gpu-check has it: pip install 'autopallas[gpu-check]'"
+            return f"{package} is not installed; the extra gpu-check has it: in a clone, pip install '.[gpu-check]'"
     if _toolkit() is None:
-        return "nvidia-cuda-nvcc is not installed; the extra gpu-check has it: pip install 'autopallas[gpu-check]'"
+        return "nvidia-cuda-nvcc is not installed; the extra gpu-check has it: in a clone, pip install '.[gpu-check]'"
     return None
 
 

@@ -177,7 +177,7 @@ def missing() -> str | None:
     """Returns why nothing can be compiled for TPUs here, or None."""
     for package in ("libtpu", "flatbuffers"):
         if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed; the extra tpu-check has it: pip install 'autopallas[tpu-check]'"
+            return f"{package} is not installed; the extra tpu-check has it: in a clone, pip install '.[tpu-check]'"
     return None
 
 

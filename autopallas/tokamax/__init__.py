@@ -2,7 +2,7 @@
 
 They are called by tokamax's public functions, take part in the race on GPUs and TPUs as any other implementation, and
 are used on evidence alone: a search that finds them faster, or because they are named.  ``pip install
-'autopallas[tokamax]'`` installs it, on Python 3.12 or later.
+'.[tokamax]'`` installs it, on Python 3.12 or later.
 """
 
 from __future__ import annotations
