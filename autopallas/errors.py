@@ -16,6 +16,7 @@ __all__ = [
     "UnsupportedError",
     "VerificationError",
     "one_line",
+    "printable",
     "warn",
 ]
 
@@ -51,6 +52,11 @@ def one_line(error: BaseException) -> str:
     """Returns an exception's type, and the first line of its message where it has one."""
     kind, first = type(error).__name__, str(error).strip().partition("\n")[0].rstrip()
     return f"{kind}: {first}" if first else kind
+
+
+def printable(text: str) -> str:
+    """Returns a text on one line, without characters by which a message or a file's name could control a terminal."""
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 _NOT_THE_USERS = ("autopallas", "jax", "jaxlib")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from autopallas.cli import CommandError
+from autopallas.errors import printable
 from autopallas.sites.spec import Sizes
 from autopallas.tuning.cache import Cache
 from autopallas.tuning.entry import MAXIMUM_BYTES, Entry, EntryError, from_data, read_json
@@ -86,9 +87,9 @@ def _show(options: argparse.Namespace) -> int:
     width = max(len(name) for name, _ in lines)
     for name, text in lines:
         first, *rest = text.split("\n")
-        print(f"{name:<{width}}  {_plain(first)}")
+        print(f"{name:<{width}}  {printable(first)}")
         for line in rest:
-            print(" " * (width + 2) + _plain(line))
+            print(" " * (width + 2) + printable(line))
     return 0
 
 
@@ -215,14 +216,9 @@ def _counted(count: int) -> str:
     return f"{count} result{'s' * (count != 1)}"
 
 
-def _plain(text: str) -> str:
-    """Replaces characters that are not printable, since an imported text must not control the terminal."""
-    return "".join(c if c.isprintable() else " " for c in text)
-
-
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(_plain(row[i])) for row in rows) for i in range(len(rows[0]))]
-    lines = ("  ".join(_plain(cell).ljust(n) for cell, n in zip(row, widths, strict=True)) for row in rows)
+    widths = [max(len(printable(row[i])) for row in rows) for i in range(len(rows[0]))]
+    lines = ("  ".join(printable(cell).ljust(n) for cell, n in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
 
 

@@ -11,7 +11,7 @@ import textwrap
 from collections import Counter
 from typing import TYPE_CHECKING, TypedDict
 
-from autopallas.errors import one_line
+from autopallas.errors import one_line, printable
 
 if TYPE_CHECKING:
     from autopallas.sites.device import Device
@@ -266,9 +266,10 @@ def _lines(found: Examined) -> list[str]:
 
 
 def _row(label: str, text: str) -> list[str]:
-    shown = "".join(c if c.isprintable() else " " for c in text)
     lead = f"{label:<15} "
-    return textwrap.wrap(shown, 80, initial_indent=lead, subsequent_indent=" " * len(lead), drop_whitespace=True)
+    return textwrap.wrap(
+        printable(text), 80, initial_indent=lead, subsequent_indent=" " * len(lead), drop_whitespace=True
+    )
 
 
 def _device(device: DeviceKind) -> str:

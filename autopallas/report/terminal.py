@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
+from autopallas.errors import printable
 from autopallas.report import text
 from autopallas.report.records import Report, Site
 
@@ -116,7 +117,7 @@ def _blocks(reports: Iterable[tuple[str, Report]]) -> Iterator[list[tuple[str, s
 
 
 def _lines(title: str, report: Report, machine: bool) -> list[tuple[str, str]]:
-    head = f"{_printable(title)}: " if title else "autopallas: "
+    head = f"{printable(title)}: " if title else "autopallas: "
     lines = [(line, "bold") for line in textwrap.wrap(head + text.headline(report), WIDTH)]
     lines += [(line, "dim") for line in textwrap.wrap(f"on {text.where(report)}", WIDTH) if machine]
     if tuned := text.tuning(report):
@@ -154,7 +155,7 @@ def _lines(title: str, report: Report, machine: bool) -> list[tuple[str, str]]:
 def _listed(head: str, items: Sequence[str]) -> list[tuple[str, str]]:
     if not items:
         return []
-    wrapped = (line for item in items for line in textwrap.wrap(f"- {_printable(item)}", WIDTH, subsequent_indent="  "))
+    wrapped = (line for item in items for line in textwrap.wrap(f"- {printable(item)}", WIDTH, subsequent_indent="  "))
     return [("", ""), (head, "bold"), *((line, "") for line in wrapped)]
 
 
@@ -189,8 +190,8 @@ def _cells(site: Site) -> tuple[str, ...]:
     sizes = "x".join(str(size) for size in (site.running_sizes or site.block_sizes or {}).values())
     runs = f"{site.implementation} {sizes}".strip() if replaced else "original"
     time, memory = text.gains(site) if replaced else ("", "")
-    place = _printable(relative(site.location))
-    return _printable(site.op), place, "replaced" if replaced else "kept", runs, time, memory
+    place = printable(relative(site.location))
+    return printable(site.op), place, "replaced" if replaced else "kept", runs, time, memory
 
 
 def _without_function(place: str, width: int) -> str:
@@ -203,7 +204,3 @@ def _shortened(cell: str, width: int, from_the_left: bool) -> str:
     if len(cell) <= width:
         return cell
     return f"…{cell[-(width - 1) :]}" if from_the_left else f"{cell[: width - 1]}…"
-
-
-def _printable(shown: str) -> str:
-    return "".join(c if c.isprintable() else " " for c in shown)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from autopallas.errors import printable
 from autopallas.report.records import Attempt, Canary, Failure, NearMiss, Report, Site
 
 __all__ = [
@@ -345,7 +346,6 @@ def _row(label: str, text: str) -> str:
 
 
 def _wrapped(text: str, indent: str = "", first: str | None = None) -> str:
-    # Control characters in an error's message or a file's name must not reach the terminal.
-    shown = "".join(c if c.isprintable() else " " for c in text)
+    shown = printable(text)
     lead = shown[: len(shown) - len(shown.lstrip())] if first is None else first
     return "\n".join(textwrap.wrap(shown.strip(), WIDTH, initial_indent=lead, subsequent_indent=indent))

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, NoReturn, TypeAlias, cast
 
+from autopallas.errors import printable
 from autopallas.sites.spec import BlockSizes, BlockSizesClass, Sizes
 from autopallas.tuning.key import Description, TuningKey, digest_of
 from autopallas.tuning.row import Evidence
@@ -24,9 +25,9 @@ __all__ = [
     "checked_text",
     "from_data",
     "parse",
-    "printable",
     "read_json",
     "shortened",
+    "storable",
 ]
 
 FORMAT = 3
@@ -112,9 +113,9 @@ class Entry:
             "block_sizes": None if self.block_sizes is None else dict(self.block_sizes),
             "row": None if self.row is None else _figures(self.row),
             "lean": lean,
-            "reason": printable(self.reason),
+            "reason": storable(self.reason),
             "rejected": [
-                {"block_sizes": dict(r.block_sizes), "stage": r.stage, "error": printable(r.error)}
+                {"block_sizes": dict(r.block_sizes), "stage": r.stage, "error": storable(r.error)}
                 for r in self.rejected[:_MOST_REJECTED]
             ],
             "seconds": self.seconds,
@@ -154,9 +155,9 @@ def _figures(row: Row[object]) -> dict[str, object]:
     return {name: getattr(row, name) for name in _ROW_FIELDS}
 
 
-def printable(text: str) -> str:
-    """Returns one line of printable characters, since what is printed on a terminal must not control it."""
-    return "".join(c if c.isprintable() else " " for c in text)[:_LONGEST_TEXT]
+def storable(text: str) -> str:
+    """Returns a text as an entry holds it: one short line of printable characters."""
+    return printable(text)[:_LONGEST_TEXT]
 
 
 # ---------------------------------------------------------------------- reading

@@ -16,7 +16,7 @@ from autopallas.sites.device import Device
 from autopallas.sites.spec import BlockSizes
 from autopallas.sites.workload import SiteWorkload
 from autopallas.tuning.cache import Folder, directory
-from autopallas.tuning.entry import MAXIMUM_BYTES, EntryError, checked_text, printable, read_json
+from autopallas.tuning.entry import MAXIMUM_BYTES, EntryError, checked_text, read_json, storable
 from autopallas.tuning.key import Description, TuningKey, canonical, digest_of, key_of
 
 __all__ = ["DAY", "ProbeResult", "ProbeResults", "probe_key"]
@@ -52,7 +52,7 @@ class ProbeResult:
         """Returns a new verdict: that a stage failed, or, without a stage, that everything works."""
         outcome: Literal["works", "fails"] = "fails" if stage else "works"
         lifetime = _LIFETIME["memory" if stage == "memory" else outcome]
-        return ProbeResult(key.description, outcome, stage, printable(error), time.time() + lifetime)
+        return ProbeResult(key.description, outcome, stage, storable(error), time.time() + lifetime)
 
     @property
     def digest(self) -> str:
@@ -66,7 +66,7 @@ class ProbeResult:
     def to_dict(self) -> dict[str, object]:
         """Returns the verdict in JSON's types."""
         data = {"format": FORMAT, "key": dict(self.key), "outcome": self.outcome, "stage": self.stage}
-        return data | {"error": printable(self.error), "until": self.until}
+        return data | {"error": storable(self.error), "until": self.until}
 
     def to_json(self) -> str:
         return canonical(self.to_dict())
