@@ -10,17 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from autopallas.compat import Dtype, Shaped
+from autopallas.compat import Shaped
+from autopallas.numerics.casts import is_floating
 from autopallas.sites import random_keys
 
-__all__ = ["harmless", "is_float", "normal"]
+__all__ = ["decaying", "harmless", "normal"]
 
 Array = np.ndarray
-
-
-def is_float(dtype: Dtype) -> bool:
-    """Returns whether arrays of the dtype hold real numbers: NumPy's floats, bfloat16 and the like."""
-    return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def normal(random: np.random.Generator, shape: Sequence[int], dtype: DTypeLike, scale: float = 1.0) -> Array:
@@ -43,8 +39,14 @@ def harmless(random: np.random.Generator, types: Sequence[Shaped]) -> list[Array
         if jnp.issubdtype(kind.dtype, jax.dtypes.prng_key):
             return cast(Array, random_keys.keys(kind.dtype, kind.shape, int(random.integers(2**31))))
         dtype = np.dtype(kind.dtype)
-        if is_float(dtype):
+        if is_floating(dtype):
             return np.asarray(random.uniform(0.5, 1.5, kind.shape), dtype)
         return np.full(kind.shape, dtype == np.bool_, dtype)
 
     return [one(kind) for kind in types]
+
+
+def decaying(arrays: Sequence[Array]) -> list[Array]:
+    """Returns arrays whose floats are a tenth: a loop computes decays of them, such as exponentials, and its states
+    would overflow."""
+    return [(array * 0.1).astype(array.dtype) if is_floating(array.dtype) else array for array in arrays]

@@ -15,7 +15,8 @@ from autopallas.kernels.attention.site import AttentionSite
 from autopallas.kernels.attention.site_parts import Joined
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
 from autopallas.kernels.attention.sum_site import AttentionSum
-from autopallas.kernels.example import harmless, is_float, normal
+from autopallas.kernels.example import harmless, normal
+from autopallas.numerics.casts import is_floating
 from autopallas.sites.index_notation import Operand, fill
 
 __all__ = ["example", "operands", "program"]
@@ -45,7 +46,7 @@ def _side(random: np.random.Generator, side: SideSpec, extents: tuple[int, ...])
     length = extents[4]
     query, key = (np.arange(n).reshape(n, 1) if axis == 3 else np.arange(n) for axis, n in ((3, shape[3]), (4, length)))
     over_queries, over_keys = side.varies[3:]
-    if is_float(side.dtype):
+    if is_floating(side.dtype):
         return normal(random, shape, side.dtype)
     if side.dtype == np.bool_:
         if over_queries and over_keys:  # some keys of each row, including the first

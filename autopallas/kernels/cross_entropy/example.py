@@ -13,7 +13,8 @@ import numpy as np
 from autopallas.compat import Shaped
 from autopallas.kernels.cross_entropy.site import CrossEntropySite
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Head, SideSpec
-from autopallas.kernels.example import harmless, is_float, normal
+from autopallas.kernels.example import harmless, normal
+from autopallas.numerics.casts import is_floating
 from autopallas.sites.index_notation import Operand, fill
 
 __all__ = ["example", "operands", "plain", "program"]
@@ -39,7 +40,7 @@ def _side(random: np.random.Generator, side: SideSpec, spec: CrossEntropySpec) -
         return _head(random, side.head, spec)
     over_rows, over_vocabulary = side.varies
     shape = (spec.rows if over_rows else 1, spec.vocabulary if over_vocabulary else 1)
-    if is_float(side.dtype):
+    if is_floating(side.dtype):
         return normal(random, shape, side.dtype) if over_vocabulary else random.random(shape).astype(side.dtype)
     if side.dtype == np.bool_:
         return np.asarray(random.random(shape) < 0.9)

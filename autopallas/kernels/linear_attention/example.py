@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopallas.compat import Shaped
-from autopallas.kernels.example import harmless, is_float, normal
+from autopallas.kernels.example import harmless, normal
 from autopallas.kernels.linear_attention.operation import LinearAttentionSpec
+from autopallas.numerics.casts import is_floating
 from autopallas.sites.declared import DeclaredSite
 from autopallas.sites.index_notation import fill
 
@@ -23,7 +24,7 @@ def operands(site: DeclaredSite, types: Sequence[Shaped], key: int = 0) -> list[
     values = [found[site.uses.index(value)] for value in range(max(site.uses) + 1)]
     of_scores = {own.position for name, own in site.operands if name in ("query", "key")}
     for value, array in enumerate(values):
-        if is_float(array.dtype):
+        if is_floating(array.dtype):
             given = normal(random, array.shape, array.dtype)
             values[value] = np.abs(given) if spec.normalised and value in of_scores else given
     groups = [dict(site.letters)[letter] for letter in ("B", "T")]

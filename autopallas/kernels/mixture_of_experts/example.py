@@ -9,8 +9,9 @@ from typing import TypeAlias
 import numpy as np
 
 from autopallas.compat import Shaped
-from autopallas.kernels.example import harmless, is_float, normal
+from autopallas.kernels.example import harmless, normal
 from autopallas.kernels.mixture_of_experts.site import ExpertsSite
+from autopallas.numerics.casts import is_floating
 
 __all__ = ["operands"]
 
@@ -27,7 +28,7 @@ def operands(site: ExpertsSite, types: Sequence[Shaped], key: int = 0) -> list[A
     experts = math.prod(site.sizes[label] for label in site.expert_labels)
     scale = 1 / math.sqrt(max(1, site.spec.contracting))
     for i, array in enumerate(filled):
-        if is_float(array.dtype):
+        if is_floating(array.dtype):
             filled[i] = normal(random, array.shape, array.dtype, scale if array.ndim > 2 else 1.0)
         elif array.dtype.kind in "iu":
             filled[i] = random.integers(0, experts, array.shape).astype(array.dtype)

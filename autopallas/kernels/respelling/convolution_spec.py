@@ -9,7 +9,7 @@ from jax import lax
 from autopallas.compat import Params
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 
-__all__ = ["axes_of", "dimension_numbers", "padding_of", "parameters"]
+__all__ = ["dimension_numbers", "padding_of", "parameters"]
 
 
 def parameters(params: Params) -> dict[str, Plain]:
@@ -26,14 +26,9 @@ def parameters(params: Params) -> dict[str, Plain]:
     }
 
 
-def axes_of(spec: RespellingSpec, name: str) -> tuple[int, ...]:
-    """Returns the parameter ``name``, one number for each axis."""
-    return cast("tuple[int, ...]", spec[name])
-
-
 def padding_of(spec: RespellingSpec) -> tuple[tuple[int, int], ...]:
     return cast("tuple[tuple[int, int], ...]", spec["padding"])
 
 
 def dimension_numbers(spec: RespellingSpec) -> lax.ConvDimensionNumbers:
-    return lax.ConvDimensionNumbers(axes_of(spec, "lhs"), axes_of(spec, "rhs"), axes_of(spec, "out"))
+    return lax.ConvDimensionNumbers(spec.numbers("lhs"), spec.numbers("rhs"), spec.numbers("out"))

@@ -31,7 +31,7 @@ from autopallas.graph.tables import Table
 from autopallas.kernels.respelling.bfloat16_bits import as_bits, with_dtype
 from autopallas.kernels.respelling.spec import RespellingSpec
 
-__all__ = ["IndexedLoop", "chosen", "evaluated", "key_of", "loop_in", "loop_of", "planned", "results_of"]
+__all__ = ["IndexedLoop", "as_written", "chosen", "evaluated", "key_of", "loop_in", "loop_of", "planned", "results_of"]
 
 _ROUNDS = 8
 """How often a plan is made anew without the arrays that turned out to be neither sums nor tables."""
@@ -262,6 +262,11 @@ def loop_in(spec: RespellingSpec) -> IndexedLoop:
 def chosen(spec: RespellingSpec, results: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns those of a loop's results that a spec has."""
     return [results[i] for i in cast(tuple[int, ...], spec["results"])]
+
+
+def as_written(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
+    """Computes a spec's loop as the program has it."""
+    return chosen(spec, loop_in(spec).as_written(operands))
 
 
 def key_of(loop: IndexedLoop) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,10 @@ class RespellingSpec:
     def __getitem__(self, name: str) -> Plain:
         """Returns a parameter."""
         return dict(self.parameters)[name]
+
+    def numbers(self, name: str) -> tuple[int, ...]:
+        """Returns a parameter of several numbers, such as one for each axis."""
+        return cast("tuple[int, ...]", self[name])
 
     @property
     def widest_dtype(self) -> Dtype:

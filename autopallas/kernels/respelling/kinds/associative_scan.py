@@ -24,7 +24,7 @@ from jax import lax
 from autopallas import compat
 from autopallas.compat import Dtype
 from autopallas.graph import Body, Graph, Node
-from autopallas.kernels.example import is_float
+from autopallas.kernels.example import decaying
 from autopallas.kernels.respelling.around import Around, around
 from autopallas.kernels.respelling.doubling import Backward, Forward, scans_of
 from autopallas.kernels.respelling.exact_sums import Sums, stepped_exactly
@@ -455,10 +455,7 @@ def _feature(spec: RespellingSpec) -> str:
 
 
 def _fill(spec: RespellingSpec, random: np.random.Generator, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Makes the numbers small of which a loop computes decays, such as exponentials: the states would overflow."""
-    if _around(spec) is None:
-        return list(arrays)
-    return [(array * 0.1).astype(array.dtype) if is_float(array.dtype) else array for array in arrays]
+    return list(arrays) if _around(spec) is None else decaying(arrays)
 
 
 def _samples() -> Iterator[tuple[str, Sample]]:

@@ -24,7 +24,7 @@ from jax import lax
 from autopallas.compat import Dtype, JaxprEqn
 from autopallas.graph import Graph, Node
 from autopallas.kernels.loop_carries import filled
-from autopallas.kernels.respelling.convolution_spec import axes_of, dimension_numbers, padding_of, parameters
+from autopallas.kernels.respelling.convolution_spec import dimension_numbers, padding_of, parameters
 from autopallas.kernels.respelling.gradients import gradient_of
 from autopallas.kernels.respelling.inserted_zeros import assumed_finite
 from autopallas.kernels.respelling.kind import Found, Kind, Sample, of_equation
@@ -115,14 +115,14 @@ def _of(spec: RespellingSpec) -> _Convolution:
     (_, left_dtype), (right, right_dtype) = spec.operands
     ((given, dtype),) = spec.results
 
-    rhs, out, groups = axes_of(spec, "rhs"), axes_of(spec, "out"), cast(int, spec["groups"])
+    rhs, out, groups = spec.numbers("rhs"), spec.numbers("out"), cast(int, spec["groups"])
     return _Convolution(
-        lhs=axes_of(spec, "lhs"),
+        lhs=spec.numbers("lhs"),
         rhs=rhs,
         out=out,
-        strides=axes_of(spec, "strides"),
-        lhs_dilation=axes_of(spec, "lhs_dilation"),
-        rhs_dilation=axes_of(spec, "rhs_dilation"),
+        strides=spec.numbers("strides"),
+        lhs_dilation=spec.numbers("lhs_dilation"),
+        rhs_dilation=spec.numbers("rhs_dilation"),
         padding=padding_of(spec),
         groups=groups,
         of_batch=cast(bool, spec["of_batch"]),

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.compat import JaxprEqn
-from autopallas.kernels.respelling.convolution_spec import axes_of, dimension_numbers, padding_of, parameters
+from autopallas.kernels.respelling.convolution_spec import dimension_numbers, padding_of, parameters
 from autopallas.kernels.respelling.gradients import gradient_of, layer
 from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
 from autopallas.kernels.respelling.library_order import ordered
@@ -62,12 +62,12 @@ def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
 
 
 def _original(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Array]:
-    strides, left, right = (axes_of(spec, name) for name in ("strides", "lhs_dilation", "rhs_dilation"))
+    strides, left, right = (spec.numbers(name) for name in ("strides", "lhs_dilation", "rhs_dilation"))
     return [lax.conv_general_dilated(x, w, strides, padding_of(spec), left, right, dimension_numbers(spec))]
 
 
 def _respelt(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Array]:
-    (batch, features, *space), (results, own, *window) = axes_of(spec, "lhs"), axes_of(spec, "rhs")
+    (batch, features, *space), (results, own, *window) = spec.numbers("lhs"), spec.numbers("rhs")
     x, w = lax.transpose(x, (batch, *space, features)), lax.transpose(w, (*window, own, results))
     # What negative padding leaves out is cut off first, as the library may read beside the array.
     padding, end = padding_of(spec), list(x.shape)
@@ -75,16 +75,16 @@ def _respelt(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Array
         end[axis + 1] += min(after, 0)
     x = lax.slice(x, [0, *(max(-before, 0) for before, _ in padding), 0], end)
     (before, after), *around = ((max(low, 0), max(high, 0)) for low, high in padding)
-    apart = axes_of(spec, "lhs_dilation")[0]
-    length = (x.shape[1] - 1) * apart + 1 + before + after - (w.shape[0] - 1) * axes_of(spec, "rhs_dilation")[0]
-    length = (length - 1) // axes_of(spec, "strides")[0] + 1
+    apart = spec.numbers("lhs_dilation")[0]
+    length = (x.shape[1] - 1) * apart + 1 + before + after - (w.shape[0] - 1) * spec.numbers("rhs_dilation")[0]
+    length = (length - 1) // spec.numbers("strides")[0] + 1
     count = -(-length // apart)
     phases = [_phase(spec, x, w, tuple(around), before - phase, count) for phase in range(apart)]
     given = next(found for found in phases if found is not None)
     planes = [jnp.zeros_like(given) if found is None else found for found in phases]
     found = planes[0] if apart == 1 else jnp.stack(planes, 2).reshape(x.shape[0], count * apart, *given.shape[2:])
     found = lax.slice_in_dim(found, 0, length, axis=1)
-    out = dict(zip(axes_of(spec, "out"), ordered(x.ndim).out_spec, strict=True))
+    out = dict(zip(spec.numbers("out"), ordered(x.ndim).out_spec, strict=True))
     return [lax.transpose(found, [out[axis] for axis in range(x.ndim)])]
 
 
@@ -101,7 +101,7 @@ def _phase(
       before: zeros before what the first of these planes reads.
       count: the number of these planes.
     """
-    step, apart, reach = (axes_of(spec, name)[0] for name in ("strides", "lhs_dilation", "rhs_dilation"))
+    step, apart, reach = (spec.numbers(name)[0] for name in ("strides", "lhs_dilation", "rhs_dilation"))
     reads = _reads(w.shape[0], reach, apart, before)
     if not reads:
         return None
@@ -114,7 +114,7 @@ def _phase(
     planes = lax.concatenate(parts, x.ndim - 1)
     planes = planes.reshape(-1, *planes.shape[2:])
     window = lax.concatenate([w[read.tap] for read in reads], 2)
-    strides, left, right = (axes_of(spec, name)[1:] for name in ("strides", "lhs_dilation", "rhs_dilation"))
+    strides, left, right = (spec.numbers(name)[1:] for name in ("strides", "lhs_dilation", "rhs_dilation"))
     found = lax.conv_general_dilated(planes, window, strides, around, left, right, ordered(planes.ndim))
     return found.reshape(x.shape[0], count, *found.shape[1:])
 
@@ -136,7 +136,7 @@ def _reads(taps: int, reach: int, apart: int, before: int) -> list[_Read]:
 def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:
     # One element after the other, the compiler skips the zeros around and among the operand's elements.
     inserts = max(map(max, padding_of(spec))) > 0
-    dilated = max(*axes_of(spec, "lhs_dilation"), *axes_of(spec, "rhs_dilation")) > 1
+    dilated = max(*spec.numbers("lhs_dilation"), *spec.numbers("rhs_dilation")) > 1
     return ("both operands are finite",) if inserts or dilated else ()
 
 
@@ -146,12 +146,12 @@ def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:
 def _feature(spec: RespellingSpec) -> str:
     """Returns how elements are read, how many channels there are, and whether these come first."""
     (shape, _), (window, _) = spec.operands
-    strides, left, right = (max(axes_of(spec, name)) for name in ("strides", "lhs_dilation", "rhs_dilation"))
+    strides, left, right = (max(spec.numbers(name)) for name in ("strides", "lhs_dilation", "rhs_dilation"))
     how = "spread" if left > 1 else "dilated" if right > 1 else "strided" if strides > 1 else "plain"
-    results, channels = (window[axis] for axis in axes_of(spec, "rhs")[:2])
+    results, channels = (window[axis] for axis in spec.numbers("rhs")[:2])
     few = min(results, channels) <= _FEW
     size = "few channels" if few else "many channels" if results * channels > _MANY else "channels"
-    first = axes_of(spec, "lhs")[1] < len(shape) - 1
+    first = spec.numbers("lhs")[1] < len(shape) - 1
     return f"{how}, {size} {'first' if first else 'last'}"
 
 

@@ -18,7 +18,7 @@ from jax import lax
 from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn, Var
 from autopallas.graph import Graph, Node
-from autopallas.kernels.respelling.indexed import chosen, key_of, loop_in, loop_of, planned, results_of
+from autopallas.kernels.respelling.indexed import as_written, chosen, key_of, loop_in, loop_of, planned, results_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.spec import RespellingSpec
 
@@ -61,10 +61,6 @@ def _adds_what_is_placed(equation: JaxprEqn) -> bool:
 
 
 # ---------------------------------------------------------------------- what is computed
-
-
-def _original(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
-    return chosen(spec, loop_in(spec).as_written(operands))
 
 
 def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
@@ -113,7 +109,7 @@ KIND = Kind(
     numerics="reordered",
     instead="a loop that is given slices and gives slices, and the arrays put together after it",
     match=_match,
-    original=_original,
+    original=as_written,
     respelt=_respelt,
     feature=_feature,
     samples=_samples,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from autopallas.compat import JaxprLike
 from autopallas.graph import Graph, Node
 from autopallas.graph.numbering import CUSTOM_RULES
 from autopallas.kernels.respelling.bfloat16_bits import BFLOAT16, as_bits, of_bits
-from autopallas.kernels.respelling.indexed import chosen, key_of, loop_in, loop_of, results_of
+from autopallas.kernels.respelling.indexed import as_written, chosen, key_of, loop_in, loop_of, results_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.kinds import scan_checkpoint
 from autopallas.kernels.respelling.loops_in_bits import set_by_slices, step_in_bits
@@ -78,12 +78,8 @@ def _is_plain(program: JaxprLike) -> bool:
 # ---------------------------------------------------------------------- what is computed
 
 
-def _original(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
-    return chosen(spec, loop_in(spec).as_written(operands))
-
-
 def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
-    loop, carried = loop_in(spec), set(_numbers(spec, "carried"))
+    loop, carried = loop_in(spec), set(spec.numbers("carried"))
     of_loop = step_in_bits(loop, carried)
     stacked = {i for i, type_ in enumerate(loop.step.out_avals) if i >= loop.carried and type_.dtype == BFLOAT16}
     in_bits = carried | (stacked if loop.length >= _LEAST_STACKED else set())
@@ -98,24 +94,20 @@ def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
     return chosen(spec, [of_bits(x) if i in in_bits else x for i, x in enumerate([*ends, *stacks])])
 
 
-def _numbers(spec: RespellingSpec, name: str) -> tuple[int, ...]:
-    return cast("tuple[int, ...]", spec[name])
-
-
 # ---------------------------------------------------------------------- evidence
 
 
 def _feature(spec: RespellingSpec) -> str:
     """Returns how arrays are set and read that the loop carries as bits, or, where it carries none, whether its steps
     have matrix products, and how many steps there are."""
-    loop, carried = loop_in(spec), _numbers(spec, "carried")
+    loop, carried = loop_in(spec), spec.numbers("carried")
     step, _ = jaxprs.open_jaxpr(loop.step)
     names = {e.primitive.name for e in step.eqns}
     if not carried:
         steps = "64 to 255" if loop.length < 256 else "256 or more"
         return f"{'products' if 'dot_general' in names else 'elementwise'}, {steps} steps"
     how = "slices updated" if "dynamic_update_slice" in names else "indices set"
-    read = " and read in products" if _numbers(spec, "whole") else ""
+    read = " and read in products" if spec.numbers("whole") else ""
     return f"{how}{read}, {'16 to 63' if loop.length < 64 else '64 or more'} steps"
 
 
@@ -203,7 +195,7 @@ KIND = Kind(
     numerics="reordered",
     instead="a loop that stacks and carries the bits of bfloat16 numbers as integers",
     match=_match,
-    original=_original,
+    original=as_written,
     respelt=_respelt,
     feature=_feature,
     samples=_samples,

@@ -17,7 +17,7 @@ from jax import lax
 
 from autopallas.compat import JaxprEqn
 from autopallas.graph import Graph, Node
-from autopallas.kernels.respelling.convolution_spec import axes_of, dimension_numbers, padding_of, parameters
+from autopallas.kernels.respelling.convolution_spec import dimension_numbers, padding_of, parameters
 from autopallas.kernels.respelling.gradients import gradient_of, layer
 from autopallas.kernels.respelling.kind import Found, Kind, Sample, of_equation
 from autopallas.kernels.respelling.library_order import MOST_AXES, in_a_loop_or_branch, is_ordered, ordered
@@ -75,7 +75,7 @@ def _convolve(
     padding: Sequence[tuple[int, int]],
     numbers: lax.ConvDimensionNumbers,
 ) -> jax.Array:
-    strides, left, right = (axes_of(spec, name) for name in ("strides", "lhs_dilation", "rhs_dilation"))
+    strides, left, right = (spec.numbers(name) for name in ("strides", "lhs_dilation", "rhs_dilation"))
     return lax.conv_general_dilated(x, w, strides, padding, left, right, numbers)
 
 
@@ -84,7 +84,7 @@ def _original(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Arra
 
 
 def _respelt(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Array]:
-    (batch, features, *space), (results, own, *window) = axes_of(spec, "lhs"), axes_of(spec, "rhs")
+    (batch, features, *space), (results, own, *window) = spec.numbers("lhs"), spec.numbers("rhs")
     x, w = lax.transpose(x, (batch, *space, features)), lax.transpose(w, (*window, own, results))
     # What negative padding leaves out is cut off first: the library may read beside the array (JAX 0.10).
     padding, shape = padding_of(spec), x.shape
@@ -93,13 +93,13 @@ def _respelt(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Array
     x = lax.slice(x, low, [size - cut for size, cut in zip(shape, high, strict=True)])
     numbers = ordered(x.ndim)
     found = _convolve(spec, x, w, [(max(before, 0), max(after, 0)) for before, after in padding], numbers)
-    out = dict(zip(axes_of(spec, "out"), numbers.out_spec, strict=True))
+    out = dict(zip(spec.numbers("out"), numbers.out_spec, strict=True))
     return [lax.transpose(found, [out[axis] for axis in range(x.ndim)])]
 
 
 def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:
     # One element after the other, the compiler skips the zeros around and among the operand's elements.
-    inserts = max(map(max, padding_of(spec))) > 0 or max(axes_of(spec, "lhs_dilation")) > 1
+    inserts = max(map(max, padding_of(spec))) > 0 or max(spec.numbers("lhs_dilation")) > 1
     return ("both operands are finite",) if inserts else ()
 
 
@@ -109,20 +109,20 @@ def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:
 def _feature(spec: RespellingSpec) -> str:
     """Returns the axes of space, where they stand, whether the window is that of a layer, and where channels are few or
     elements are left out or inserted."""
-    space = axes_of(spec, "lhs")[2:]
+    space = spec.numbers("lhs")[2:]
     order = "channels first" if len(space) + 1 in space else "channels last"
-    window = math.prod(spec.operands[1][0][axis] for axis in axes_of(spec, "rhs")[2:])
+    window = math.prod(spec.operands[1][0][axis] for axis in spec.numbers("rhs")[2:])
     size = "a small window" if window <= _FEW else "a large window"
-    results, channels = (spec.operands[1][0][axis] for axis in axes_of(spec, "rhs")[:2])
+    results, channels = (spec.operands[1][0][axis] for axis in spec.numbers("rhs")[:2])
     if window <= _FEW:
         few = results * channels < _FEW_SUMS
     elif order == "channels first":
         few = results < (_FEW_RESULTS if channels < _MANY_EXAMPLES else _FEW_RESULTS // 2)
     else:
-        few = results < _FEWEST_RESULTS or channels * spec.operands[0][0][axes_of(spec, "lhs")[0]] < _FEWEST_IMAGES
+        few = results < _FEWEST_RESULTS or channels * spec.operands[0][0][spec.numbers("lhs")[0]] < _FEWEST_IMAGES
     if few:
         return f"{len(space)} axes, {order}, {size}, few channels"
-    between = max(*axes_of(spec, "strides"), *axes_of(spec, "lhs_dilation"), *axes_of(spec, "rhs_dilation")) > 1
+    between = max(*spec.numbers("strides"), *spec.numbers("lhs_dilation"), *spec.numbers("rhs_dilation")) > 1
     return f"{len(space)} axes, {order}, {size}{', strided or dilated' if between else ''}"
 
 

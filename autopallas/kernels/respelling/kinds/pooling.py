@@ -50,16 +50,12 @@ def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
     return found | {"function": equation.primitive.name, "padding": tuple(map(tuple, params["padding"]))}
 
 
-def _numbers(spec: RespellingSpec, name: str) -> tuple[int, ...]:
-    return cast("tuple[int, ...]", spec[name])
-
-
 _of_any: Callable[[Graph, Node], Found | None] = of_equation(_parameters)
 
 
 def _original(spec: RespellingSpec, x: jax.Array) -> list[jax.Array]:
     name = cast(str, spec["function"])
-    lists = [_numbers(spec, name) for name in _LISTS]
+    lists = [spec.numbers(name) for name in _LISTS]
     padding = cast("tuple[tuple[int, int], ...]", spec["padding"])
     start = np.asarray(_identity(name, x.dtype), x.dtype)
     return [lax.reduce_window(x, start, _STEPS[name], lists[0], lists[1], padding, lists[2], lists[3])]
@@ -67,7 +63,7 @@ def _original(spec: RespellingSpec, x: jax.Array) -> list[jax.Array]:
 
 def _respelt(spec: RespellingSpec, x: jax.Array) -> list[jax.Array]:
     name, ((given, _),) = cast(str, spec["function"]), spec.results
-    window, strides, base, dilation = (_numbers(spec, name) for name in _LISTS)
+    window, strides, base, dilation = (spec.numbers(name) for name in _LISTS)
     padding = cast("tuple[tuple[int, int], ...]", spec["padding"])
     around = [(low, high, step - 1) for (low, high), step in zip(padding, base, strict=True)]
     if any(edge != (0, 0, 0) for edge in around):
@@ -112,10 +108,10 @@ def _identity(name: str, dtype: Dtype) -> float | int:
 
 def _feature(spec: RespellingSpec) -> str:
     """Returns the function, the number of taps, whether windows overlap, and whether the last axis is pooled."""
-    window, strides = _numbers(spec, "window_dimensions"), _numbers(spec, "window_strides")
+    window, strides = spec.numbers("window_dimensions"), spec.numbers("window_strides")
     taps = next(limit for limit in (4, 9, 25, _MOST_TAPS) if math.prod(window) <= limit)
     overlap = "overlapping" if any(size > step for size, step in zip(window, strides, strict=True)) else "apart"
-    dilated = ", dilated" if max(_numbers(spec, "base_dilation")) > 1 else ""
+    dilated = ", dilated" if max(spec.numbers("base_dilation")) > 1 else ""
     last = "along the last axis" if window[-1] > 1 else "beside the last axis"
     return f"{spec['function']}, {taps} taps, {overlap}{dilated}, {last}"
 

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from autopallas.compat import JaxprEqn
+from autopallas.kernels.respelling.convolution_spec import padding_of
 from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 
@@ -42,16 +43,8 @@ def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
     return {"select": select, "window": window, "strides": tuple(params["window_strides"]), "padding": padding}
 
 
-def _numbers(spec: RespellingSpec, name: str) -> tuple[int, ...]:
-    return cast("tuple[int, ...]", spec[name])
-
-
-def _padding(spec: RespellingSpec) -> tuple[tuple[int, int], ...]:
-    return cast("tuple[tuple[int, int], ...]", spec["padding"])
-
-
 def _original(spec: RespellingSpec, source: jax.Array, operand: jax.Array) -> list[jax.Array]:
-    window, strides, padding = _numbers(spec, "window"), _numbers(spec, "strides"), _padding(spec)
+    window, strides, padding = spec.numbers("window"), spec.numbers("strides"), padding_of(spec)
     largest = spec["select"] == "ge"
     start = np.asarray(-np.inf if largest else np.inf, operand.dtype)
 
@@ -70,8 +63,8 @@ def _respelt(spec: RespellingSpec, source: jax.Array, operand: jax.Array) -> lis
 
 def _picked(spec: RespellingSpec, x: jax.Array, count: Sequence[int]) -> jax.Array:
     """Returns for each window the number of the tap that it picks.  Infinite padding may be picked, as in JAX."""
-    window, strides = _numbers(spec, "window"), _numbers(spec, "strides")
-    around = [(low, high, 0) for low, high in _padding(spec)]
+    window, strides = spec.numbers("window"), spec.numbers("strides")
+    around = [(low, high, 0) for low, high in padding_of(spec)]
     if any(map(any, around)):
         x = lax.pad(x, jnp.asarray(-np.inf if spec["select"] == "ge" else np.inf, x.dtype), around)
     keeps = _KEEPS[cast(str, spec["select"])]
@@ -94,7 +87,7 @@ def _spread(spec: RespellingSpec, picked: jax.Array, source: jax.Array, shape: S
     With ``i = strides * block + phase``, the windows that element i lies in are a few before ``block``, and which of
     their taps it is depends on the phase alone: so blocks and phases are axes, and each earlier window is a shift.
     """
-    window, strides, padding = _numbers(spec, "window"), _numbers(spec, "strides"), _padding(spec)
+    window, strides, padding = spec.numbers("window"), spec.numbers("strides"), padding_of(spec)
     count = source.shape
     padded = [size + sum(edges) for size, edges in zip(shape, padding, strict=True)]
     blocks = [max(-(-size // step), n) for size, step, n in zip(padded, strides, count, strict=True)]
@@ -137,7 +130,7 @@ def _taps(window: Sequence[int], strides: Sequence[int], shift: Sequence[int]) -
 
 def _feature(spec: RespellingSpec) -> str:
     """Returns the number of taps, whether windows overlap and are padded, and whether the last axis is pooled."""
-    window, strides = _numbers(spec, "window"), _numbers(spec, "strides")
+    window, strides = spec.numbers("window"), spec.numbers("strides")
     taps = next(limit for limit in (4, 9, 25, _MOST_TAPS) if math.prod(window) <= limit)
     overlap = "overlapping" if any(size > step for size, step in zip(window, strides, strict=True)) else "apart"
     strided = "" if overlap == "apart" else ", strided" if max(strides) > 1 else ", all"

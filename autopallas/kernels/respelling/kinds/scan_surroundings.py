@@ -22,13 +22,14 @@ from jax import lax
 from autopallas import compat
 from autopallas.graph import Graph, Node
 from autopallas.graph.prices import price
-from autopallas.kernels.example import is_float
+from autopallas.kernels.example import decaying
 from autopallas.kernels.respelling.around import Around, around
 from autopallas.kernels.respelling.indexed import IndexedLoop, key_of, loop_in, loop_of, results_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.spec import RespellingSpec
 from autopallas.kernels.respelling.stepwise import SUMMED, run_step
 from autopallas.kernels.respelling.written import Written, empty, whole_of, with_step
+from autopallas.numerics.casts import is_floating
 
 __all__ = ["KIND"]
 
@@ -82,7 +83,7 @@ def _match(graph: Graph, node: Node) -> Found | None:
 def _is_wide(graph: Graph, number: int) -> bool:
     """Returns whether a value has 32 bits or more: results of 16 bits are updated in place by some compilers alone."""
     dtype = graph.dtype(number)
-    return not jnp.issubdtype(dtype, jax.dtypes.extended) and (dtype.itemsize >= 4 or not is_float(dtype))
+    return not jnp.issubdtype(dtype, jax.dtypes.extended) and (dtype.itemsize >= 4 or not is_floating(dtype))
 
 
 # ---------------------------------------------------------------------- what is computed
@@ -148,8 +149,7 @@ def _feature(spec: RespellingSpec) -> str:
 
 
 def _fill(spec: RespellingSpec, random: np.random.Generator, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Makes the numbers small of which a loop computes decays, such as exponentials: the states would overflow."""
-    return [(array * 0.1).astype(array.dtype) if is_float(array.dtype) else array for array in arrays]
+    return decaying(arrays)
 
 
 def _selective(inside: bool, *given: jax.Array) -> jax.Array:

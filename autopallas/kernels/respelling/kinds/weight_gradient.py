@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.compat import Dtype, JaxprEqn
-from autopallas.kernels.respelling.convolution_spec import axes_of, dimension_numbers, padding_of, parameters
+from autopallas.kernels.respelling.convolution_spec import dimension_numbers, padding_of, parameters
 from autopallas.kernels.respelling.gradients import gradient_of, layer
 from autopallas.kernels.respelling.inserted_zeros import assumed_finite
 from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
@@ -83,14 +83,14 @@ def _of(spec: RespellingSpec) -> _Gradient:
     ((given, result), *_) = spec.results
 
     return _Gradient(
-        lhs=axes_of(spec, "lhs"),
-        rhs=axes_of(spec, "rhs"),
-        out=axes_of(spec, "out"),
-        spread=axes_of(spec, "lhs_dilation"),
-        reach=axes_of(spec, "rhs_dilation"),
+        lhs=spec.numbers("lhs"),
+        rhs=spec.numbers("rhs"),
+        out=spec.numbers("out"),
+        spread=spec.numbers("lhs_dilation"),
+        reach=spec.numbers("rhs_dilation"),
         padding=padding_of(spec),
-        window=tuple(window[axis] for axis in axes_of(spec, "rhs")[2:]),
-        taps=tuple(given[axis] for axis in axes_of(spec, "out")[2:]),
+        window=tuple(window[axis] for axis in spec.numbers("rhs")[2:]),
+        taps=tuple(given[axis] for axis in spec.numbers("out")[2:]),
         dtype=result,
         accumulation=jnp.promote_types(dtype, jnp.float32),
     )
