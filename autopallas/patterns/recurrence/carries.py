@@ -6,15 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import jax.numpy as jnp
-
 from autopallas.compat import Var
 from autopallas.graph.indexed_arrays import WRITES
 from autopallas.kernels.recurrence.structure import Known
 from autopallas.patterns.advice import CASCADE, OWN_ROWS, STATE
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.recurrence.interpret import Interpretation, Opaque
-from autopallas.patterns.recurrence.step import Step
+from autopallas.patterns.recurrence.step import Step, is_inexact
 from autopallas.patterns.recurrence.sums import Sum
 from autopallas.patterns.recurrence.updates import check_updates, interpreted
 
@@ -136,13 +134,9 @@ def _solvable(step: Step, left: Sequence[int], depends: Sequence[int], solved: i
             found.append(Known(place, "constant"))
         elif not others:
             found.append(Known(place, "shifted"))
-        elif others == 1 << place and (place in nonlinear or not _is_floating(step.carries[place])):
+        elif others == 1 << place and (place in nonlinear or not is_inexact(step.carries[place])):
             found.append(Known(place, "scanned"))
     return found
-
-
-def _is_floating(variable: Var) -> bool:
-    return bool(jnp.issubdtype(variable.aval.dtype, jnp.inexact))
 
 
 def check_delta_rules(carries: Carries, others: Mapping[int, Mismatch]) -> None:

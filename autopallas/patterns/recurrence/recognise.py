@@ -26,7 +26,7 @@ from autopallas.patterns.recurrence.by_slices import by_slices, without_counters
 from autopallas.patterns.recurrence.interpret import RULES
 from autopallas.patterns.recurrence.nested_loops import written_out
 from autopallas.patterns.recurrence.rules import restored
-from autopallas.patterns.recurrence.step import Scan, Step, scans
+from autopallas.patterns.recurrence.step import Scan, Step, is_inexact, scans
 from autopallas.patterns.recurrence.transpose import Lead, Pair, Pairing
 from autopallas.patterns.recurrence.while_loops import while_loops
 
@@ -107,10 +107,6 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     return matches, misses
 
 
-def _is_floating(variable: Var) -> bool:
-    return bool(jnp.issubdtype(variable.aval.dtype, jnp.inexact))
-
-
 def _is_integer(variable: Var) -> bool:
     return bool(jnp.issubdtype(variable.aval.dtype, jnp.integer))
 
@@ -122,7 +118,7 @@ def _divided(graph: Graph, integers: KnownIntegers) -> tuple[list[Scan], list[Sc
     for scan in (*scans(graph), *while_loops(graph, integers)):
         if scan.is_backward:
             backwards.append(scan)
-        elif _is_looked_at(scan) and any(map(_is_floating, scan.carries)):
+        elif _is_looked_at(scan) and any(map(is_inexact, scan.carries)):
             if not any(0 in v.aval.shape for v in scan.inputs):  # an empty batch
                 forwards.append(scan)
     return forwards, backwards
@@ -216,7 +212,7 @@ def _paths_of(step: Step) -> tuple[bool, bool]:
     """Returns (whether a carried value may be affine in itself, whether one gets to itself by additions and at least
     one multiplication, and not through a matrix product or a loop, or through matrix products and parts of arrays
     alone: a recurrence but for what the reason of a near miss says)."""
-    paths = {v: _Paths(1 << i, 1 << i, 0, 0, 0, 0) for i, v in enumerate(step.carries) if _is_floating(v)}
+    paths = {v: _Paths(1 << i, 1 << i, 0, 0, 0, 0) for i, v in enumerate(step.carries) if is_inexact(v)}
     for equation in step.equations:
         read = [paths[a] for a in equation.invars if isinstance(a, Var) and a in paths]
         if not read:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import jax.numpy as jnp
+
 from autopallas import compat, jaxprs
 from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph import Body, Graph
@@ -15,7 +17,7 @@ from autopallas.graph.repeated_axes import varies
 from autopallas.patterns.advice import CAPTURED, SIDE_EFFECTS
 from autopallas.patterns.match import Mismatch
 
-__all__ = ["Scan", "Step", "Written", "identities", "needed", "scans", "varying"]
+__all__ = ["Scan", "Step", "Written", "identities", "is_inexact", "needed", "scans", "varying"]
 
 _DISSOLVED = jaxprs.CHECKPOINTS | {"jit", "pjit"}
 """Equations in a step whose one body stands for them: a checkpoint within a step keeps nothing that matters here."""
@@ -268,3 +270,8 @@ def needed(equations: Sequence[JaxprEqn], wanted: Iterable[JaxprAtom]) -> list[J
             found.append(equation)
             read.update(atom for atom in equation.invars if isinstance(atom, Var))
     return found[::-1]
+
+
+def is_inexact(atom: JaxprAtom) -> bool:
+    """Returns whether a variable or literal is real or complex floating point, so that it can have a gradient."""
+    return bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact))

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from itertools import islice, product
 
 import jax
-import jax.numpy as jnp
 
 from autopallas import array_types, compat, jaxprs
 from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
@@ -25,7 +24,7 @@ from autopallas.graph.keys import literal_key
 from autopallas.graph.loop_slices import is_zero
 from autopallas.patterns.inlined_softplus import inlined_softplus
 from autopallas.patterns.recurrence.rules import restored
-from autopallas.patterns.recurrence.step import Scan, Step
+from autopallas.patterns.recurrence.step import Scan, Step, is_inexact
 
 __all__ = ["Lead", "Pair", "Pairing", "program_key"]
 
@@ -276,7 +275,7 @@ class Pairing:
     def _guesses(self, scan: Scan, step: Step, results: Sequence[int], backward: Scan) -> Iterator[_Guess]:
         """Yields assignments; JAX carries sums of cotangents of constants first, then those of what is carried."""
         carried = backward.carried
-        floating = [i for i, v in enumerate(step.carries) if _is_floating(v) and isinstance(step.after[i], Var)]
+        floating = [i for i, v in enumerate(step.carries) if is_inexact(v) and isinstance(step.after[i], Var)]
         stacked = self._guesses_of_results(scan, step, [i for i in results if i >= scan.carried], backward)
         for count in range(min(len(floating), carried) if stacked else 0, 0, -1):
             last = range(carried - count, carried)
@@ -454,7 +453,7 @@ class Pairing:
         found = dict(zip(derivative.invars, numbers, strict=True))
         self._follow(derivative.equations, found, graph.frames[backward.body], (backward.made, scan.made))
         names: list[Var | int] = [*lead.sources, *step.carries, *step.slices]
-        floating = [name for name, v in zip(names, inputs, strict=True) if _is_floating(v)]
+        floating = [name for name, v in zip(names, inputs, strict=True) if is_inexact(v)]
         results = {n: r for n, r in zip(floating, derivative.outvars, strict=True) if isinstance(r, Var)}
         return _Derivative(graph, derivative, found, results)
 
@@ -559,7 +558,7 @@ def _derivative(inputs: Sequence[Var], equations: Sequence[JaxprEqn], roots: Seq
     """Returns the equations of ``jax.vjp``, from inputs and cotangents of the roots to the cotangents of the floating
     inputs."""
     run = compat.jaxpr_as_fun(closed(inputs, roots, equations))
-    places = [i for i, v in enumerate(inputs) if _is_floating(v)]
+    places = [i for i, v in enumerate(inputs) if is_inexact(v)]
 
     def pulled(given: list[jax.Array], cotangents: list[jax.Array]) -> tuple[jax.Array, ...]:
         def varied(*chosen: jax.Array) -> list[jax.Array]:
@@ -592,10 +591,6 @@ def _keeps_shape(equation: JaxprEqn) -> bool:
     if name != "reshape" or len(equation.invars) > 1 or equation.params["dimensions"] is not None:
         return False
     return tuple(equation.invars[0].aval.shape) == tuple(equation.outvars[0].aval.shape)
-
-
-def _is_floating(atom: JaxprAtom) -> bool:
-    return bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact))
 
 
 def _alike_in_order(given: Sequence[Var], wanted: Sequence[Var]) -> Iterator[tuple[int, ...]]:
