@@ -167,6 +167,11 @@ class Space:
             self._met.setdefault(last.value, {})[ref] = None
         return known[1]
 
+    def unrepeated(self, ref: Ref) -> Ref:
+        """Returns the same elements before they were repeated along further axes, in the latest such layout."""
+        fewest = len(self.atoms(self.canonical(ref)))
+        return next(at for at in self.chain(ref) if len(self.atoms(at)) == fewest)
+
     def met(self, ref: Ref) -> Iterator[Ref]:
         """Yields the uses, met so far, that hold the elements of ``ref`` in its layout or another one."""
         wanted = self.canonical(ref)

@@ -197,7 +197,9 @@ class FormReader:
                     raise UnlikeError("a number that is not finite is part of it")
                 self._known[key] = Form({_ONE: float(value)})
             elif self._is_shared(at) and not self._is_moment(at):
-                self._known[key] = Form({_ONE: 1.0}, scale=self._source(ref))
+                # before it was repeated for each row: a program has the cotangent there, for whatever comes before may
+                # stand outside of a loop or a checkpoint
+                self._known[key] = Form({_ONE: 1.0}, scale=self.space.unrepeated(ref))
             else:
                 self._known[key] = self._read(at, depth)
         return self._known[key]
@@ -205,12 +207,6 @@ class FormReader:
     def _is_shared(self, at: Ref) -> bool:
         """Returns whether several rows share a value: all of them, or those of one sequence, say."""
         return not self.rows or not self.rows <= self.space.atoms(at)
-
-    def _source(self, ref: Ref) -> Ref:
-        """Returns the same elements before they were repeated for each row. A program has the cotangent there, for
-        whatever comes before may stand outside of a loop or a checkpoint."""
-        fewest = len(self.space.atoms(self.space.canonical(ref)))
-        return next(at for at in self.space.chain(ref) if len(self.space.atoms(at)) == fewest)
 
     def _read(self, at: Ref, depth: int) -> Form:
         name = self.scope.name(at)

@@ -159,7 +159,7 @@ class _Reader:
             raise _UnlikeError("some pairs are turned one way, and others the other way")
         mapping, columns_of = self._labels()
         found: list[Normalisation] = []
-        for nearest in (self._nearest, self.space.canonical):
+        for nearest in (self.space.unrepeated, self.space.canonical):
             cos, sin = (
                 self._table([turn[k].factor for turn in (*firsts, *seconds)], nearest, pair, angle) for k in (0, 1)
             )
@@ -267,11 +267,6 @@ class _Reader:
         return column
 
     # ------------------------------------------------------------------ all columns
-
-    def _nearest(self, ref: Ref) -> Ref:
-        """Returns the same elements before they were repeated for each row."""
-        fewest = len(self.space.atoms(self.space.canonical(ref)))
-        return next(at for at in self.space.chain(ref) if len(self.space.atoms(at)) == fewest)
 
     def _table(
         self,

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import jax.numpy as jnp
 
-from autopallas import compat, jaxprs
+from autopallas import jaxprs
 from autopallas.compat import JaxprEqn, JaxprLike
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.equal_loops import loops
@@ -32,11 +32,12 @@ from autopallas.patterns.attention.maps import SumDraft, summands, with_weights
 from autopallas.patterns.attention.row_factor import RowFactor, row_factor
 from autopallas.patterns.attention.score_terms import Product
 from autopallas.patterns.expressions import Scope
+from autopallas.patterns.forward import in_backward
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.softmax import Softmax
 from autopallas.patterns.softmax_terms import Exponential, LogSumExp, NoNormaliser, SeveralBlocks, SeveralMaps, Term
 
-__all__ = ["CUSTOM_RULES", "LAYOUT", "Attempt", "Settled", "holds_softmax", "in_backward"]
+__all__ = ["CUSTOM_RULES", "LAYOUT", "Attempt", "Settled", "holds_softmax"]
 
 CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
@@ -492,12 +493,6 @@ class Attempt:
                 "a function of the row of scores remains beside the normaliser", advice=SAME_SUM
             )
         return inner, rest
-
-
-def in_backward(node: Node) -> bool:
-    """Returns whether a contraction belongs to a derivative, where it may contract the gradient of a loss's or router's
-    softmax."""
-    return node.body.transposed or compat.is_transposed(node.equation)
 
 
 def holds_softmax(node: Node) -> bool:

@@ -21,7 +21,7 @@ from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.edit import surviving
 from autopallas.graph.labels import is_product
 from autopallas.graph.proof_cache import ProofCache
-from autopallas.patterns.attention.attempt import CUSTOM_RULES, LAYOUT, Attempt, Settled, holds_softmax, in_backward
+from autopallas.patterns.attention.attempt import CUSTOM_RULES, LAYOUT, Attempt, Settled, holds_softmax
 from autopallas.patterns.attention.draft import AttentionDraft, Escape, Proved, escape_of, match_of
 from autopallas.patterns.attention.few_keys import few_keys
 from autopallas.patterns.attention.other_weights import other_weights
@@ -29,7 +29,7 @@ from autopallas.patterns.attention.resemblance import Normalised
 from autopallas.patterns.attention.taken_over import TakenOver
 from autopallas.patterns.backward import Lookup, Search, settle
 from autopallas.patterns.examples import of_examples
-from autopallas.patterns.forward import PerExample
+from autopallas.patterns.forward import PerExample, in_backward
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, describe_reason
 from autopallas.patterns.softmax_terms import NoNormaliser
 

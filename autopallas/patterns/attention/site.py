@@ -396,14 +396,11 @@ class ProvedAttention:
         argument = self.found.argument
         for weight in inner:
             if weight.kind in ("where", "unless"):
-                dtype = self._dtype(argument)
+                dtype = self.scope.dtype(argument)
                 nothing = Constant(-math.inf, dtype)
                 cases = (nothing, argument) if weight.kind == "where" else (argument, nothing)
                 argument = Apply(lax.select_n_p, {}, (weight.source, *cases), dtype)
         return argument, outer, [w for w in inner if w.kind in ("multiply", "divide")]
-
-    def _dtype(self, expression: Expression) -> Dtype:
-        return self.graph.dtype(expression.value) if isinstance(expression, Ref) else expression.dtype
 
     def _weight(self, carrier: Carrier, factor: Factor) -> Weight:
         builder = ProgramBuilder(carrier)
@@ -449,12 +446,12 @@ class ProvedAttention:
         if arguments is None:
             return []
         if name == "convert_element_type":
-            return self._live(arguments[0], depth + 1) if rounds(self._dtype(arguments[0]), dtype) else []
+            return self._live(arguments[0], depth + 1) if rounds(self.scope.dtype(arguments[0]), dtype) else []
         if name == "mul" and isinstance(arguments[1], Constant) and arguments[1].value >= 0.5:  # the log 2 of exp2
             return self._live(arguments[0], depth + 1)
         if name == "select_n" and len(arguments) == 3 and isinstance(mask := arguments[0], Ref):
             _, if_false, if_true = arguments
-            if kind_of(self._dtype(mask)) == "b" and not self.scope.depends(mask.value):
+            if kind_of(self.scope.dtype(mask)) == "b" and not self.scope.depends(mask.value):
                 if self._dead(if_false, dtype):
                     return [(mask, True), *self._live(if_true, depth + 1)]
                 if self._dead(if_true, dtype):
