@@ -15,6 +15,7 @@ device)``, on TPUs too.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from string import ascii_lowercase
 from typing import TypeVar
@@ -56,6 +57,9 @@ class Conditions:
       with_jax: whether ``elsewhere_from`` is asked of another minor version of JAX too.
       beyond: what it computes beyond the operation's cases, so that their rows say nothing of it on any device; empty
         if nothing.
+      unlike: how its original differs from those of all rows, such as by the order of an array's axes; empty if it does
+        not.
+      unlike_from: the gain from which a row holds for such an original.
       slight: why it computes too little for rows of a CPU, of whose gain less is left there; empty if it does not.
     """
 
@@ -66,6 +70,8 @@ class Conditions:
     form: str = ""
     with_jax: bool = False
     beyond: str = ""
+    unlike: str = ""
+    unlike_from: float = math.inf
     slight: str = ""
 
 
@@ -119,6 +125,8 @@ def gap(row: Row[object], match: Workload, device: Device, own_form: bool = Fals
                 f"no row for this spelling, of which XLA may make a faster kernel: the table's was measured against "
                 f"{measured}, and this site has the products {asked.spelling or 'of the usual einsum'}"
             )
+    if asked.unlike and row.assured_gain < asked.unlike_from:
+        return f"no row for {asked.unlike}: those of the table gain less than {asked.unlike_from:.3g}x without"
     here = processor.vector_extensions()
     if _narrow(match) and not processor.alike(row.measured_with, here):
         decided = "no row for these vector extensions, which decide the speed of 16-bit numbers"

@@ -114,6 +114,31 @@ def test_several_sequences_are_kept_where_the_row_is_of_one(spelling, mask, batc
     assert (applied.verdict, applied.block_sizes_from) == ("applied", "table"), "the block sizes are still the row's"
 
 
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize(("order", "holds_from"), [((0, 3, 1, 2), 1.5), ((0, 1, 2, 3), 0.0)])
+def test_an_input_with_another_axis_after_the_keys_asks_for_a_large_gain(order, holds_from, gradient):
+    """Tiles read it more often than the original does, with a stride: 0.77 of the speed where the row gained 1.17."""
+
+    def attention(query, key, value, bias):
+        scores = jnp.einsum("btnd,bsnd->bnts", query, key) / 8 + bias.transpose(order)
+        return jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(scores, axis=-1), value)
+
+    def step(*arguments):
+        return jax.grad(lambda *given: jnp.sum(attention(*given) ** 2), argnums=(0, 1, 2, 3))(*arguments)
+
+    shape = [(2, 4, 256, 256)[order.index(axis)] for axis in range(4)]
+    types = [jnp.zeros((2, 256, 4, 64))] * 3 + [jnp.zeros(shape)]
+    (match,), _ = find(Graph(flatten(jax.make_jaxpr(step if gradient else attention)(*types))), ["attention"], True)
+    gains = [gain for gain in (1.2, 1.4, 1.6) if gap(_row_of_gain(gain), match, CPU, own_form=True) == ""]
+    assert gains == [gain for gain in (1.2, 1.4, 1.6) if gain >= holds_from]
+    refused = gap(_row_of_gain(1.2), match, CPU, own_form=True)
+    assert ("another axis after the keys" in refused) == bool(holds_from)
+
+
+def _row_of_gain(gain):
+    return Row(None, 1.0, gain, 1, 2, "measured", "2026-11-25", f"jax {jax.__version__}", batch=2)
+
+
 @pytest.mark.parametrize("leading", [(2, 1), (1, 2), (2, 2)])
 def test_all_leading_axes_count(leading):
     """As of nested maps over examples."""

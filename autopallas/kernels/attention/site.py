@@ -31,7 +31,7 @@ from autopallas.kernels.attention.spec import AttentionSpec, Layouts, SideSpec, 
 from autopallas.sites.calls import replaced_at, vjp_at
 from autopallas.sites.division import Division, PositionOperand, PositionOperands
 from autopallas.sites.elementwise import ElementwiseProgram, Index, Input, Side
-from autopallas.sites.index_notation import Label, Labels, Operand, Positions, View, layout, read, write
+from autopallas.sites.index_notation import Label, Labels, Operand, Positions, View, layout, read, sources_in, write
 from autopallas.sites.indexed_site import IndexedSite
 from autopallas.sites.operation import Kernel, Operation
 from autopallas.sites.spec import BlockSizes
@@ -115,6 +115,15 @@ class AttentionSite(IndexedSite):
     def key_blocks(self) -> tuple[KeyBlock, ...]:
         """All blocks of keys and values, in order."""
         return (KeyBlock(self.key, self.value, self.key_labels), *self.blocks)
+
+    @property
+    def strides_over_keys(self) -> bool:
+        """Whether a side input of queries and keys has another axis after those of the keys in the program's memory."""
+        queries = set(self.query_labels)
+        keys = {label for block in self.key_blocks for label in block.key_labels}
+        read = [source for source in sources_in(self.sides) if isinstance(source, Operand)]
+        orders = ([a for _, labels in s.view for a in labels if self.sizes[a] > 1] for s in read)
+        return any(queries & set(order) and keys & set(order) and order[-1] not in keys for order in orders)
 
     # ------------------------------------------------------------------ canonical axes
 

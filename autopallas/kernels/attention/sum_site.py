@@ -67,6 +67,11 @@ class AttentionSum(IndexedSite):
         """The side inputs of all parts."""
         return tuple(side for part in self.parts for side in part.sides)
 
+    @property
+    def strides_over_keys(self) -> bool:
+        """Whether a part's side input of queries and keys has another axis after those of the keys in memory."""
+        return any(site.strides_over_keys for site in self.sites)
+
     # ------------------------------------------------------------------ functions that the site primitive runs
 
     def forward(
