@@ -71,6 +71,8 @@ def _filed(spec: AttentionSpec, implementation: str, direction: str) -> tuple[st
     mask = mask_class(spec, implementation)
     if implementation not in _OF_BOTH:
         mask = mask.removeprefix("causal and ").removeprefix("static and ")
+    elif mask == "full" and not reads_tiles and any(spec.sides[n].varies[4] for n in spec.score.sides):
+        mask = "dynamic"  # such as padding with a fill of -1e9: both sides compute what they do for one of -inf
     invariants = f"{mask}, T x S input" if reads_tiles else mask
     if isinstance(spec, AttentionSumSpec):  # the original multiplies the sum of all maps with the values once
         invariants = f"{invariants}, sum of {spec.maps} maps"
