@@ -145,7 +145,7 @@ _STRIDED_FROM = 1.5
 The cases' side inputs have their keys last.  The original reads such an array once, with a stride, and fuses a gather
 with that; tiles read it in the forward, for the maximum and for the exponentials, and again in the backward, and a
 gradient of it is computed in both orders.  With AVX2 and JAX 0.10.2, forward and backward of rows that gain 1.17 to
-1.30 had 0.77 to 1.18 of the original's speed (B 2 to 8, T 49 to 512, D 16 to 64), and 0.99 to 1.39 where the keys are
+1.30 had 0.77 to 1.18 of the original's speed (B 2 to 8, T 49 to 512, D 16 to 64), and 0.99 to 1.32 where the keys are
 last.
 """
 
