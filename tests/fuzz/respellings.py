@@ -8,10 +8,12 @@ from collections.abc import Mapping
 
 from .writing import Writer
 
-__all__ = ["FIRST_OF_EVERY_KIND", "body", "operands"]
+__all__ = ["FIRST_NETWORK", "FIRST_OF_EVERY_KIND", "body", "operands"]
 
 FIRST_OF_EVERY_KIND = 230_000
 """From this seed on every kind of respelling has a form."""
+FIRST_NETWORK = 260_000
+"""From this seed on there are gradients of weights that loops multiply by."""
 
 
 def operands(w: Writer, at: str) -> tuple[dict[str, int], list[str]]:
@@ -43,6 +45,8 @@ def body(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
             "volumes": _volumes, "looped convolution": _looped_convolution, "looped bfloat16": _looped_bfloat16,
             "long loop": _long_loop, "squared distances": _squared_distances,
         }  # fmt: skip
+    if c.seed >= FIRST_NETWORK:
+        steps["network"] = _network
     for n in range(c.pick(f"{at}.count", [1, 2, 3], 0.6)):
         name = c.pick(f"{at}.step {n}", {name: name for name in steps}, 0.8)
         w.features.add(f"step: {name}")
@@ -544,6 +548,38 @@ def _long_loop(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> st
     own = c.pick(f"{at}.own gradient", {name: name for name in found}, 0.6)
     w.features.add(f"long loop: {own}")
     return f"({found[own]}).astype({x}.dtype)"
+
+
+def _network(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """Gradients of weights that each step of a loop multiplies by, whole, in parts, turned or more than once."""
+    c, d = w.choices, size["d"]
+    weights = w.set("weights", f"{w.normal('w', (d, 2 * d), 'float32', 0.5)}.astype({x}.dtype)")
+    forms = {
+        "plain": f"jnp.tanh((h @ w)[..., :{d}] + a)",
+        "gated": f"(lambda g: jax.nn.sigmoid(g[..., :{d}]) * jnp.tanh(g[..., {d}:] + a))(h @ w)",
+        "parts": f"jax.nn.sigmoid(h @ w[:, :{d}]) * jnp.tanh(a @ w[:, {d}:])",
+        "turned": f"0.5 * h + jnp.tanh(jnp.einsum('...d,de->...e', h, w) + a[..., :1]) @ w.T / {d}",
+        "twice": f"jnp.tanh(a + jnp.sin(h @ w[:, :{d}]) @ w[:, :{d}])",
+        "given alone": "jnp.tanh(0.5 * h + (a @ w).mean(-1, keepdims=True))",
+        "wide": f"jnp.tanh(a + (h.astype(jnp.float32) @ w.astype(jnp.float32))[..., {d}:]).astype(h.dtype)",
+    }
+    step = c.pick(f"{at}.step", forms, 0.8)
+    gives = c.pick(f"{at}.gives", ["h", "jnp.cos(h)", "h.sum()", "(h, a)"], 0.5)
+    reverse, unroll = c.chance(f"{at}.reverse", 0.3), c.pick(f"{at}.unroll", [1, 3], 0.2)
+    form = "parts" if step == forms["parts"] else "whole"
+    w.features.add(f"network: {form}")
+    loop = (
+        f"lax.scan(lambda h, a: (lambda h: (h, {gives}))(({step}).astype(h.dtype)), jnp.zeros_like(xs[0]), xs, "
+        f"reverse={reverse}, unroll={unroll})"
+    )
+    loss = f"sum(jnp.sin(1.0 * y).mean() for y in jax.tree.leaves({loop}))"
+    slices = f"jnp.concatenate([jnp.moveaxis({x}, 1, 0)] * {c.pick(f'{at}.copies', [1, 3, 30], 0.5)})"
+    ways = {
+        "grad": f"jax.grad(lambda w, xs: {loss})({weights}, {slices})",
+        "examples": f"jax.vmap(jax.grad(lambda w, xs: {loss}), (None, 1))({weights}, {slices}).sum(0)",
+        "summed": f"jax.grad(lambda w, xs: jax.vmap(lambda xs: {loss}, 1)(xs).sum())({weights}, {slices})",
+    }
+    return f"({x} + jnp.sin({c.pick(f'{at}.way', ways, 0.6)}).reshape(2, {d}, {d}).sum((0, 1))).astype({x}.dtype)"
 
 
 def _squared_distances(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:

@@ -20,7 +20,7 @@ from .judge import Verdict, judge, kinds_found
 from .mutations import FAULTS, put_back
 from .program import RandomProgram, random_program
 from .record import clean_ranges
-from .respellings import FIRST_OF_EVERY_KIND
+from .respellings import FIRST_NETWORK, FIRST_OF_EVERY_KIND
 from .shrink import shrunk
 from .tolerance import roundings
 from .writing import Argument
@@ -156,6 +156,7 @@ _DRAWN = {
     "short_sum": "step: short sum",
     "sort": "first: sort",
     "squared_distances": "step: squared distances",
+    "summed_products": "step: network",
     "threefry": "step: dropout",
     "triangular_solve": "step: triangular solve",
     "weight_gradient": "step: volumes",
@@ -169,7 +170,8 @@ def test_every_kind_of_respelling_is_drawn():
 
 @pytest.mark.parametrize("kind", sorted(_DRAWN))
 def test_a_respelling_is_found_in_programs_that_are_drawn_for_it(kind):
-    programs = (random_program(seed) for seed in range(FIRST_OF_EVERY_KIND + 2, FIRST_OF_EVERY_KIND + 5_000, 10))
+    first = FIRST_NETWORK if kind == "summed_products" else FIRST_OF_EVERY_KIND
+    programs = (random_program(seed) for seed in range(first + 2, first + 5_000, 10))
     drawn = (program for program in programs if _DRAWN[kind] in program.features)
     tries = 120 if kind == "product" else 40
     found = (kind in kinds_found(program) for program in itertools.islice(drawn, tries))

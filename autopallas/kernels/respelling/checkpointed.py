@@ -21,6 +21,7 @@ from jax import lax
 from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprLike
 from autopallas.graph.program_digests import bits, digest
+from autopallas.kernels.respelling.chunks import Arrays, Chunk, by_chunks
 
 __all__ = ["CheckpointedScan", "Loop", "Part", "key_of"]
 
@@ -28,10 +29,6 @@ Part: TypeAlias = OneOf["forward", "backward", "both"]
 """What a site computes of a pair; both together are what is measured."""
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
-
-Arrays: TypeAlias = list[jax.Array]
-_Chunk: TypeAlias = Callable[[Arrays, tuple[Arrays, ...], int], tuple[Arrays, Arrays]]
-"""Maps what is carried, the slices of a chunk, and its number of steps to what is carried on, and results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,59 +216,13 @@ class CheckpointedScan:
         steps = range(0, self.length, self.chunk)
         return [self.length - 1 - i for i in reversed(steps)] if self.forward.reverse else list(steps)
 
-    def _apart(self, starts: Sequence[jax.Array]) -> tuple[Arrays, Arrays]:
-        """Splits arrays with an element for each chunk into those of whole chunks, and that of a shorter last one."""
-        if not self.length % self.chunk:
-            return list(starts), []
-        if self.forward.reverse:  # its last steps read the first slices
-            return [x[1:] for x in starts], [x[:1] for x in starts]
-        return [x[:-1] for x in starts], [x[-1:] for x in starts]
-
     def _by_chunks(
-        self, chunk: _Chunk, first: Arrays, slices: tuple[Arrays, ...], starts: Sequence[jax.Array], backward: bool
+        self, chunk: Chunk, first: Arrays, slices: tuple[Arrays, ...], starts: Sequence[jax.Array], backward: bool
     ) -> tuple[Arrays, Arrays]:
-        """Runs all chunks, from the first one or backward.
-
-        Args:
-          chunk: computes one.
-          first: what is carried at the beginning.
-          slices: arrays of slices; ``chunk`` is given its own.
-          starts: arrays of which each chunk is given one element, after its slices.
-          backward: whether the last chunk comes first.
-
-        Returns:
-          What is carried at the end, and the results of all chunks along the first axis.
-        """
-        full, rest = divmod(self.length, self.chunk)
-        size = self.chunk
-        first_whole, first_of_last = (rest, 0) if self.forward.reverse else (0, full * size)
-        own, of_last = self._apart(starts)
-
-        def shorter(carried: Arrays) -> tuple[Arrays, Arrays]:
-            parts = [[x[first_of_last : first_of_last + rest] for x in arrays] for arrays in slices]
-            return chunk(carried, (*parts, [x[0] for x in of_last]), rest)
-
-        def of_folded(carried: Arrays, given: tuple[Arrays, ...]) -> tuple[Arrays, Arrays]:
-            return chunk(carried, given, size)
-
-        def of_whole(carried: Arrays, given: tuple[jax.Array, Arrays]) -> tuple[Arrays, Arrays]:
-            number, start = given
-            begin = first_whole + number * size
-            parts = [[lax.dynamic_slice_in_dim(x, begin, size) for x in arrays] for arrays in slices]
-            return chunk(carried, (*parts, start), size)
-
-        reverse, last = self.forward.reverse != backward, list[jax.Array]()
-        if not rest:
-            folded = ([x.reshape(full, size, *x.shape[1:]) for x in arrays] for arrays in slices)
-            ends, found = lax.scan(of_folded, first, (*folded, own), full, reverse=reverse)
-            return ends, [_merged(x) for x in found]
-        if backward:
-            first, last = shorter(first)
-        ends, found = lax.scan(of_whole, first, (jnp.arange(full), own), full, reverse=reverse)
-        if not backward:
-            ends, last = shorter(ends)
-        pairs = zip(map(_merged, found), last, strict=True)
-        return ends, [jnp.concatenate((b, a) if self.forward.reverse else (a, b)) for a, b in pairs]
+        """Runs all chunks, from the first one or backward."""
+        return by_chunks(
+            chunk, first, slices, starts, self.length, self.chunk, reverse=self.forward.reverse, backward=backward
+        )
 
     def _chunked_forward(self, operands: Sequence[jax.Array]) -> tuple[Arrays, Arrays]:
         """Returns the needed results, and what is carried at the beginning of each chunk."""
@@ -362,11 +313,6 @@ class CheckpointedScan:
         """Returns the reversed loop's results that the program needs."""
         results = iter(found)
         return [ends[i] if i < self.backward.carried else next(results) for i in self.given]
-
-
-def _merged(x: jax.Array) -> jax.Array:
-    """Returns an array without the axis of chunks."""
-    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def key_of(pair: CheckpointedScan) -> str:

@@ -17,14 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas import jaxprs
-from autopallas.compat import JaxprLike
 from autopallas.graph import Graph, Node
-from autopallas.graph.numbering import CUSTOM_RULES
 from autopallas.kernels.respelling.bfloat16_bits import BFLOAT16, as_bits, of_bits
 from autopallas.kernels.respelling.indexed import as_written, chosen, key_of, loop_in, loop_of, results_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.kinds import scan_checkpoint
 from autopallas.kernels.respelling.loops_in_bits import set_by_slices, step_in_bits
+from autopallas.kernels.respelling.plain_steps import is_plain
 from autopallas.kernels.respelling.spec import RespellingSpec
 
 __all__ = ["KIND"]
@@ -33,13 +32,6 @@ _IN_PLACE = jax.__version_info__[:2] > (0, 10)
 """Whether the compiler updates bfloat16 in place, as those of JAX 0.11.2 and 0.12 do."""
 _LEAST_STACKED, _LEAST_CARRIED = 64, 16
 """Loops of 16 steps were 0.7 to 1.9 times as fast where they stack."""
-_APART = frozenset(
-    """conv_general_dilated cummax cummin cumprod cumsum cumlogsumexp random_bits reduce_window reduce_window_max
-    reduce_window_min reduce_window_sum select_and_gather_add select_and_scatter_add
-    sort threefry2x32 top_k triangular_solve""".split()
-)
-"""Equations that may gain more by a respelling of their own, which is none where the loop around them is respelt."""
-_CALLS = CUSTOM_RULES | jaxprs.CHECKPOINTS | {"jit", "pjit"}
 
 
 def _match(graph: Graph, node: Node) -> Found | None:
@@ -60,19 +52,11 @@ def _match(graph: Graph, node: Node) -> Found | None:
         return None  # a loop that stacks less of its results goes before one that stacks them faster
     stacks = any(graph.dtype(number) == BFLOAT16 for number in stacked)
     carried, whole = set_by_slices(loop)
-    if not carried and not (stacks and length >= _LEAST_STACKED) or not _is_plain(loop.step):
+    if not carried and not (stacks and length >= _LEAST_STACKED) or not is_plain(loop.step):
         return None
     loop = replace(loop, known=(), zeros=frozenset())
     found = ("carried", tuple(sorted(carried))), ("loop", replace(loop, key=key_of(loop))), ("results", kept)
     return Found((*found, ("whole", tuple(sorted(whole)))), numbers, results)
-
-
-def _is_plain(program: JaxprLike) -> bool:
-    """Returns whether a step holds no loops and branches, and nothing that may gain more by itself."""
-    jaxpr, _ = jaxprs.open_jaxpr(program)
-    return not any(e.primitive.name in _APART or e.effects for e in jaxpr.eqns) and all(
-        e.primitive.name in _CALLS and _is_plain(inner) for e in jaxpr.eqns for _, _, inner in jaxprs.bodies(e)
-    )
 
 
 # ---------------------------------------------------------------------- what is computed
