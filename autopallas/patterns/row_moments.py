@@ -429,7 +429,8 @@ class _Search:
         """Returns chains of normalisations, each the only thing computed from the one before.
 
         There is one chain, unless the program computes the root several times and what follows it forks as often: two
-        norms of the same rows, as in parallel blocks, have the same values up to their scales.
+        norms of the same rows, as in parallel blocks, have the same values up to their scales.  Where forks meet again
+        there would be two chains for each, of several forks a power of two, and only their beginning is returned.
         """
         following = {number: () if number in self.given else self._next(number) & read.keys() for number in read}
         first = min(read)
@@ -438,7 +439,8 @@ class _Search:
         forks = {number: sorted(following[number]) for number in read if len(following[number]) > 1}
         count = len(starts) + sum(len(further) - 1 for further in forks.values())
         copies = Counter(body for body, _ in self.graph.occurrences(self.root.outputs[0]))
-        if not 1 < count <= max(copies.values(), default=1):
+        rejoin = sum(map(len, following.values())) > len(inner)
+        if rejoin or not 1 < count <= max(copies.values(), default=1):
             starts, forks = [first], {}
         chains: list[list[Normalisation]] = []
         todo = [[start] for start in starts]

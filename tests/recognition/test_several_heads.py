@@ -455,6 +455,39 @@ def test_the_gradient_of_soft_labels_is_written_by_the_pass_that_forms_the_logit
     assert not [aval for primitive, aval in left if primitive == "dot_general" and aval.shape == (N, V)]
 
 
+def projected(q):
+    """Moves probabilities of returns onto two neighbouring atoms each, as distributional learning of values does."""
+    rewards = jnp.linspace(-0.4, 0.7, N)[:, None]
+    place = jnp.clip(rewards * 3 + 0.9 * jnp.arange(V), 0, V - 1.5)
+    low = jnp.floor(place).astype(jnp.int32)
+    rows = jnp.arange(N)[:, None]
+    return jnp.zeros_like(q).at[rows, low].add(q * (low + 1 - place)).at[rows, low + 1].add(q * (place - low))
+
+
+TARGETS = {
+    "distributions projected onto atoms": projected,
+    "counts of words": lambda q: jnp.zeros_like(q).at[jnp.arange(N)[:, None], WORDS].add(1 / WORDS.shape[1]),
+    "numbers added to others": lambda q: q.at[jnp.arange(N), LABELS].add(0.25),
+    "numbers that are replaced": lambda q: q.at[jnp.arange(N), LABELS].set(0.25),
+    "one number for each row": lambda q: jnp.zeros_like(q).at[jnp.arange(N), LABELS].add(q[:, 0]),
+}
+WORDS = jnp.stack([LABELS, (LABELS + 5) % V, (3 * LABELS + 1) % V], -1)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_labels_that_a_program_puts_together_by_index(name):
+    """What is scattered into them is no gradient of the logits."""
+
+    def loss(x, w, q):
+        return -(TARGETS[name](q) * log_softmax(x @ w)).sum(-1).mean()
+
+    given = soft_arguments()
+    check(loss, given, directions=("forward",), op="cross_entropy")
+    report = check(jax.value_and_grad(loss, (0, 1)), given, op="cross_entropy")
+    assert report.near_misses == ()
+    assert compare(jax.value_and_grad(loss, (0, 1, 2)), given, gradients=False).complaints == []
+
+
 def test_the_gradient_of_soft_labels_in_16_bits_and_of_some_rows():
     def loss(x, w, q):
         rows = (q * log_softmax((x @ w).astype(jnp.float32))).sum(-1)

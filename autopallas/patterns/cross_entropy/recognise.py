@@ -12,6 +12,7 @@ and ends in products. So it is found whether automatic differentiation or a user
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
@@ -27,6 +28,7 @@ from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.edit import surviving
 from autopallas.graph.keys import enters_mesh
 from autopallas.graph.labels import is_product
+from autopallas.graph.loop_slices import is_zero
 from autopallas.graph.selected_rows import PROMISED
 from autopallas.patterns.advice import (
     ASSUME_FINITE,
@@ -439,7 +441,7 @@ class _Scatters:
         self._by_shape: dict[tuple[int, ...], list[Node]] = {}
         self._flows: dict[int, tuple[set[int], dict[int, Node]]] = {}
         for node in graph.nodes:
-            if node.name == "scatter-add" and node.outputs[0] in alive:
+            if node.name == "scatter-add" and node.outputs[0] in alive and _may_be_of_a_pick(graph, node):
                 self._by_shape.setdefault(graph.shape(node.outputs[0]), []).append(node)
 
     def join(self, candidates: Sequence[_Candidate]) -> None:
@@ -472,6 +474,17 @@ class _Scatters:
         if value not in self._flows:
             self._flows[value] = _flow(self._graph, [value], self._alive)
         return self._flows[value]
+
+
+def _may_be_of_a_pick(graph: Graph, scatter: Node) -> bool:
+    """Returns whether a scatter may be the gradient of one element of each row, or column: it begins with zeros, and
+    adds as many elements.  Others, such as projected distributions and counts of words, are arrays like any other."""
+    before, _, updates = scatter.inputs
+    shape, added = graph.shape(before), math.prod(graph.shape(updates))
+    if not is_zero(graph, before):
+        return False
+    axes = (math.prod(own) for n in range(1, len(shape) + 1) for own in itertools.combinations(shape, n))
+    return any(added * size == math.prod(shape) for size in axes)
 
 
 def _match(

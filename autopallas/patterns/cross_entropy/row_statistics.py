@@ -304,7 +304,7 @@ class RowStatistics(Softmax):
             yield _Summand((tile,), None)
             return
         node = self.scope.node(tile)
-        if node is not None and node.name == "scatter-add" and self._goes_to_rows(tile):
+        if self._is_placed(tile) and self._goes_to_rows(tile):
             yield self._placed(tile)
             return
         name, operands = self.scope.name(tile), self.space.operands(tile)
@@ -422,7 +422,7 @@ class RowStatistics(Softmax):
     def _scatters(self, tile: Ref, depth: int) -> bool:
         tile = self.space.canonical(tile)
         name, operands = self.scope.name(tile), self.space.operands(tile)
-        if name == "scatter-add":
+        if self._is_placed(tile):
             return self._goes_to_rows(tile)
         if operands is None or not self.carries_axis(tile):
             return False
@@ -487,6 +487,10 @@ class RowStatistics(Softmax):
 
     def _is_tile(self, ref: Ref) -> bool:
         return self.carries_axis(ref) and self._varies_over_rows(ref)
+
+    def _is_placed(self, tile: Ref) -> bool:
+        """Returns whether a tile value is a scatter that the site takes over; any other is an array that it reads."""
+        return self.scope.name(tile) == "scatter-add" and self.touches(tile.value)
 
     def _goes_to_rows(self, scatter: Ref) -> bool:
         """Returns whether a scatter puts one element in each row."""
@@ -600,8 +604,7 @@ class RowStatistics(Softmax):
                     if key in seen or self.scope.is_score(ref.value):
                         continue
                     seen.add(key)
-                    node = self.scope.node(ref)
-                    if node is not None and node.name == "scatter-add" and self._is_tile(ref):
+                    if self._is_placed(ref) and self._is_tile(ref):
                         pick, updates = self.updates(ref)
                         if stop and pick.along == "key":
                             found[key] = ref
