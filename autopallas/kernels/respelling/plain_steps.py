@@ -1,12 +1,15 @@
-"""Tells loops whose steps gain nothing by themselves, so that the loop may be respelt as a whole."""
+"""Steps of loops: those that gain nothing by themselves, so that the loop may be respelt as a whole, and steps without
+checkpoints."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autopallas import jaxprs
-from autopallas.compat import JaxprLike
+from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn, JaxprLike, Literal, Var
 from autopallas.graph.numbering import CUSTOM_RULES
 
-__all__ = ["is_plain"]
+__all__ = ["is_plain", "without_checkpoints"]
 
 _APART = frozenset(
     """conv_general_dilated cummax cummin cumprod cumsum cumlogsumexp random_bits reduce_window reduce_window_max
@@ -23,3 +26,47 @@ def is_plain(program: JaxprLike) -> bool:
     return not any(e.primitive.name in _APART or e.effects for e in jaxpr.eqns) and all(
         e.primitive.name in _CALLS and is_plain(inner) for e in jaxpr.eqns for _, _, inner in jaxprs.bodies(e)
     )
+
+
+def without_checkpoints(step: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a loop's step with the equations of its checkpoints in their places.
+
+    What a checkpoint computes again in the step of a backward loop is not at hand there in any other way, so that no
+    compiler can share it with the forward.
+    """
+    jaxpr, consts = jaxprs.open_jaxpr(step)
+    if not any(e.primitive.name in jaxprs.CHECKPOINTS for e in jaxpr.eqns):
+        return step
+    equations: list[JaxprEqn] = []
+    results = _dissolved(jaxpr, {}, equations, whole=True)
+    found = jaxprs.rebuild(step, jaxpr.constvars, consts, jaxpr.invars, results, equations)
+    assert isinstance(found, ClosedJaxpr)
+    return found
+
+
+def _dissolved(
+    jaxpr: Jaxpr, known: dict[Var, JaxprAtom], equations: list[JaxprEqn], whole: bool = False
+) -> list[JaxprAtom]:
+    """Appends a body's equations, those of its checkpoints in their places, and returns the body's results.
+
+    Args:
+      jaxpr: the body.
+      known: what its variables are; added to.
+      equations: appended to.
+      whole: whether the variables stay what they are: those of a checkpoint's body may stand in two places.
+    """
+
+    def named(atoms: Sequence[JaxprAtom]) -> list[JaxprAtom]:
+        return [atom if isinstance(atom, Literal) else known.get(atom, atom) for atom in atoms]
+
+    for equation in jaxpr.eqns:
+        inputs = named(equation.invars)
+        if equation.primitive.name in jaxprs.CHECKPOINTS:
+            inner, _ = jaxprs.open_jaxpr(equation.params["jaxpr"])
+            found = _dissolved(inner, dict(zip(inner.invars, inputs, strict=True)), equations)
+            known.update(zip(equation.outvars, found, strict=True))
+            continue
+        outputs = list(equation.outvars) if whole else [Var(v.aval) for v in equation.outvars]
+        known.update(zip(equation.outvars, outputs, strict=True))
+        equations.append(jaxprs.with_operands(equation, inputs, outvars=outputs))
+    return named(jaxpr.outvars)

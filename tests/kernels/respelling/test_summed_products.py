@@ -76,13 +76,28 @@ def solver(x, w, u):
     return lax.scan(step, jnp.ones((*x.shape[1:-1], H), x.dtype), x)[0]
 
 
+def checkpointed(x, w, u):
+    """Steps are computed again in the backward, one within another."""
+
+    @jax.checkpoint
+    def inner(h):
+        return jnp.tanh(h @ u)
+
+    @jax.checkpoint
+    def step(h, x):
+        h = jnp.sin(x @ w + inner(inner(h)))
+        return h, h
+
+    return lax.scan(step, jnp.zeros((*x.shape[1:-1], H), x.dtype), x)[1]
+
+
 def of_examples(x, w, u):
     """Weights of each example's own."""
     scale = jnp.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None, None] / 4
     return jax.vmap(network, (1, 0, 0))(x, scale * w, scale * u)
 
 
-FORMS = [network, backwards, unrolled, transposed, in_parts, solver]
+FORMS = [network, backwards, unrolled, transposed, in_parts, solver, checkpointed]
 
 
 @pytest.mark.parametrize("lead", [(), (2, 3)], ids=str)

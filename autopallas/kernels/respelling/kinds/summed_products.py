@@ -27,7 +27,7 @@ from autopallas.kernels.respelling.chunks import Arrays, by_chunks
 from autopallas.kernels.respelling.indexed import IndexedLoop, as_written, chosen, key_of, loop_in, loop_of, results_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.kinds import scan_checkpoint
-from autopallas.kernels.respelling.plain_steps import is_plain
+from autopallas.kernels.respelling.plain_steps import is_plain, without_checkpoints
 from autopallas.kernels.respelling.spec import RespellingSpec
 
 __all__ = ["KIND"]
@@ -71,6 +71,7 @@ def _match(graph: Graph, node: Node) -> Found | None:
     if place is None:
         return None
     loop, numbers = place
+    loop = replace(loop, step=without_checkpoints(loop.step))
     results, kept = results_of(graph, node)
     sums = {i: terms for i, terms in _sums(loop).items() if i in kept}
     if not sums or not (named or _is_worth_it(loop, sums)):
