@@ -224,6 +224,22 @@ def test_two_carried_values_that_change_places_are_left_alone():
     assert compared.counts("respelling") == 0
 
 
+def test_what_a_step_adds_to_itself_is_looked_at_once():
+    """A value that is doubled again and again is a sum of carried values in a number of ways that nothing can list."""
+
+    def function(x, first):
+        def step(carried, own):
+            total = own * jnp.sin(carried)
+            for _ in range(64):
+                total = total + total
+            return total, None
+
+        return lax.scan(step, first, x)[0]
+
+    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((T, D), (D, D))]
+    assert autopallas.explain(function, *given).counts()["respelling"] == 0
+
+
 def test_sums_of_integers_are_left_alone():
     def function(x, y):
         return lax.scan(lambda c, own: (c + outer(*own), None), jnp.zeros((D, D), jnp.int32), (x, y))[0]

@@ -87,17 +87,16 @@ def _adds_products(equation: JaxprEqn) -> bool:
     constants, carried = compat.scan_parts(equation)
     carries = set(jaxpr.invars[constants : constants + carried])
     made = {v: e for e in jaxpr.eqns for v in e.outvars}
-    for atom in jaxpr.outvars[:carried]:
-        last = made.get(atom) if isinstance(atom, Var) else None
-        if last is not None and last.primitive.name in _ADDITIONS and len(getattr(atom.aval, "shape", ())) >= 2:
-            todo = [last]
-            while todo:
-                for v in todo.pop().invars:
-                    if isinstance(v, Var) and v in carries:
-                        return True
-                    inner = made.get(v) if isinstance(v, Var) else None
-                    if inner is not None and inner.primitive.name in _ADDITIONS:
-                        todo.append(inner)
+    todo = [v for v in jaxpr.outvars[:carried] if isinstance(v, Var) and len(getattr(v.aval, "shape", ())) >= 2]
+    seen = set(todo)
+    while todo:
+        last = made.get(todo.pop())
+        if last is not None and last.primitive.name in _ADDITIONS:
+            inputs = {v for v in last.invars if isinstance(v, Var)}
+            if inputs & carries:
+                return True
+            todo += inputs - seen  # what is added up in many ways is looked at once
+            seen |= inputs
     return False
 
 
