@@ -277,3 +277,50 @@ def gradients(x, w, u):
 def test_few_rows_of_large_products_are_looked_for(rows, width, wanted):
     types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, rows, width), (width, width), (width, width))]
     assert found(gradients, *types).count(NAME) == wanted
+
+
+def times_sine(count):
+    def layer(h):
+        for _ in range(count):
+            h = jnp.sin(h)
+        return h
+
+    return layer
+
+
+ACTIVATIONS = [
+    (times_sine(1), 1),
+    (times_sine(16), 0),
+    (lambda h: jax.scipy.special.digamma(jnp.abs(h) + 2), 0),
+]
+
+
+def solver_under_checkpoint(activation):
+    def loss(w, b, table, h):
+        @jax.checkpoint
+        def step(h, _):
+            return h + 0.1 * activation(h @ w + b, table), None
+
+        return lax.scan(step, h, None, 16)[0].sum()
+
+    return jax.grad(loss, (0, 1, 2))
+
+
+@pytest.mark.parametrize(("activation", "wanted"), ACTIVATIONS, ids=["a sine", "16 sines", "digamma"])
+def test_functions_of_a_step_that_cost_more_than_its_sums_are_respelt_instead(activation, wanted):
+    """Of a loop that is respelt nothing else is: what a checkpoint computes again would stay slow."""
+    shapes = (512, 512), (512,), (512, 512), (8, 512)
+    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    kinds = found(solver_under_checkpoint(lambda h, _: activation(h)), *types)
+    assert kinds.count(NAME) == wanted
+
+
+def test_products_with_one_hot_matrices_that_a_step_makes_are_respelt_instead():
+    def embedded(h, table):
+        return h + jax.nn.one_hot(jnp.argmax(h, -1), 512) @ table
+
+    shapes = (512, 512), (512,), (512, 512), (8, 512)
+    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    kinds = found(solver_under_checkpoint(embedded), *types)
+    assert kinds.count(NAME) == 0
+    assert kinds.count("one_hot") == 2
