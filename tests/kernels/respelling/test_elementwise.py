@@ -341,6 +341,20 @@ def test_operands_that_are_repeated_along_axes_of_each_other_are_left_alone():
     assert not run.report().sites
 
 
+@pytest.mark.parametrize("often", [4, 8])
+def test_numbers_that_are_repeated_often_are_left_alone(often):
+    """The compiler computes each of them once, and repeats the result."""
+    programs = [
+        lambda x: jnp.sin(jnp.tile(x, (often, 1))),
+        lambda x: jnp.cos(2 * jnp.broadcast_to(x[:, None], (32, often, 64)) + 1),
+        lambda x: jnp.broadcast_to(x.reshape(-1, 1), (x.size, often)).astype(jnp.bfloat16) ** 1.7,
+        lambda x: lax.map(lambda c: jnp.sin(jnp.tile(c * x, (1, often))), jnp.arange(3.0)),
+    ]
+    wanted = ["elementwise"] if often < 8 else []
+    for program in programs:
+        assert [kind for kind in found(program, random(32, 64)) if kind == "elementwise"] == wanted
+
+
 def test_what_the_compiler_writes_otherwise_itself_is_left_alone():
     x = random(2048)
     assert found(lambda x: [lax.pow(x, np.float32(y)) for y in (0, 0.5, 1, 2, 3, -1)], x) == []

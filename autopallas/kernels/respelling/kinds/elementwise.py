@@ -58,6 +58,10 @@ _PARTS = frozenset({"slice", "dynamic_slice", "gather"})
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod"})
 _FARTHEST = 64
 """Values that are looked at to learn what reads a result; beyond that it counts as taken."""
+_REPEATS = frozenset({"broadcast_in_dim", "tile"})
+_SAME_NUMBERS = frozenset({"copy", "expand_dims", "reshape", "squeeze", "transpose"})
+_OFTEN = 8
+"""How often numbers are repeated from which on computing each once is faster, without vectors as well."""
 _COMPILED_ANYWAY = (0.0, 0.5, 1.0, 2.0, 3.0, -1.0)
 """Exponents that XLA itself writes as roots, products and quotients."""
 
@@ -76,7 +80,7 @@ def _match(graph: Graph, node: Node) -> Found | None:
         return None
     if not any(graph.shape(number) == result.aval.shape for number in node.inputs):
         return None  # each operand is repeated along an axis of the other, as under two ``vmap``
-    if _is_taken(graph, node):
+    if _is_taken(graph, node) or _is_repeated(graph, node):
         return None
     constants = [graph.literals.get(number) for number in node.inputs]
     if any(np.ndim(constant) for constant in constants if constant is not None):
@@ -123,6 +127,27 @@ _CONSTANTS: Mapping[tuple[str, int], tuple[str, Callable[[float], bool]]] = {
     ("polygamma", 0): ("order", lambda number: number == 1),
 }
 """Of a function and a position the name of an operand that the program knows, and which of its values are computed."""
+
+
+def _is_repeated(graph: Graph, node: Node) -> bool:
+    """Returns whether the one array that a function is computed of holds each number many times.
+
+    The compiler then computes the function, and what is computed before it of this array alone, and repeats the result:
+    sines of 4,096 numbers that are repeated 16 or 32 times took 1.2 to 2 times as long as respelt.
+    """
+    result = math.prod(graph.shape(node.outputs[0]))
+    for _ in range(_FARTHEST):
+        given = [number for number in node.inputs if number not in graph.literals]
+        if len(set(given)) != 1:
+            return False
+        (number,) = set(given)
+        if math.prod(graph.shape(number)) * _OFTEN <= result:
+            return True
+        following = graph.definitions.get(number)
+        if following is None or following.name not in _SAME_NUMBERS | _REPEATS | ELEMENTWISE:
+            return False
+        node = following
+    return False
 
 
 def _is_taken(graph: Graph, node: Node) -> bool:
