@@ -15,6 +15,7 @@ from jax import lax
 from autopallas.graph import Graph, Node
 from autopallas.kernels.respelling.checkpointed import CheckpointedScan, Part
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
+from autopallas.kernels.respelling.networks import float32_types, lstm
 from autopallas.kernels.respelling.spec import RespellingSpec
 
 __all__ = ["KIND"]
@@ -53,32 +54,10 @@ def _feature(spec: RespellingSpec) -> str:
 
 def _samples() -> Iterator[tuple[str, Sample]]:
     for length, batch, width in ((64, 4, 32), (256, 8, 32), (256, 16, 128), (512, 32, 256)):
-        types = _types((length, batch, width), (width, 4 * width), (width, 4 * width))
-        yield f"lstm_{length}x{batch}x{width}", Sample(_lstm, types)
+        types = float32_types((length, batch, width), (width, 4 * width), (width, 4 * width))
+        yield f"lstm_{length}x{batch}x{width}", Sample(lstm, types)
     for length, width in ((64, 128), (256, 1024), (1024, 4096), (1024, 16384)):
-        yield f"elementwise_{length}x{width}", Sample(_elementwise, _types((length, width), (width,), (width,)))
-
-
-def _types(*shapes: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
-
-
-def _lstm(x: jax.Array, w: jax.Array, u: jax.Array) -> tuple[jax.Array, ...]:
-    """Gradients of an LSTM; x is [time, batch, width], w and u are [width, 4 width]."""
-
-    def loss(x: jax.Array, w: jax.Array, u: jax.Array) -> jax.Array:
-        def step(carried: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-            h, c = carried
-            i, f, g, o = jnp.split(x @ w + h @ u, 4, axis=-1)
-            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-            h = jax.nn.sigmoid(o) * jnp.tanh(c)
-            return (h, c), h
-
-        first = jnp.zeros_like(x[0])
-        return jnp.sum(jnp.sin(lax.scan(step, (first, first), x)[1]))
-
-    found: tuple[jax.Array, ...] = jax.grad(loss, (0, 1, 2))(x, w, u)
-    return found
+        yield f"elementwise_{length}x{width}", Sample(_elementwise, float32_types((length, width), (width,), (width,)))
 
 
 def _elementwise(x: jax.Array, a: jax.Array, b: jax.Array) -> tuple[jax.Array, ...]:

@@ -27,6 +27,7 @@ from autopallas.kernels.respelling.chunks import Arrays, by_chunks
 from autopallas.kernels.respelling.indexed import IndexedLoop, as_written, chosen, key_of, loop_in, loop_of, results_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.kinds import elementwise, one_hot, scan_checkpoint
+from autopallas.kernels.respelling.networks import float32_types, lstm
 from autopallas.kernels.respelling.plain_steps import is_plain, without_checkpoints
 from autopallas.kernels.respelling.spec import RespellingSpec
 
@@ -58,7 +59,8 @@ class _Term:
 
     Attributes:
       product: its equation.
-      turns: what is done to its result before it is added: transpositions, reshapes and casts to wider numbers.
+      turns: what is done to its result before it is added: transpositions, reshapes, zeros around it and casts to wider
+        numbers.
     """
 
     product: JaxprEqn
@@ -368,34 +370,12 @@ def _samples() -> Iterator[tuple[str, Sample]]:
     """Yields train steps of an LSTM, of a GRU whose gates read slices of weights, and of a solver of differential
     equations."""
     for rows, width in itertools.product((1, 2, 8), (64, 128, 256, 512)):
-        yield f"lstm-{rows}x{width}", Sample(_lstm, _types((128, rows, width), *[(width, 4 * width)] * 2))
+        yield f"lstm-{rows}x{width}", Sample(lstm, float32_types((128, rows, width), *[(width, 4 * width)] * 2))
     for rows, width in itertools.product((1, 8, 16), (128, 256)):
-        yield f"gru-{rows}x{width}", Sample(_gru, _types((128, rows, width), *[(width, 3 * width)] * 2))
+        yield f"gru-{rows}x{width}", Sample(_gru, float32_types((128, rows, width), *[(width, 3 * width)] * 2))
     for rows, width in itertools.product((1, 8), (128, 256)):
-        own = _types((rows, width), (width, 4 * width), (4 * width, width))
+        own = float32_types((rows, width), (width, 4 * width), (4 * width, width))
         yield f"solver-{rows}x{width}", Sample(_solver, own)
-
-
-def _types(*shapes: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
-
-
-def _lstm(x: jax.Array, w: jax.Array, u: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns gradients of an LSTM; x is [time, batch, width], w and u are [width, 4 width]."""
-
-    def loss(x: jax.Array, w: jax.Array, u: jax.Array) -> jax.Array:
-        def step(carried: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-            h, c = carried
-            i, f, g, o = jnp.split(x @ w + h @ u, 4, axis=-1)
-            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-            h = jax.nn.sigmoid(o) * jnp.tanh(c)
-            return (h, c), h
-
-        first = jnp.zeros_like(x[0])
-        return jnp.sum(jnp.sin(lax.scan(step, (first, first), x)[1]))
-
-    found: tuple[jax.Array, ...] = jax.grad(loss, (0, 1, 2))(x, w, u)
-    return found
 
 
 def _gru(x: jax.Array, w: jax.Array, u: jax.Array) -> tuple[jax.Array, ...]:
