@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,7 @@ from autopallas.sites.spec import BlockSizes, Spec
 
 __all__ = ["check_replacement"]
 
+T = TypeVar("T")
 
 _MOST_BYTES = 2**28
 """Size above which a site's replacement is not compared as a whole, in bytes of its operands."""
@@ -41,6 +44,19 @@ _TYPES_ONLY = (
 )
 
 
+_under_way: ContextVar[frozenset[Hashable]] = ContextVar("under_way", default=frozenset())
+"""Keys of the checks in which this code runs."""
+
+
+@contextmanager
+def _checking(keys: frozenset[Hashable]) -> Iterator[None]:
+    token = _under_way.set(keys)
+    try:
+        yield
+    finally:
+        _under_way.reset(token)
+
+
 class _Verdicts:
     """Results of checking replacements in this process: None, or what is wrong."""
 
@@ -49,13 +65,36 @@ class _Verdicts:
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, compute: Callable[[], str | None]) -> str | None:
+        """Returns the result of a check, which is computed if it is not known.
+
+        A replacement may call an optimized function with sites of patterns, so no lock is held while it is checked, and
+        a site of its own pattern in it is left as it is: its check would never end.
+        """
         with self._lock:
-            if key not in self._known:
-                self._known[key] = compute()
-            return self._known[key]
+            if key in self._known:
+                return self._known[key]
+        if key in _under_way.get():
+            return "the replacement that is being compared with its reference calls it here"
+        with _checking(_under_way.get() | {key}):
+            found = compute()
+        with self._lock:
+            return self._known.setdefault(key, found)
 
 
 _VERDICTS = _Verdicts()
+
+
+def _outside_of_traces(work: Callable[[], T]) -> T:
+    """Does the same as :func:`~autopallas.compile.outside_trace.isolated`; what is being checked stays known there."""
+    from autopallas.compile.outside_trace import isolated
+
+    keys = _under_way.get()
+
+    def body() -> T:
+        with _checking(keys):
+            return work()
+
+    return isolated(body)
 
 
 class _Sample(NamedTuple):
@@ -163,7 +202,6 @@ def _fault(site: DeclaredSite, sample: _Sample, block_sizes: BlockSizes, active:
     jax.eval_shape(kernel_forward(site, name, block_sizes), *_types(site))
     if sample.site is None:
         return None
-    from autopallas.compile.outside_trace import isolated
     from autopallas.court.hearing import Reference, cotangent, differing_runs, hear
 
     own, program = sample.site, sample.original
@@ -197,7 +235,7 @@ def _fault(site: DeclaredSite, sample: _Sample, block_sizes: BlockSizes, active:
             return f"the replacement's {finding.what} {said}"
         return None
 
-    return isolated(work)
+    return _outside_of_traces(work)
 
 
 def _summed(site: DeclaredSite, active: Sequence[int], gradients: Sequence[jax.Array]) -> list[jax.Array]:
@@ -231,7 +269,6 @@ def _with_gradients(
 def _fault_of_rows(site: DeclaredSite) -> str | None:
     """Returns why the letters that a pattern names as ``rows`` are not independent, or None; compares the reference of
     parts with parts of the reference, in float64."""
-    from autopallas.compile.outside_trace import isolated
     from autopallas.numerics.oracle import Oracle
 
     own = site.operation
@@ -266,7 +303,7 @@ def _fault_of_rows(site: DeclaredSite) -> str | None:
             return np.allclose(found, wanted, rtol=1e-6, atol=1e-6 * float(largest), equal_nan=True)
 
         try:
-            alike = isolated(work)
+            alike = _outside_of_traces(work)
         except Exception as error:
             reason = one_line(error)
             return f"rows={own.rows!r} cannot be checked, since the reference fails for parts of {letter}: {reason}"

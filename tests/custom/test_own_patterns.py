@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -275,6 +276,29 @@ def test_a_replacement_that_cannot_be_used_leaves_the_program_as_it_was(replacem
     same(fn(normal(4, 8)), softmax(2 * normal(4, 8)))
     assert fn.report().counts() == {}
     assert reason in fn.report().sites[0].reason
+
+
+@pytest.mark.parametrize("called", ["another", "itself"])
+def test_a_replacement_may_call_an_optimized_function_with_sites_of_patterns(called):
+    """Each site is compared before its first use, the one while the other is; a comparison does not wait for itself."""
+    inner = autopallas.optimize(softmax)
+    if called == "another":
+        declare_softmax()
+
+    def reference(x):
+        return softmax(x) if called == "itself" else jnp.tanh(softmax(x) + 1)
+
+    @autopallas.pattern(reference, shapes=[normal(4, 8)])
+    def calls_it(x):
+        return inner(x) if called == "itself" else jnp.tanh(inner(x) + 1)
+
+    x, optimized = normal(6, 8), autopallas.optimize(reference, strict=True)
+    thread = threading.Thread(target=optimized, args=(x,), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "a comparison waits for itself"
+    same(optimized(x), reference(x))
+    assert optimized.report().counts()["calls_it"] == 1
 
 
 def test_another_platforms_pattern_is_kept():
