@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from autopallas import compat
 from autopallas.autotune.free_memory import free_bytes
 from autopallas.autotune.trial import Trial
-from autopallas.compile.outside_trace import isolated
+from autopallas.compile.outside_trace import KERNELS, is_within, isolated, within
 from autopallas.compile.subprocess import Child, ChildError, lacks_memory, tried
 from autopallas.options import Options
 from autopallas.sites.calls import kernel_backward, kernel_forward
@@ -105,7 +105,9 @@ class Prober:
     def _found_out(
         self, match: SiteWorkload, name: str, block_sizes: BlockSizes, key: TuningKey, measured: bool
     ) -> tuple[str, str] | None:
-        with _probing:
+        if is_within(KERNELS):  # a kernel calls an optimized function with this site, which is compiled with it
+            return None
+        with _probing, within(KERNELS):
             known = self._verdicts.get(key)  # another thread may have probed the same kernel meanwhile
             if known is not None:
                 return None if known.outcome == "works" else (known.stage, known.error)

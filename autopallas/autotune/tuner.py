@@ -22,7 +22,7 @@ from typing import Literal, cast
 import jax
 
 from autopallas.autotune.search import Yardstick, search
-from autopallas.compile.outside_trace import isolated
+from autopallas.compile.outside_trace import KERNELS, is_within, isolated, within
 from autopallas.options import Options
 from autopallas.sites.device import Device
 from autopallas.sites.operation import HOME, operation_named
@@ -234,7 +234,9 @@ class Tuner:
         self, match: SiteWorkload, implementation: str, miss: _Miss, seconds: float, yardstick: Yardstick
     ) -> Choice:
         key, known, otherwise = miss.key, miss.known, miss.otherwise
-        with _searching:
+        if is_within(KERNELS):  # a candidate calls an optimized function with this site
+            return replace(otherwise, note="it is part of a kernel that is searched for or probed")
+        with _searching, within(KERNELS):
             entry = self._cache.get(key)  # another thread may have searched for the same meanwhile
             if entry is None or entry == known:
                 self.searches += 1

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +14,7 @@ import numpy as np
 
 from autopallas import compat
 from autopallas.compat import ClosedJaxpr, Shaped
+from autopallas.compile.outside_trace import is_within, isolated, within
 from autopallas.custom.operation import PatternOperation, PatternSpec, ReplacementError, pattern_of
 from autopallas.errors import one_line
 from autopallas.patterns.match import Match
@@ -27,7 +26,6 @@ from autopallas.sites.spec import BlockSizes, Spec
 
 __all__ = ["check_replacement"]
 
-T = TypeVar("T")
 
 _MOST_BYTES = 2**28
 """Size above which a site's replacement is not compared as a whole, in bytes of its operands."""
@@ -44,19 +42,6 @@ _TYPES_ONLY = (
 )
 
 
-_under_way: ContextVar[frozenset[Hashable]] = ContextVar("under_way", default=frozenset())
-"""Keys of the checks in which this code runs."""
-
-
-@contextmanager
-def _checking(keys: frozenset[Hashable]) -> Iterator[None]:
-    token = _under_way.set(keys)
-    try:
-        yield
-    finally:
-        _under_way.reset(token)
-
-
 class _Verdicts:
     """Results of checking replacements in this process: None, or what is wrong."""
 
@@ -67,34 +52,21 @@ class _Verdicts:
     def get(self, key: Hashable, compute: Callable[[], str | None]) -> str | None:
         """Returns the result of a check, which is computed if it is not known.
 
-        A replacement may call an optimized function with sites of patterns, so no lock is held while it is checked, and
-        a site of its own pattern in it is left as it is: its check would never end.
+        A replacement may call an optimized function with sites of patterns.  So no lock is held while one is checked,
+        and a site in it whose check is the one around it is left as it is.
         """
         with self._lock:
             if key in self._known:
                 return self._known[key]
-        if key in _under_way.get():
-            return "the replacement that is being compared with its reference calls it here"
-        with _checking(_under_way.get() | {key}):
+        if is_within((_Verdicts, key)):
+            return "the replacement calls it itself, while it is compared with the reference"
+        with within((_Verdicts, key)):
             found = compute()
         with self._lock:
             return self._known.setdefault(key, found)
 
 
 _VERDICTS = _Verdicts()
-
-
-def _outside_of_traces(work: Callable[[], T]) -> T:
-    """Does the same as :func:`~autopallas.compile.outside_trace.isolated`; what is being checked stays known there."""
-    from autopallas.compile.outside_trace import isolated
-
-    keys = _under_way.get()
-
-    def body() -> T:
-        with _checking(keys):
-            return work()
-
-    return isolated(body)
 
 
 class _Sample(NamedTuple):
@@ -235,7 +207,7 @@ def _fault(site: DeclaredSite, sample: _Sample, block_sizes: BlockSizes, active:
             return f"the replacement's {finding.what} {said}"
         return None
 
-    return _outside_of_traces(work)
+    return isolated(work)
 
 
 def _summed(site: DeclaredSite, active: Sequence[int], gradients: Sequence[jax.Array]) -> list[jax.Array]:
@@ -303,7 +275,7 @@ def _fault_of_rows(site: DeclaredSite) -> str | None:
             return np.allclose(found, wanted, rtol=1e-6, atol=1e-6 * float(largest), equal_nan=True)
 
         try:
-            alike = _outside_of_traces(work)
+            alike = isolated(work)
         except Exception as error:
             reason = one_line(error)
             return f"rows={own.rows!r} cannot be checked, since the reference fails for parts of {letter}: {reason}"

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +117,29 @@ def test_block_sizes_are_searched_for_on_a_miss_and_found_in_the_cache_after_it(
     again = applied(program, X, SCALE)
     assert (again.block_sizes_from, again.block_sizes) == ("cache", report.sites[0].block_sizes)
     assert again.measured == report.sites[0].measured
+
+
+def test_a_search_does_not_wait_for_that_of_an_optimized_function_which_a_replacement_calls():
+    options = {"strict": True, "objective": "always", "autotune": True, "tune_seconds": 10.0}
+
+    def tripled(x):
+        return jnp.tanh(3 * x) * 3
+
+    sizes = {"block_sizes": {"block": 2}, "candidates": lambda spec: [{"block": 2}, {"block": 4}]}
+    declaration = {"shapes": [normal(8, 16)], "operands": {"x": "M N"}, "result": "M N", "rows": "M", **sizes}
+    autopallas.pattern(tripled, **declaration, name="own_tripled")(lambda x, *, block: jnp.tanh(x + x + x) * 3)
+    inner = autopallas.optimize(tripled, **options)
+
+    def calls_it(x, scale, *, eps, row_block):
+        return in_blocks(x, scale, eps=eps, row_block=row_block) + 0 * jnp.sum(inner(x[:, :row_block]))
+
+    declare(calls_it)
+    optimized = autopallas.optimize(program, **options)
+    thread = threading.Thread(target=optimized, args=(normal(16, 16), SCALE), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "a search waits for itself"
+    assert optimized.report().sites[0].block_sizes_from == "autotune"
 
 
 def test_a_changed_replacement_is_searched_for_anew():
