@@ -104,7 +104,7 @@ def test_numbers_that_json_lacks_become_text():
         (lambda d: d["sites"][0].update(op=3), r"report.sites\[0\].op is 3, not a string"),
         (lambda d: d["sites"][0].pop("reason"), r"report.sites\[0\] lacks reason"),
         (lambda d: d["sites"][0].update(attempts=[["xla"]]), r"attempts\[0\] is .* not a list of 3"),
-        (lambda d: d["sites"][0].update(block_sizes={"query_block": True}), r"query_block'\] is True"),
+        (lambda d: d["sites"][0].update(block_sizes={"query_block": 1.5}), r"query_block'\] is 1.5"),
         (lambda d: d.update(surprise=1), "unknown 'surprise'"),
         (lambda d: d.update(schema_version=99), "schema version 99"),
         (lambda d: d["near_misses"].append(None), r"near_misses\[3\] is None, not an object"),
@@ -121,6 +121,21 @@ def test_what_is_no_report_is_refused_with_the_field(change, message):
 def test_text_that_is_no_report_is_a_value_error(text):
     with pytest.raises(ValueError, match="report"):
         Report.from_json(text)
+
+
+def test_block_sizes_of_every_kind_survive_json():
+    site = dataclasses.replace(
+        REPORT.sites[0], block_sizes={"block": 8, "transposed": True, "order": "rows first", "last": False}
+    )
+    report = Report(sites=(site,))
+    assert Report.from_json(report.to_json()) == report
+
+
+def test_a_site_with_a_time_of_nothing_has_a_page():
+    """Where a saved report was edited, or a clock was too coarse."""
+    measured = {"kernel_us": 0, "original_us": 2.0, "kernel_bytes": 0, "original_bytes": 8}
+    page = Report(sites=(dataclasses.replace(REPORT.sites[0], verdict="applied", measured=measured),)).to_html()
+    assert "<small>as fast" not in page
 
 
 def test_the_text_says_for_each_site_what_where_and_why():

@@ -20,7 +20,7 @@ def compared(site: Site) -> list[tuple[str, float, float, str, str]]:
     found = []
     for label, unit, shown in (("time", "us", _time), ("temporary memory", "bytes", _bytes)):
         original, kernel = row.get(f"original_{unit}"), row.get(f"kernel_{unit}")
-        if _positive(original) and _positive(kernel, zero=True):
+        if _positive(original) and _positive(kernel, zero=unit == "bytes"):
             found.append((label, float(original), float(kernel), shown(original), shown(kernel)))
     return found
 

@@ -300,7 +300,9 @@ def _parsed(kind: Any, data: object, where: str) -> Any:  # neither an annotatio
             raise wrong(f"one of {', '.join(map(repr, arguments))}")
         return data
     if origin in (Union, types.UnionType):
-        return None if data is None else _parsed(next(a for a in arguments if a is not type(None)), data, where)
+        if type(data) in arguments:  # None too, and one of several plain types
+            return data
+        return _parsed(next(a for a in arguments if a is not type(None)), data, where)
     if origin is tuple:
         if not isinstance(data, (list, tuple)):
             raise wrong("a list")
