@@ -208,7 +208,7 @@ def _verify(name: str, value: object) -> bool | float:
     remedy = "give True or False, or a fraction of calls between 0 and 1, such as 0.001"
     try:
         fraction = -1.0 if isinstance(value, (str, bytes)) else float(cast(SupportsFloat, value))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise _bad(name, value, remedy) from None
     if not 0 <= fraction <= 1:
         raise _bad(name, value, remedy)
@@ -227,7 +227,7 @@ def _seconds(name: str, value: object) -> float:
         raise _bad(name, value, remedy)
     try:
         seconds = float(cast(SupportsFloat, value))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise _bad(name, value, remedy) from None
     if not (math.isfinite(seconds) and seconds > 0):
         raise _bad(name, value, remedy)

@@ -160,6 +160,8 @@ def test_jit_traces_again_where_the_block_changes_and_only_there():
         ("tune_seconds", 0, "above 0"),
         ("tune_seconds", float("nan"), "above 0"),
         ("tune_seconds", "30", "seconds"),
+        ("tune_seconds", 10**400, "above 0"),
+        ("verify", 10**400, "fraction"),
         ("verify", None, "True or False"),
         ("fuel", True, "whole number"),
         ("fuel", -1, "0 or more"),
