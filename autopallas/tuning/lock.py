@@ -368,10 +368,12 @@ def _sizes(data: object, where: str) -> Sizes:
 def _evidence(data: object, where: str) -> RowEvidence:
     data = checked_object(data, {*_FIGURES, "evidence", "date", "versions"}, where, LockError)
     for name in _FIGURES:
-        value = data[name]
-        kinds = (int, float) if name.endswith("_us") else (int,)
+        value, timed = data[name], name.endswith("_us")
+        kinds = (int, float) if timed else (int,)
         if not isinstance(value, kinds) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
             raise LockError(f"{where}.{name} is {shortened(value)}, not a number of 0 or more")
+        if timed and not value:
+            raise LockError(f"{where}.{name} is {shortened(value)}, not a time above 0")
     if data["evidence"] not in _EVIDENCE:
         raise LockError(f"{where}.evidence is {shortened(data['evidence'])}, not one of {', '.join(_EVIDENCE)}")
     texts = {name: _text(data[name], f"{where}.{name}") for name in ("date", "versions")}

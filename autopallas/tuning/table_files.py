@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import math
 import os
 import re
 from collections import defaultdict
@@ -27,10 +28,20 @@ DATA = Path(__file__).with_name("data")
 """Folder of the tables' files."""
 
 _KEY = ("implementation", "direction", "dtype", "bucket", "invariants")
+
+
+def _positive(text: str) -> float:
+    """Returns a time or a gain; raises ValueError for what is none, such as a NaN, with which nothing compares."""
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"a row of a table has {text} where a number above 0 belongs")
+    return value
+
+
 _FIGURES: Mapping[str, Callable[[str], object]] = {
     "extensions": lambda text: text or None,
-    "kernel_us": float,
-    "original_us": float,
+    "kernel_us": _positive,
+    "original_us": _positive,
     "kernel_bytes": int,
     "original_bytes": int,
     "evidence": str,
@@ -39,7 +50,7 @@ _FIGURES: Mapping[str, Callable[[str], object]] = {
     "batch": int,
     "spelling": str,
     "processes": lambda text: int(text or 1),
-    "lower_gain": lambda text: float(text) if text else None,
+    "lower_gain": lambda text: _positive(text) if text else None,
 }
 """Columns of a row after its key, and how each is parsed; block sizes, by name, stand before the times."""
 

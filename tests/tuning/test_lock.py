@@ -215,6 +215,15 @@ def test_damaged_files_are_refused_or_harmless(file):
     assert 20 < refused < 60
 
 
+@pytest.mark.parametrize("figure", [0, -1.0, 1e999, True, "3"])
+def test_times_with_which_nothing_can_be_compared_are_refused(figure):
+    data = json.loads(locked(attend, *qkv(300, "float32"), objective="time").to_json())
+    evidence = {"kernel_us": figure, "original_us": 2.0, "kernel_bytes": 0, "original_bytes": 0}
+    data["sites"][0]["evidence"] = evidence | {"evidence": "measured", "date": "2026-01-01", "versions": "jax 0.12.0"}
+    with pytest.raises(LockError, match=r"evidence.kernel_us is .*, not a (time|number)|Infinity"):
+        Lock.from_json(json.dumps(data))
+
+
 def test_random_bytes_and_cut_off_files_are_refused():
     whole = locked(attend, *qkv()).to_json().encode()
     draw = random.Random(0)

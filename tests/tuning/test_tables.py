@@ -161,6 +161,17 @@ def test_rows_are_read_as_they_were_written_in_the_order_of_the_buckets(files):
     assert files.get("cpu") is None
 
 
+@pytest.mark.parametrize("column", ["kernel_us", "original_us", "lower_gain"])
+@pytest.mark.parametrize("figure", ["nan", "inf", "-3.0", "0"])
+def test_a_figure_with_which_nothing_can_be_compared_is_no_row(files, column, figure):
+    columns = ("implementation", "direction", "dtype", "bucket", "invariants", "kernel_us", "original_us")
+    figures = {"kernel_us": "1.0", "original_us": "2.0", "lower_gain": "1.5"} | {column: figure}
+    rest = {"kernel_bytes": "0", "original_bytes": "0", "evidence": "measured", "batch": "1"}
+    line = dict.fromkeys(columns, "a") | figures | rest
+    with pytest.raises(ValueError, match=f"{figure} where a number above 0 belongs"):
+        files._row(tuple(line), tuple(line.values()))
+
+
 @pytest.mark.parametrize(
     "names", [(), ("extensions",), ("batch",), ("spelling",), ("lower_gain", "processes"), tuple(TOLD)]
 )
