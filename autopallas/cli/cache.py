@@ -46,8 +46,22 @@ def add(parser: argparse.ArgumentParser) -> None:
     imported.add_argument("file", help="the file to read, or - for standard input")
 
 
+def _folders() -> tuple[Cache, ProbeResults]:
+    """Returns the results and the verdicts.
+
+    Raises:
+      CommandError: a folder cannot be read, so that nothing would seem to be in it.
+    """
+    found = Cache.current(), ProbeResults.current()
+    for kept in found:
+        if reason := kept.unreadable():
+            raise CommandError(f"{kept.folder} cannot be read: {reason}")
+    return found
+
+
 def _everything() -> list[Entry | ProbeResult]:
-    return [*Cache.current().entries(), *ProbeResults.current().entries()]
+    results, verdicts = _folders()
+    return [*results.entries(), *verdicts.entries()]
 
 
 # ---------------------------------------------------------------------- actions
@@ -94,9 +108,9 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _clear(options: argparse.Namespace) -> int:
-    cache = Cache.current()
+    cache, verdicts = _folders()
     try:
-        removed = cache.clear() + ProbeResults.current().clear()
+        removed = cache.clear() + verdicts.clear()
     except OSError as error:
         raise CommandError(f"not everything could be removed: {error}") from None
     if options.json:
@@ -106,7 +120,7 @@ def _clear(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    entries = [entry.to_dict() for entry in Cache.current().entries()]
+    entries = [entry.to_dict() for entry in _folders()[0].entries()]
     text = json.dumps({"archive": _ARCHIVE, "entries": entries}, indent=1, sort_keys=True) + "\n"
     if options.file == "-":
         sys.stdout.write(text)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from autopallas.cli import CommandError
+from autopallas.cli.numbers import at_least, seconds
 from autopallas.compat import ArrayFunction, Dtype, PyTree
 from autopallas.errors import one_line
 
@@ -44,8 +45,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--identical", action="store_true", help="compare bit by bit as well, as for a pattern that claims so"
     )
-    parser.add_argument("--runs", type=int, default=10, metavar="N", help="repetitions that show races (default 10)")
-    parser.add_argument("--seconds", type=float, default=300.0, help="time for each kernel (default 300)")
+    parser.add_argument(
+        "--runs", type=at_least(2), default=10, metavar="N", help="repetitions that show races, 2 or more (default 10)"
+    )
+    parser.add_argument("--seconds", type=seconds, default=300.0, help="time for each kernel (default 300)")
     parser.add_argument("--shipped", action="store_true", help="try the kernels of this package that run here")
     parser.add_argument("--ops", metavar="OP", nargs="+", help="with --shipped: those of these operations alone")
     parser.add_argument("--interpret", action="store_true", help="with --shipped: also TPU kernels, interpreted")
@@ -69,8 +72,6 @@ class _Subject(NamedTuple):
 def _run(options: argparse.Namespace) -> int:
     if options.shipped == (options.kernel is not None):
         raise CommandError("name one kernel, or write --shipped for those of this package")
-    if options.runs < 2 or options.seconds <= 0:
-        raise CommandError("--runs is 2 or more, and --seconds above 0")
     _ask_for_devices()
     from autopallas.court.trial import DTYPES, QUESTIONS, judge
     from autopallas.progress import Progress

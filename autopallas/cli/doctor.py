@@ -165,8 +165,8 @@ def _operations(device: Device, problems: list[str]) -> dict[str, Asked]:
 
     found: dict[str, Asked] = {}
     for op in OPERATIONS:
-        program, shapes = operation_named(op).program()
         try:
+            program, shapes = operation_named(op).program()
             matches, _ = find(Graph(flatten(make_jaxpr(program, *shapes))), (op,), True)
         except Exception as error:
             problems.append(f"recognition of {op} fails: {one_line(error)}")
@@ -203,11 +203,14 @@ def _cache(problems: list[str]) -> Kept:
     if folder is None:
         problems.append("there is no folder for tuning results; set AUTOPALLAS_CACHE_DIR")
         return {"folder": None, "results": 0, "bytes": 0, "writable": False}
-    files = [f for f in folder.glob("*.json") if f.is_file()] if folder.is_dir() else []
-    existing = next(part for part in (folder, *folder.parents) if part.exists())
-    writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    unreadable = cache.unreadable()
+    files = [] if unreadable else [f for f in folder.glob("*.json") if f.is_file()]
+    existing = next(part for part in (folder, *folder.parents) if os.path.exists(part))
+    writable = os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK)
     if not writable:
         problems.append(f"tuning results cannot be kept: {existing} cannot be written to")
+    elif unreadable:
+        problems.append(f"tuning results cannot be used: {folder} cannot be read: {unreadable}")
     size = sum(f.stat().st_size for f in files)
     return {"folder": str(folder), "results": len(files), "bytes": size, "writable": writable}
 

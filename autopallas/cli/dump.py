@@ -26,7 +26,6 @@ def dump_to(folder: str) -> None:
 
     Raises:
       CommandError: nothing can be written there.
-      CommandError: nothing can be written there.
     """
     place = os.path.abspath(folder)
     changed = {

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopallas.cli import CommandError
+from autopallas.cli.numbers import seconds
 from autopallas.environment import OBJECTIVES
 from autopallas.errors import OptionError, one_line
 from autopallas.numerics.classes import CLASSES
@@ -40,7 +41,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="search for block sizes where no table has them (on accelerators by default)",
     )
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="time for each search (default 30)")
+    parser.add_argument("--budget", type=seconds, metavar="SECONDS", help="time for each search (default 30)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)
 
@@ -59,7 +60,8 @@ def _run(options: argparse.Namespace) -> int:
     unsigned = written(
         sites.matches, sites.decisions, options.function, options.shapes, sites.device, folder, sites.options
     )
-    lock = _certified(unsigned, arguments, sites.device, None if printed else options.output)
+    before = options.output if os.path.isfile(options.output) else None
+    lock = _certified(unsigned, arguments, sites.device, before)
     if printed:
         sys.stdout.write(lock.to_json())
         return 0
@@ -121,9 +123,12 @@ def _tuning(tuner: object) -> dict[str, int]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes the whole file or none of it."""
+    """Writes the whole file or none of it; what is no file, such as a pipe, is written to and not replaced."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
         unfinished.write_text(text, encoding="utf-8")
         os.replace(unfinished, path)
     except OSError as error:

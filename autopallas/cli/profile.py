@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopallas.cli import CommandError
+from autopallas.cli.numbers import at_least, seconds
 from autopallas.compat import ArrayFunction, PyTree
 from autopallas.environment import OBJECTIVES
 from autopallas.errors import one_line
@@ -34,9 +35,17 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", required=True, help='its arguments, such as "f32[8,1024],i32[8]"')
     parser.add_argument("--inputs", metavar="MODULE:FUNCTION", help="inputs(types, seed) gives flat arguments")
     parser.add_argument("--objective", choices=OBJECTIVES, help="what a replacement has to improve")
-    parser.add_argument("--rounds", type=int, default=21, metavar="N", help="how often each program runs (default 21)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="time for all rounds (default 60)")
-    parser.add_argument("--places", type=int, default=16, metavar="N", help="leave out at most so many places in turn")
+    parser.add_argument(
+        "--rounds",
+        type=at_least(2),
+        default=21,
+        metavar="N",
+        help="how often each program runs, 2 or more (default 21)",
+    )
+    parser.add_argument("--seconds", type=seconds, default=60.0, help="time for all rounds (default 60)")
+    parser.add_argument(
+        "--places", type=at_least(1), default=16, metavar="N", help="leave out at most so many places in turn"
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="write a page with a picture of it, .html, or .json")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)
@@ -75,17 +84,15 @@ def _run(options: argparse.Namespace) -> int:
     from autopallas.progress import Progress
     from autopallas.workbench.worth import worths
 
-    if options.rounds < 2 or options.seconds <= 0 or options.places < 1:
-        raise CommandError("--rounds is 2 or more, --seconds above 0, and --places 1 or more")
     suffix = Path(options.output).suffix if options.output else ""
     if options.output and suffix not in (".html", ".json"):
         raise CommandError(f"{options.output} is no page; its name has to end in .html or .json")
     types = shapes_of(options.shapes)
     given = function_of(options.function)
-    known = dict(given._explicit) if isinstance(given, Optimized) else {}
+    optimized = given if isinstance(given, Optimized) else Optimized(given, {})
+    inner, known = optimized._inner, dict(optimized._explicit)
     if options.objective is not None:
         known["objective"] = options.objective
-    inner: ArrayFunction = given._inner if isinstance(given, Optimized) else getattr(given, "__wrapped__", given)
     inputs = None if options.inputs is None else function_of(options.inputs)
     arguments = _arguments(types, inputs)
     whole = Optimized(inner, known)

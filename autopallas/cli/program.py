@@ -28,7 +28,7 @@ from autopallas.plan.nested_sites import without_nested
 from autopallas.sites.device import Device
 from autopallas.tuning.lock import pinned
 
-__all__ = ["Sites", "function_of", "rewritten_program", "shapes_of", "sites_of"]
+__all__ = ["Sites", "function_of", "rewritten_program", "shapes_of", "sites_of", "traced"]
 
 _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -105,7 +105,7 @@ def sites_of(name: str, function: ArrayFunction, arguments: Sequence[PyTree], op
       CommandError: the function cannot be traced with these arguments.
     """
     own = function._explicit if isinstance(function, Optimized) else {}
-    program = _traced(name, function, arguments)
+    program = traced(name, function, arguments)
     device = Device.current()
     try:
         resolved = pinned(resolve(own | options))
@@ -133,14 +133,19 @@ def rewritten_program(
       CommandError: the function cannot be traced with these arguments.
     """
     own = function._explicit if isinstance(function, Optimized) else {}
-    program = _traced(name, function, arguments)
+    program = traced(name, function, arguments)
     try:
         return rewrite(program, resolve(own | options | {"autotune": False, "require": {}}), probes=False)[0]
     except (OptionError, UnsupportedError) as error:
         raise CommandError(one_line(error)) from None
 
 
-def _traced(name: str, function: ArrayFunction, arguments: Sequence[PyTree]) -> ClosedJaxpr:
+def traced(name: str, function: ArrayFunction, arguments: Sequence[PyTree]) -> ClosedJaxpr:
+    """Traces a function as it is written, with all optimized functions that it calls.
+
+    Raises:
+      CommandError: it cannot be traced with these arguments.
+    """
     try:
         with inside(True):
             return make_jaxpr(function, *arguments)

@@ -106,6 +106,10 @@ class _Parser:
         result: dict[str, PyTree] = {}
         while self.peek() != "}":
             name = self.take()
+            if not name.isalnum() and not name.isidentifier():
+                raise self.wrong(f"there is {name or 'the end'} where the name of an entry belongs")
+            if name in result:
+                raise self.wrong(f"the entry {name} is there twice")
             self.take(":")
             result[name] = self.item()
             if self.peek() != "}":

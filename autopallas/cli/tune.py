@@ -5,22 +5,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import sys
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 
 from autopallas.cli import CommandError
-from autopallas.cli.program import function_of, shapes_of
-from autopallas.compat import ArrayFunction, PyTree, make_jaxpr
+from autopallas.cli.numbers import at_least, seconds
+from autopallas.cli.program import function_of, shapes_of, traced
+from autopallas.compat import ArrayFunction, PyTree
 from autopallas.compile.tpu import Compiler
 from autopallas.custom.registry import Pattern
 from autopallas.environment import OPERATIONS
 from autopallas.errors import one_line
-from autopallas.graph import Graph, flatten
 from autopallas.optimize import Optimized
 from autopallas.options import resolve
-from autopallas.patterns import find
+from autopallas.passes import Passes
+from autopallas.pipeline import find_sites
 from autopallas.report import Report
 from autopallas.sites.encoding import EncodingError, saved_site
 from autopallas.sites.operation import operation_named
@@ -55,7 +55,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--objective", choices=("time", "memory"), default="time", help="show the block sizes that are best in this"
     )
     parser.add_argument(
-        "--budget", type=_seconds, default=30.0, metavar="SECONDS", help="time for each site (default 30)"
+        "--budget", type=seconds, default=30.0, metavar="SECONDS", help="time for each site (default 30)"
     )
     parser.add_argument("--variant", help="tune this variant of an operation, such as causal")
     parser.add_argument(
@@ -73,7 +73,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--processes",
-        type=_count,
+        type=at_least(1),
         default=1,
         metavar="N",
         help="measure the block sizes found in N processes, one after the other: rows then have the median of their "
@@ -84,19 +84,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--again", action="store_true", help="search even where there is a result")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_tune)
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
-    return seconds
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
-    return int(text)
 
 
 def _tune(options: argparse.Namespace) -> int:
@@ -188,6 +175,8 @@ def _told(subject: Subject, outcome: Outcome, objective: str) -> dict[str, objec
 def _subjects(options: argparse.Namespace, platform: str) -> list[Subject]:
     if (options.what is None) == (options.report is None):
         raise CommandError("name an operation, MODULE:FUNCTION, or --from a saved report: one of them")
+    if any(not words.split() for words in options.filter):
+        raise CommandError("--filter is empty; give words of a case's name, such as causal, or leave it out")
     if options.what in OPERATIONS:
         return _of_operation(options.what, options, platform)
     function = function_of(options.what) if ":" in (options.what or "") else None
@@ -213,11 +202,8 @@ def _of_program(function: ArrayFunction, shapes: tuple[PyTree, ...], name: str) 
     """Returns the sites of a function; for an optimized one, those of the original."""
     settings = resolve(function._explicit if isinstance(function, Optimized) else {})
     original = function._function if isinstance(function, Optimized) else function
-    try:
-        program = make_jaxpr(original, *shapes)
-    except Exception as error:
-        raise CommandError(f"{name} cannot be traced with these shapes: {one_line(error)}") from None
-    matches = find(Graph(flatten(program)), settings.ops, settings.assume_finite, settings.objective)[0]
+    program = traced(name, original, shapes)
+    _, matches, _ = find_sites(Passes(program, checked=False), program, settings, divided=False)
     return [Subject(match, match.location) for match in matches]
 
 

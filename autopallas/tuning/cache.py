@@ -132,6 +132,18 @@ class Folder(Generic[K]):
             if entry is not None:
                 yield entry
 
+    def unreadable(self) -> str:
+        """Returns why the entries on disk cannot be read; an empty text if they can, or where there is no folder."""
+        if self.folder is None:
+            return ""
+        try:
+            with os.scandir(self.folder):
+                return ""
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            return error.strerror or str(error)
+
     def clear(self) -> int:
         """Removes every entry, and nothing else; returns how many there were.
 

@@ -73,7 +73,8 @@ def test_an_own_pattern_brings_its_reference_shapes_and_scalars(command):
         (("tried_module:missing", *ARGUMENTS), "tried_module has no missing"),
         (("tried_module:wrong", "--reference", "tried_module:softmax", "--shapes", "f32[]"), "cannot be traced"),
         (("--shipped", "--ops", "nothing"), "there is no operation nothing"),
-        (("tried_module:wrong", *ARGUMENTS, "--runs", "1"), "--runs is 2 or more"),
+        (("tried_module:wrong", *ARGUMENTS, "--runs", "1"), "--runs: 1 is not a whole number above 1"),
+        (("tried_module:wrong", *ARGUMENTS, "--seconds", "nan"), "--seconds: nan is not a number of seconds above 0"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(command, arguments, reason):

@@ -17,7 +17,7 @@ from autopallas.plan.exclusions import leaving_out
 from autopallas.workbench.worth import interval
 
 MODULE = """
-import jax, jax.numpy as jnp
+import functools, jax, jax.numpy as jnp
 
 def loss(q, w, x, labels):
     attended = jax.nn.softmax(q @ q.T / 8.0) @ q
@@ -29,6 +29,14 @@ step = jax.jit(jax.grad(loss, argnums=(0, 1)), donate_argnums=1)
 
 def plain(x):
     return x + 1
+
+def repeated(function):
+    @functools.wraps(function)
+    def run(x):
+        return function(function(x))
+    return run
+
+attend_twice = repeated(lambda q: jax.nn.softmax(q @ q.T / 8.0) @ q)
 """
 SHAPES = "f32[24,8],f32[8,40],f32[24,8],i32[24]"
 
@@ -67,9 +75,17 @@ def test_each_place_is_left_out_in_turn_and_its_worth_told(command, tmp_path):
 def test_a_function_without_sites_is_measured_and_bad_input_is_status_2(command):
     status, out, _ = command("profile", "profiled:plain", "--shapes", "f32[4]", "--rounds", "2")
     assert (status, "No site is replaced" in out) == (0, True)
-    for wrong in (("--rounds", "1"), ("-o", "worth.txt"), ("--inputs", "profiled:missing")):
+    wrongs = (("--rounds", "1"), ("--seconds", "nan"), ("-o", "worth.txt"), ("--inputs", "profiled:missing"))
+    for wrong in wrongs:
         status, _, err = command("profile", "profiled:plain", "--shapes", "f32[4]", *wrong)
         assert (status, err.count("\n")) == (2, 1)
+
+
+def test_a_function_around_another_is_profiled_as_it_is(command):
+    options = ("--shapes", "f32[24,8]", "--objective", "always", "--rounds", "2", "--json")
+    status, out, _ = command("profile", "profiled:attend_twice", *options)
+    assert status == 0
+    assert [worth["sites"] for worth in json.loads(out)["worths"]] == [2]
 
 
 def two(q, k):

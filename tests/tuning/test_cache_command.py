@@ -60,6 +60,15 @@ def test_an_empty_cache_says_where_it_would_be(user_cache, capsys):
     assert json.loads(run(capsys, "list", "--json")) == []
 
 
+@pytest.mark.parametrize("arguments", [("list",), ("show", "ab"), ("clear",), ("export", "-")])
+def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(filled, capsys, monkeypatch, arguments):
+    def refuse(folder):
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert "cannot be read: Permission denied" in refused(capsys, *arguments)
+
+
 def test_show_takes_the_beginning_of_a_key(filled, capsys):
     shown = run(capsys, "show", key(0).digest[:10])
     for part in (key(0).digest, "query_block=256", "compare: differs by 0.5", "query_length", "0.12.0"):

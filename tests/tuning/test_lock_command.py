@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -72,6 +74,23 @@ def lock(capsys, function="lockable:two", *arguments, shapes=SHAPES):
 
 
 # --- lock ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_file_is_written_to_and_not_replaced(module, capsys, tmp_path):
+    """As ``-o /dev/null`` would be, by who may do so."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    words = ("lock", "lockable:attend", "--shapes", SHAPES, "-o", str(pipe))
+    command = threading.Thread(target=main, args=(words,), daemon=True)
+    command.start()
+    command.join(60)
+    reader.join(1)
+    assert not command.is_alive()
+    assert pipe.is_fifo()
+    assert len(Lock.from_json(read[0]).sites) == 1
 
 
 def test_lock_writes_what_optimize_then_does(module, capsys, tmp_path):

@@ -42,6 +42,13 @@ def two(query, key, value):
 optimized = autopallas.optimize(two)
 
 
+replaced = autopallas.optimize(two, objective="always")
+
+
+def around(query, key, value):
+    return replaced(query, key, value) + 1
+
+
 def nothing(query, key, value):
     return query + key * value
 
@@ -91,6 +98,10 @@ def test_afterwards_the_program_has_results_and_does_not_search(capsys):
     assert run(capsys, f"{__name__}:two", "--shapes", SHAPES, "--again").count("searched for now") == 2
 
 
+def test_sites_of_optimized_functions_that_a_program_calls_are_its_own(capsys, no_search):
+    assert run(capsys, f"{__name__}:around", "--shapes", SHAPES).count("places.py") == 2
+
+
 def test_a_site_without_result_is_told_with_the_reason(capsys, monkeypatch):
     monkeypatch.setattr(_Search, "run", lambda self, candidates: (None, None, "no power"))
     assert "nothing was found: xla: no power" in run(capsys, f"{__name__}:two", "--shapes", SHAPES)
@@ -117,6 +128,8 @@ def test_a_program_without_sites_has_another_status(capsys):
         (f"{__name__}:two", "f17[150,64]", "f17"),
         (f"{__name__}:two", "f16[150,64", "it ends where , or ] belongs"),
         (f"{__name__}:two", "f16[150,,64]", ", is no size"),
+        (f"{__name__}:two", "{a: f16[2], a: f16[3]}", "the entry a is there twice"),
+        (f"{__name__}:two", "{(: f16[2]}", "there is ( where the name of an entry belongs"),
         (f"{__name__}:two", "f64[150,64]", "JAX_ENABLE_X64"),
     ],
 )
@@ -132,6 +145,8 @@ def test_bad_input_is_told_in_one_line(capsys, program, shapes, reason):
         ([f"{__name__}:two"], "needs its arguments"),
         ([f"{__name__}:two", "--shapes", SHAPES, "--variant", "causal"], "--variant is of operations"),
         (["attention", "--variant", "diagonal"], "full, causal, window"),
+        (["attention", "--filter", ""], "--filter is empty"),
+        (["attention", "--filter", "causal", "--filter", " "], "--filter is empty"),
         (["attention", "--filter", "T7"], "no case of attention's table is selected"),
         (["attention", "--shapes", ATTENTION, "--filter", "T256"], "--filter selects cases of the table"),
         (["--from", "no/such/report.json"], "No such file"),
@@ -142,6 +157,7 @@ def test_bad_input_is_told_in_one_line(capsys, program, shapes, reason):
         (["attention", "--objective", "beauty"], "invalid choice: 'beauty'"),
         (["attention", "--processes", "3"], "--processes is of rows that are measured for --table"),
         (["attention", "--processes", "0", "--table"], "not a whole number above 0"),
+        (["attention", "--processes", "²", "--table"], "not a whole number above 0"),
     ],
 )
 def test_what_does_not_go_together_is_told_in_one_line(capsys, arguments, reason):
@@ -150,7 +166,8 @@ def test_what_does_not_go_together_is_told_in_one_line(capsys, arguments, reason
 
 @pytest.mark.parametrize("budget", ["0", "-1", "nan", "soon"])
 def test_a_bad_budget_is_told_in_one_line(capsys, budget):
-    assert "--budget" in refused(capsys, f"{__name__}:two", "--shapes", SHAPES, "--budget", budget)
+    line = refused(capsys, f"{__name__}:two", "--shapes", SHAPES, "--budget", budget)
+    assert f"--budget: {budget} is not a number of seconds above 0" in line
 
 
 # --- operations ------------------------------------------------------------------------------------------------------
