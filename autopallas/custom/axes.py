@@ -41,6 +41,8 @@ class Axes(NamedTuple):
             return Axes({}, "", {}, "", {})
         if not isinstance(operands, Mapping) or not isinstance(result, str):
             raise OptionError('letters of axes are given for all arrays: operands={"x": "M N"}, result="M N"')
+        if sizes is not None and not isinstance(sizes, Mapping):
+            raise OptionError(f'sizes is {sizes!r}; give names for letters, such as {{"M": "rows"}}')
         if len(operands) != len(types):
             raise OptionError(f"operands has {len(operands)} names, and shapes has {len(types)} examples")
         extents: dict[str, int] = {}

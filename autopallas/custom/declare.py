@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -96,18 +96,12 @@ def pattern(
       ((4, 32), Counter({'l1_normalize': 1}))
       >>> l1_normalize.remove()
     """
-    types = tuple(jax.ShapeDtypeStruct(np.shape(x), _dtype(x)) for x in shapes)
     if not callable(reference):
         raise OptionError(f"the reference of a pattern is a function, not {reference!r}")
-    if not types:
-        raise OptionError("a pattern has at least one operand; give an example of each as shapes=[...]")
-    if isinstance(scalars, str) or not all(isinstance(s, str) and s.isidentifier() for s in scalars):
-        raise OptionError(f"scalars is {scalars!r}; give a list of names of keyword arguments")
-    wrong = [p for p in ([platforms] if isinstance(platforms, str) else platforms) if p not in PLATFORMS]
-    if wrong or isinstance(platforms, str):
-        raise OptionError(f"platforms is {platforms!r}; give a list out of {', '.join(PLATFORMS)}")
-    if numerics not in CLASSES:
-        raise OptionError(f"numerics is {numerics!r}; give one of {', '.join(CLASSES)}")
+    types = _types(shapes)
+    _check_words(scalars, platforms, name, rows, numerics)
+    if inputs is not None and not callable(inputs):
+        raise OptionError(f"inputs is {inputs!r}; give a function of types, which returns operands, or None")
     axes = Axes.of(operands, result, sizes, rows, types, scalars)
     if block_sizes is not None or candidates is not None:
         _check_block_sizes(block_sizes, candidates, axes, scalars)
@@ -116,7 +110,9 @@ def pattern(
         called = name if name is not None else str(getattr(replacement, "__name__", ""))
         if not called.isidentifier() or called in folder_names():
             raise OptionError(f"{called!r} is no name for a pattern; give name=, other than {', '.join(OPERATIONS)}")
-        _keywords(replacement, (*scalars, *(block_sizes or ())))
+        if not callable(replacement):
+            raise OptionError(f"the replacement of a pattern is a function, not {replacement!r}")
+        _check_keywords(replacement, (*scalars, *(block_sizes or ())))
         made = Pattern(
             called,
             reference,
@@ -148,7 +144,36 @@ def _dtype(x: ArrayLike | jax.ShapeDtypeStruct) -> DTypeLike:
     return x.dtype if hasattr(x, "dtype") else jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)
 
 
-def _keywords(function: ArrayFunction, names: Sequence[str]) -> None:
+def _types(shapes: Sequence[ArrayLike | jax.ShapeDtypeStruct]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns the types of the operands' examples."""
+    if isinstance(shapes, (str, bytes, Mapping)) or not hasattr(shapes, "__iter__"):
+        raise OptionError(f"shapes is {shapes!r}; give a list with an array, or its type, for each operand")
+    types = tuple(jax.ShapeDtypeStruct(np.shape(x), _dtype(x)) for x in shapes)
+    if not types:
+        raise OptionError("a pattern has at least one operand; give an example of each as shapes=[...]")
+    return types
+
+
+def _check_words(
+    scalars: Sequence[str], platforms: Sequence[str], name: str | None, rows: str, numerics: Numerics
+) -> None:
+    if not _is_list(scalars) or not all(isinstance(s, str) and s.isidentifier() for s in scalars):
+        raise OptionError(f"scalars is {scalars!r}; give a list of names of keyword arguments")
+    if not _is_list(platforms) or not all(p in PLATFORMS for p in platforms):
+        raise OptionError(f"platforms is {platforms!r}; give a list out of {', '.join(PLATFORMS)}")
+    if name is not None and not isinstance(name, str):
+        raise OptionError(f"name is {name!r}; give a word for reports, or None")
+    if not isinstance(rows, str):
+        raise OptionError(f'rows is {rows!r}; give letters in one text, such as "M"')
+    if numerics not in CLASSES:
+        raise OptionError(f"numerics is {numerics!r}; give one of {', '.join(CLASSES)}")
+
+
+def _is_list(given: object) -> bool:
+    return isinstance(given, Collection) and not isinstance(given, (str, bytes, Mapping))
+
+
+def _check_keywords(function: ArrayFunction, names: Sequence[str]) -> None:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
