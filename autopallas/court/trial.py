@@ -18,7 +18,6 @@ from autopallas.court.case import (
     LARGEST,
     Case,
     Inputs,
-    Numbers,
     Types,
     dtype_variants,
     number_variants,
@@ -106,11 +105,9 @@ def judge(
       >>> verdict.ok, "NaN or infinite elements where the reference has none" in verdict.smallest.findings[0]
       (False, True)
     """
-    trial = _Trial(kernel, reference, arguments, inputs, gradients, numerics, special, time.monotonic() + seconds)
     begin = time.monotonic()
+    trial = _Trial(kernel, reference, arguments, inputs, gradients, numerics, special, begin + seconds)
     tallies = {name: Tally() for name in QUESTIONS if name in questions}
-    failed: list[_Failed] = []
-    refused: dict[str, None] = {}
     left_out: dict[str, int] = {}
     for number, (question, tally) in enumerate(tallies.items()):
         now = time.monotonic()
@@ -121,48 +118,20 @@ def judge(
                 continue
             if progress is not None:
                 progress(f"{question}: {asked}")
-            try:
-                heard = asked.hear()
-            except _Dropped as error:
-                tally.dropped += 1
-                if asked.case.types == trial.types:
-                    trial.notes[f"{names[1]} does not accept {asked}: {error}"] = None
-                continue
-            except _Refused as error:
-                tally.refused += 1
-                refused[f"{asked.case}: {error}"] = None
-                if question == "sizes" and asked.case.types == trial.types:
-                    finding = Finding("the call", "type", float("inf"), 0.0, f"raises {error}")
-                    failed.append(_Failed(question, asked, (finding,)))
-                    tally.failed += 1
-                continue
-            tally.heard += 1
-            tally.maximum, tally.row = max(tally.maximum, heard.maximum), max(tally.row, heard.row)
-            trial.hidden += heard.hidden
-            trial.undecided += heard.undecided
-            if heard.findings:
-                tally.failed += 1
-                failed.append(_Failed(question, asked, heard.findings))
+            trial.ask(question, asked, tally, names[1])
     if left_out:
         counts = ", ".join(f"{count} of {question}" for question, count in left_out.items())
         trial.notes[f"cases that were not heard, since {seconds:g} seconds were over: {counts}"] = None
-    if trial.hidden:
-        trial.notes[f"{trial.hidden} NaNs of the reference are numbers in the kernel's results"] = None
-    if trial.undecided:
-        said = f"{trial.undecided} results were not judged, since the reference itself has no digit in them"
-        trial.notes[said] = None
-    smallest = min(failed, key=lambda f: f.asked.case.size, default=None)
-    if smallest is not None:
-        smallest = trial.shrunk(smallest)
-    failures = tuple(f.as_failure() for f in failed)
+    trial.note_what_was_not_judged()
+    smallest = min(trial.failed, key=lambda f: f.asked.case.size, default=None)
     return Verdict(
         *names,
         tallies,
-        failures,
-        None if smallest is None else smallest.as_failure(),
-        tuple(refused),
-        tuple(trial.notes),
-        time.monotonic() - begin,
+        failures=tuple(f.as_failure() for f in trial.failed),
+        smallest=None if smallest is None else trial.shrunk(smallest).as_failure(),
+        refused=tuple(trial.refused),
+        notes=tuple(trial.notes),
+        seconds=time.monotonic() - begin,
     )
 
 
@@ -220,7 +189,9 @@ class _Trial:
         self._kernels: dict[Hashable, Gives | Exception] = {}
         self.deadline = deadline
         self.notes: dict[str, None] = {}
-        self.hidden = self.undecided = 0
+        self.failed: list[_Failed] = []
+        self.refused: dict[str, None] = {}
+        self._hidden = self._undecided = 0
         self._has_gradient = gradients and self._differentiable()
 
     # ------------------------------------------------------------------ the questions
@@ -237,7 +208,9 @@ class _Trial:
                 for types in (self.types, odd):
                     yield from (_Asked(Case(other), self._heard) for other in dtype_variants(types, dtypes))
             case "magnitudes":
-                yield from (_Asked(replace(own, numbers=n), self._heard) for own in few for n in self._numbers(own))
+                yield from (
+                    _Asked(replace(own, numbers=n), self._heard) for own in few for n in number_variants(own.types)
+                )
             case "special values":
                 yield from (
                     _Asked(replace(own, numbers=n), self._heard) for own in few for n in special_variants(own.types)
@@ -254,9 +227,6 @@ class _Trial:
             case "devices":
                 yield from self._divided()
 
-    def _numbers(self, case: Case) -> tuple[Numbers, ...]:
-        return number_variants(case.types)
-
     def _divided(self) -> Iterator[_Asked]:
         count = min(4, len(jax.devices()))
         if count < 2:
@@ -266,6 +236,39 @@ class _Trial:
         types = tuple(jax.ShapeDtypeStruct(tuple(rounded.get(n, n) for n in t.shape), t.dtype) for t in self.types)
         for size in sorted({n for kind in types for n in kind.shape if n > 1}):
             yield _Asked(Case(types), functools.partial(self._on_devices, size=size, count=count))
+
+    def ask(self, question: str, asked: _Asked, tally: Tally, reference: str) -> None:
+        """Hears a case, and counts and keeps what came of it; ``reference`` is the reference's name."""
+        try:
+            heard = asked.hear()
+        except _Dropped as error:
+            tally.dropped += 1
+            if asked.case.types == self.types:
+                self.notes[f"{reference} does not accept {asked}: {error}"] = None
+            return
+        except _Refused as error:
+            tally.refused += 1
+            self.refused[f"{asked.case}: {error}"] = None
+            if question == "sizes" and asked.case.types == self.types:
+                finding = Finding("the call", "type", float("inf"), 0.0, f"raises {error}")
+                self.failed.append(_Failed(question, asked, (finding,)))
+                tally.failed += 1
+            return
+        tally.heard += 1
+        tally.maximum, tally.row = max(tally.maximum, heard.maximum), max(tally.row, heard.row)
+        self._hidden += heard.hidden
+        self._undecided += heard.undecided
+        if heard.findings:
+            tally.failed += 1
+            self.failed.append(_Failed(question, asked, heard.findings))
+
+    def note_what_was_not_judged(self) -> None:
+        """Adds to the notes which results of all cases say nothing of the kernel."""
+        if self._hidden:
+            self.notes[f"{self._hidden} NaNs of the reference are numbers in the kernel's results"] = None
+        if self._undecided:
+            said = f"{self._undecided} results were not judged, since the reference itself has no digit in them"
+            self.notes[said] = None
 
     # ------------------------------------------------------------------ how a case is heard
 
