@@ -14,7 +14,7 @@ import numpy as np
 from autopallas import compat, jaxprs
 from autopallas.compat import ArrayFunction, JaxprLike, PyTree, Shaped, Var
 from autopallas.numerics.compare import tolerance_of
-from autopallas.numerics.rounding import gradient_function, rounded
+from autopallas.numerics.rounding import gradient_function, sources_of
 from autopallas.sites import random_keys
 from autopallas.sites.calls import kernel_backward, kernel_forward, replaced_at
 from autopallas.sites.spec import BlockSizes
@@ -171,13 +171,13 @@ class Trial:
         limits = []
         for number, part in enumerate(self.passes):
             types = [*part.original.out_avals]
-            found = rounded(part.original)
+            found = sources_of(part.original)
             if part.backwards:
                 active = tuple(positions[0] for positions in _uses(part, _active(part)))
                 types += [part.original.in_avals[i] for i in active]
                 arguments = [*part.original.in_avals, *part.original.out_avals]
                 abstract = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in arguments]
-                found += rounded(compat.make_jaxpr(gradient_function(part.original, active), *abstract))
+                found += sources_of(compat.make_jaxpr(gradient_function(part.original, active), *abstract))
             for position, (kind, source) in enumerate(zip(types, found, strict=True)):
                 gradient = number > 0 or position >= len(part.original.out_avals)
                 floating = jnp.issubdtype(kind.dtype, jnp.inexact)

@@ -26,7 +26,7 @@ __all__ = [
     "gradient_function",
     "joined",
     "less_precise",
-    "rounded",
+    "sources_of",
 ]
 
 
@@ -61,7 +61,7 @@ EXACT_PRIMITIVES = frozenset(
 """Primitives that move, choose or negate numbers, and never round."""
 
 
-def rounded(program: ClosedJaxpr, site: Site | None = None) -> list[Source]:
+def sources_of(program: ClosedJaxpr, site: Site | None = None) -> list[Source]:
     """Returns a source for each result of a closed jaxpr whose arguments are all exact and followed."""
     jaxpr, _ = jaxprs.open_jaxpr(program)
     return flow(program, [EXACT] * len(jaxpr.invars), site)

@@ -15,7 +15,7 @@ from autopallas.numerics.rounding import (
     flow,
     gradient_function,
     joined,
-    rounded,
+    sources_of,
 )
 from autopallas.rewrite import primitive
 
@@ -52,7 +52,7 @@ def site_sources(site: JaxprEqn) -> list[Source]:
     if site.primitive is primitive.tangent_p:
         own = [Source(coarsest(site.params["original"]), followed=True)] * len(site.outvars)
     else:
-        own = rounded(compat.make_jaxpr(replaced(site), *(_type(v.aval) for v in site.invars)))
+        own = sources_of(compat.make_jaxpr(replaced(site), *(_type(v.aval) for v in site.invars)))
         # The original has no residuals; they depend on everything that it computes.
         own += [joined(own)] * (len(site.outvars) - len(own))
     return [Source(source.dtype, gradient, True) for source in own]

@@ -13,7 +13,7 @@ from jax import lax
 import autopallas
 from autopallas.kernels.attention import xla
 from autopallas.numerics.compare import tolerance
-from autopallas.numerics.rounding import rounded
+from autopallas.numerics.rounding import sources_of
 from autopallas.sites import calls
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -51,7 +51,7 @@ def scanned(x, y):
     ],
 )  # fmt: skip
 def test_what_a_result_is_rounded_to(function, wanted):
-    found = [source.dtype for source in rounded(jax.make_jaxpr(function)(WIDE, NARROW))]
+    found = [source.dtype for source in sources_of(jax.make_jaxpr(function)(WIDE, NARROW))]
     assert found == [None if d is None else np.dtype(d) for d in wanted]
 
 

@@ -32,12 +32,12 @@ from autopallas.patterns.attention.maps import SumDraft, summands, with_weights
 from autopallas.patterns.attention.row_factor import RowFactor, row_factor
 from autopallas.patterns.attention.score_terms import Product
 from autopallas.patterns.expressions import Scope
-from autopallas.patterns.forward import in_backward
+from autopallas.patterns.forward import LAYOUT, in_backward
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.softmax import Softmax
 from autopallas.patterns.softmax_terms import Exponential, LogSumExp, NoNormaliser, SeveralBlocks, SeveralMaps, Term
 
-__all__ = ["CUSTOM_RULES", "LAYOUT", "Attempt", "Settled", "holds_softmax"]
+__all__ = ["CUSTOM_RULES", "PASSING", "Attempt", "Settled", "holds_softmax"]
 
 CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
@@ -46,7 +46,8 @@ _MOST_BEHIND = 512
 
 There are chains of any length of what is multiplied, whose links would each look at all before; no score program is as
 long."""
-LAYOUT = frozenset({"transpose", "reshape", "broadcast_in_dim", "squeeze", "copy", "name", "optimization_barrier"})
+PASSING = LAYOUT | {"copy", "name", "optimization_barrier"}
+"""Primitives whose result has the elements of the operand, in the same dtype."""
 Settled: TypeAlias = Mapping[int, Mapping[tuple[int, ...], int]]
 """Per number of scores whose outcome is known, the axes along which the keys of each site run, and its result."""
 
@@ -131,7 +132,7 @@ class Attempt:
             if not users:
                 return None
             user = users[0]  # other users, such as the backward, are escapes until they are explained
-            if user.name in LAYOUT:
+            if user.name in PASSING:
                 value = user.outputs[0]
             elif user.name == "convert_element_type" and rounds(graph.dtype(value), graph.dtype(user.outputs[0])):
                 value = user.outputs[0]

@@ -21,7 +21,7 @@ from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.edit import surviving
 from autopallas.graph.labels import is_product
 from autopallas.graph.proof_cache import ProofCache
-from autopallas.patterns.attention.attempt import CUSTOM_RULES, LAYOUT, Attempt, Settled, holds_softmax
+from autopallas.patterns.attention.attempt import CUSTOM_RULES, PASSING, Attempt, Settled, holds_softmax
 from autopallas.patterns.attention.draft import AttentionDraft, Escape, Proved, escape_of, match_of
 from autopallas.patterns.attention.few_keys import few_keys
 from autopallas.patterns.attention.other_weights import other_weights
@@ -199,7 +199,7 @@ def _reach(graph: Graph) -> list[tuple[bool, bool]]:
     return reach
 
 
-_THROUGH = ELEMENTWISE | LAYOUT | CUSTOM_RULES | {
+_THROUGH = ELEMENTWISE | PASSING | CUSTOM_RULES | {
     "concatenate", "stack", "slice", "split", "unstack", "expand_dims", "sharding_constraint", "reduce_sum",
     "reduce_max", "reduce_min",
     "reduce_precision", "pvary", "pcast", "reshard", "copy_p", "layout_constraint", "tile", "cumsum", "gather", "sort",
