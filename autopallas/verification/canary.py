@@ -84,7 +84,7 @@ def decade(distance: Distance) -> str:
       >>> decade(Distance(3.2e-7, 0)), decade(Distance(0.0, 0)), decade(Distance(0.1, 5))
       ('1e-06', '0', 'not finite')
     """
-    if distance.introduced:
+    if distance.introduced or not math.isfinite(distance.relative):  # also what lies too far apart for its dtype
         return "not finite"
     return f"{10.0 ** math.ceil(math.log10(distance.relative)):.0e}" if distance.relative else "0"
 

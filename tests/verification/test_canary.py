@@ -373,3 +373,10 @@ def test_distances_of_every_dtype():
         assert found.relative == pytest.approx(wanted.relative)
         assert found.introduced == wanted.introduced
     assert decade(Distance(1e-6, 0)) == "1e-06"
+
+
+def test_results_too_far_apart_for_their_dtype_are_counted_and_judged():
+    """Their distance is infinite, though both are finite."""
+    (found,) = canary.distances([jnp.full(3, 3e38)], [jnp.full(3, -3e38)])
+    assert found.introduced == 0
+    assert decade(found) == "not finite"
