@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from autopallas.autotune.search import Tried
+from autopallas.report.records import plain
 from autopallas.sites.spec import SiteSpec, Sizes
 from autopallas.tuning.table import Key, Row
 
@@ -105,7 +106,7 @@ def results_of(
 
 
 def write(folder: Path, results: Sequence[Result]) -> tuple[Path, Path]:
-    """Writes ``results.csv`` and ``results.json``.
+    """Writes ``results.csv`` and ``results.json``, where the difference of a result that is not finite is a text.
 
     Raises:
       OSError: files cannot be written to the folder.
@@ -116,6 +117,6 @@ def write(folder: Path, results: Sequence[Result]) -> tuple[Path, Path]:
         writer = csv.DictWriter(file, [f.name for f in fields(Result)])
         writer.writeheader()
         writer.writerows(asdict(result) for result in results)
-    rows = [asdict(result) | {"block_sizes": json.loads(result.block_sizes)} for result in results]
+    rows = [plain(asdict(result) | {"block_sizes": json.loads(result.block_sizes)}) for result in results]
     data.write_text(json.dumps(rows, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return table, data

@@ -211,6 +211,19 @@ def test_a_failure_is_among_the_raw_results(capsys, tmp_path, monkeypatch):
     assert "no such layout" in row["error"]
 
 
+def test_a_result_that_is_not_finite_is_among_the_raw_results(capsys, tmp_path, monkeypatch):
+    genuine = xla.forward
+
+    def wrong(spec, block_sizes, operands):
+        return jax.tree.map(lambda x: x * jnp.asarray(jnp.nan, x.dtype), genuine(spec, block_sizes, operands))
+
+    monkeypatch.setattr(xla, "forward", wrong)
+    three_heads = ATTENTION.replace(",2,16]", ",3,16]")
+    run(capsys, "attention", "--shapes", three_heads, "--direction", "forward", "--output", str(tmp_path))
+    (row,) = json.loads((tmp_path / "results.json").read_text())
+    assert (row["outcome"], row["difference"]) == ("compare", "inf")
+
+
 @pytest.fixture
 def no_search(monkeypatch):
     """Searches that find what they are told at once; what was searched for."""
