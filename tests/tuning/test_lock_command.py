@@ -247,7 +247,10 @@ def test_check_of_another_devices_lock_checks_recognition(module, capsys, tmp_pa
         (["lock", "lockable:jnp", "--shapes", "f32[]", "-o", "x"], "lockable:jnp is no function; its type is module"),
         (["lock", "lockable:two", "--shapes", "f32[3]", "-o", "x"], "cannot be traced with these shapes"),
         (["lock", "lockable:two", "--shapes", SHAPES, "-o", "no/such/folder"], "cannot be written"),
-        (["lock", "lockable:two", "--shapes", SHAPES, "-o", "x", "--budget", "-1"], "--budget: -1 is not a number of seconds"),
+        (
+            ["lock", "lockable:two", "--shapes", SHAPES, "-o", "x", "--budget", "-1"],
+            "--budget: -1 is not a number of seconds",
+        ),
         (["lock", "lockable:two", "--shapes", SHAPES, "-o", "x", "--objective", "speed"], "invalid choice"),
         (["check", "absent.lock"], "No such file"),
         (["check", "lockable.py"], "is no lockfile"),
