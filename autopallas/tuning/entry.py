@@ -253,19 +253,19 @@ def _digest(description: Description) -> str:
         raise EntryError("its key holds a number that is not finite") from None
 
 
-def checked_sizes(data: object) -> Sizes:
-    """Returns block sizes by name, few and within bounds; raises EntryError for anything else."""
+def checked_sizes(data: object, where: str = "block_sizes", error: type[Exception] = EntryError) -> Sizes:
+    """Returns block sizes by name, few and within bounds; raises the error for anything else."""
     if not isinstance(data, dict) or len(data) > _MOST_SIZES:
-        raise EntryError(f"block_sizes is {shortened(data)}, not an object of up to {_MOST_SIZES}")
+        raise error(f"{where} is {shortened(data)}, not an object of up to {_MOST_SIZES}")
     for name, value in data.items():
-        checked_text(name, "the name of a block size")
+        checked_text(name, f"the name of a block size in {where}", error)
         if isinstance(value, bool):
             continue
         if isinstance(value, int) and 0 <= value <= _GREATEST_SIZE:
             continue
         if isinstance(value, str) and len(value) <= 64 and value.isprintable():
             continue
-        raise EntryError(f"the block size {name} is {shortened(value)}")
+        raise error(f"{where}.{name} is {shortened(value)}, which is no block size")
     return cast(Sizes, data)
 
 
@@ -307,10 +307,10 @@ def checked_object(data: object, names: set[str], where: str, error: type[Except
     return data
 
 
-def checked_text(data: object, where: str) -> str:
-    """Returns a short text of printable characters; raises EntryError for anything else."""
+def checked_text(data: object, where: str, error: type[Exception] = EntryError) -> str:
+    """Returns a short text of printable characters; raises the error for anything else."""
     if not isinstance(data, str) or len(data) > _LONGEST_TEXT or not data.isprintable():
-        raise EntryError(f"{where} is {shortened(data)}, not a short printable text")
+        raise error(f"{where} is {shortened(data)}, not a short printable text")
     return data
 
 

@@ -21,7 +21,7 @@ from autopallas.sites.device import Device
 from autopallas.sites.operation import operation_named
 from autopallas.sites.spec import BlockSizes
 from autopallas.sites.workload import Workload
-from autopallas.tuning.entry import Entry, EntryError, Sizes, checked_object, read_json, shortened
+from autopallas.tuning.entry import Entry, EntryError, Sizes, checked_object, checked_sizes, read_json, shortened
 from autopallas.tuning.key import digest_of
 from autopallas.tuning.table import Evidence, Row
 from autopallas.version import __version__
@@ -329,7 +329,7 @@ def _site(data: object, where: str) -> LockedSite:
         verdict=verdict,
         implementation=_text(data["implementation"], f"{where}.implementation") if applied else None,
         numerics=_class(data["numerics"], f"{where}.numerics") if applied else None,
-        block_sizes=_sizes(data["block_sizes"], f"{where}.block_sizes") if applied else None,
+        block_sizes=checked_sizes(data["block_sizes"], f"{where}.block_sizes", LockError) if applied else None,
         evidence=None if data["evidence"] is None else _evidence(data["evidence"], f"{where}.evidence"),
     )
 
@@ -353,16 +353,6 @@ def _places(data: object, where: str) -> tuple[str, ...]:
         return places(where, [_text(one, where) for one in data])
     except OptionError as error:
         raise LockError(str(error)) from None
-
-
-def _sizes(data: object, where: str) -> Sizes:
-    if not isinstance(data, dict) or len(data) > 16:
-        raise LockError(f"{where} is {shortened(data)}, not an object of up to 16")
-    for name, value in data.items():
-        _text(name, where)
-        if not isinstance(value, (bool, str)) and not (isinstance(value, int) and 0 <= value < 2**31):
-            raise LockError(f"{where}.{name} is {shortened(value)}")
-    return cast(Sizes, data)
 
 
 def _evidence(data: object, where: str) -> RowEvidence:
