@@ -22,6 +22,7 @@ __all__ = [
     "dtype_variants",
     "in_words",
     "number_variants",
+    "random_array",
     "size_variants",
     "special_variants",
 ]
@@ -79,7 +80,7 @@ class Case:
         found: list[np.ndarray] = []
         floats = 0
         for kind, own in zip(self.types, given, strict=True):
-            array = _random(random, kind) if own is None else np.asarray(jnp.asarray(own, kind.dtype))
+            array = random_array(random, kind) if own is None else np.asarray(jnp.asarray(own, kind.dtype))
             if array.shape != kind.shape:
                 raise ValueError(f"the inputs have shape {array.shape} where {kind.shape} was asked for")
             if jnp.issubdtype(kind.dtype, jnp.inexact):
@@ -103,7 +104,8 @@ class Case:
         return array
 
 
-def _random(random: np.random.Generator, kind: jax.ShapeDtypeStruct) -> np.ndarray:
+def random_array(random: np.random.Generator, kind: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Returns an array of a type: normal numbers, or 0 and 1 where these are no floats."""
     if jnp.issubdtype(kind.dtype, jnp.inexact):
         return np.asarray(random.standard_normal(kind.shape), kind.dtype)
     return np.asarray(random.integers(0, 2, kind.shape), kind.dtype)

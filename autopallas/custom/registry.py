@@ -16,6 +16,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from autopallas.compat import ArrayFunction, PyTree
+from autopallas.court.case import random_array
 from autopallas.custom.operation import PatternOperation, operation_of
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.block_sizes import Candidates
@@ -119,16 +120,10 @@ class Pattern:
             given = zip(self.inputs(types), types, strict=True)
             return [np.asarray(jnp.asarray(x, kind.dtype)) for x, kind in given]
         random = np.random.default_rng(key)
-        return [_random(random, kind) for kind in types]
+        return [random_array(random, kind) for kind in types]
 
     def __repr__(self) -> str:
         return f"<autopallas.pattern {self.name}>"
-
-
-def _random(random: np.random.Generator, kind: jax.ShapeDtypeStruct) -> np.ndarray:
-    floating = jnp.issubdtype(kind.dtype, jnp.inexact)
-    found = random.standard_normal(kind.shape) if floating else random.integers(0, 2, kind.shape)
-    return np.asarray(found, kind.dtype)
 
 
 def _source(function: Callable[..., object]) -> str:
