@@ -277,12 +277,7 @@ class Attempt:
         contracted = space.resolve([a for _, atoms in contraction[2] for a in atoms])
         if not contracted:
             return None
-        # Keep the axes in the weights' order, since a sum over merged axes runs in that order.
-        layout = [a for _, atoms in space.view(weights.view) for a in atoms]
-        key_axis = tuple(sorted(contracted, key=lambda a: layout.index(a) if a in layout else len(layout)))
-        offset = next((o for o, atoms in weights.view if set(space.resolve(atoms)) & set(space.resolve(key_axis))), 0)
-        softmax = Softmax(scope, key_axis, offset)
-        softmax.joins = self._joins
+        softmax, key_axis = self._softmax_along(weights, contracted)
         scores = self._score_contraction(softmax, weights, value)
         if scores is None:
             return None
@@ -296,15 +291,7 @@ class Attempt:
             if in_backward(node) or not axes or axes in self.settled[score.value]:
                 return None
             scope.given = frozenset(self.settled[score.value].values())
-        if not jnp.issubdtype(graph.dtype(score.value), jnp.floating):
-            raise Mismatch(f"the scores are of dtype {graph.dtype(score.value)}", advice=FLOATS)
-        if len(contraction[2]) > 1 and not self._only_keys(contraction[2], score):
-            self.has_values = False  # the weights have an axis of their own, as where they weigh matrices of experts
-            raise Mismatch(
-                "the second contraction runs over more than the key axis",
-                advice="Sum over the keys alone in the product of probabilities and values; sum over other axes "
-                "afterwards.",
-            )
+        self._check_scores(score, contraction[2])
         found = softmax.exponential(weights)
         if any(factor.kind in ("multiply", "divide") for factor in found.weights):
             self.is_plain = False
@@ -338,6 +325,30 @@ class Attempt:
             assume_finite=self.assume_finite,
             fixed=fixed,
         )
+
+    def _softmax_along(self, weights: Ref, contracted: Sequence[Atom]) -> tuple[Softmax, tuple[Atom, ...]]:
+        """Returns a softmax over the axes that are contracted, and these in the weights' order: a sum over merged axes
+        runs in that order."""
+        space = self.scope.space
+        layout = [a for _, atoms in space.view(weights.view) for a in atoms]
+        key_axis = tuple(sorted(contracted, key=lambda a: layout.index(a) if a in layout else len(layout)))
+        offset = next((o for o, atoms in weights.view if set(space.resolve(atoms)) & set(space.resolve(key_axis))), 0)
+        softmax = Softmax(self.scope, key_axis, offset)
+        softmax.joins = self._joins
+        return softmax, key_axis
+
+    def _check_scores(self, score: Ref, contracted: Sequence[Dimension]) -> None:
+        """Raises Mismatch unless the scores are floats and the second contraction sums over the keys alone."""
+        dtype = self.graph.dtype(score.value)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise Mismatch(f"the scores are of dtype {dtype}", advice=FLOATS)
+        if len(contracted) > 1 and not self._only_keys(contracted, score):
+            self.has_values = False  # the weights have an axis of their own, as where they weigh matrices of experts
+            raise Mismatch(
+                "the second contraction runs over more than the key axis",
+                advice="Sum over the keys alone in the product of probabilities and values; sum over other axes "
+                "afterwards.",
+            )
 
     def _only_keys(self, contracted: Sequence[Dimension], score: Ref) -> bool:
         """Returns whether every contracted dimension is an axis of the scores."""

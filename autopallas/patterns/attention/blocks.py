@@ -309,15 +309,7 @@ class BlockDraft(SeveralDraft):
         query, *read = self._read(carriers[0], uses, pinned_roles)
         for carrier in carriers:
             carrier.roles = len(operands)
-        programs = []
-        for part, carrier in zip(self.parts, carriers, strict=True):
-            argument, outer, inner = part._masks()
-            if outer or inner:
-                raise SeveralBlocks
-            programs.append(ProgramBuilder(carrier).build(argument))
-        dtype = programs[0].dtype
-        if dtype.kind == "c" or not jnp.issubdtype(dtype, jnp.floating) or any(p.dtype != dtype for p in programs):
-            raise Mismatch(f"the argument of the exponential has dtype {dtype}", advice=FLOATS)
+        programs = self._score_programs(carriers)
         keys = [space.resolve(part.key_axis) for part in self.parts]
         row_sinks = tuple(first._terms(carriers[0], extra) for extra in sinks)
         factors = first._terms(carriers[0], first.rest)
@@ -365,6 +357,19 @@ class BlockDraft(SeveralDraft):
             assume_finite=self.assume_finite,
         )
         return replace(site, sizes=labels.sizes()), carriers[0]
+
+    def _score_programs(self, carriers: Sequence[Carrier]) -> list[ElementwiseProgram]:
+        """Builds the score program of each block, all of one floating-point dtype."""
+        programs = []
+        for part, carrier in zip(self.parts, carriers, strict=True):
+            argument, outer, inner = part._masks()
+            if outer or inner:
+                raise SeveralBlocks
+            programs.append(ProgramBuilder(carrier).build(argument))
+        dtype = programs[0].dtype
+        if dtype.kind == "c" or not jnp.issubdtype(dtype, jnp.floating) or any(p.dtype != dtype for p in programs):
+            raise Mismatch(f"the argument of the exponential has dtype {dtype}", advice=FLOATS)
+        return programs
 
     def _read(self, carrier: Carrier, uses: Sequence[Ref], pinned_roles: Mapping[int, int | None]) -> list[Operand]:
         """Reads queries, keys and values as operands, and notes their places."""
