@@ -170,7 +170,7 @@ def _check_words(
 
 
 def _is_list(given: object) -> bool:
-    return isinstance(given, Collection) and not isinstance(given, (str, bytes, Mapping))
+    return isinstance(given, Collection) and not isinstance(given, (str, bytes))
 
 
 def _check_keywords(function: ArrayFunction, names: Sequence[str]) -> None:
