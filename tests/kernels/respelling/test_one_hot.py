@@ -50,6 +50,19 @@ def test_one_hot_products_with_axes_of_size_one(shape):
     assert found.counts("respelling") == 2
 
 
+def test_ids_that_are_a_part_of_others():
+    """As those of the tokens before the last one, which begin with the first of all."""
+    ids = jnp.asarray(np.arange(20).reshape(4, 5) % 7)
+
+    def run(t, i):
+        parts = jax.lax.slice(i, (0, 0), (4, 4)), jax.lax.slice(i, (1, 0), (4, 5)), i.T[:3], i[0]
+        return [jax.nn.one_hot(part, 7) @ t for part in parts]
+
+    found = compare(run, (random(7, 3), ids), gradients=False)
+    assert found.complaints == []
+    assert found.counts("respelling") == 4
+
+
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, jnp.int32])
 def test_ids_of_any_integer_dtype(dtype):
     ids, table = jnp.asarray([3, 0, 100], dtype), random(101, 4)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas.compat import Dtype
-from autopallas.graph import Graph, Node
+from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.kernels.respelling.exact_sums import Sums, added_exactly
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
@@ -79,23 +79,31 @@ def _ids(graph: Graph, value: int, classes: int) -> tuple[int, list[int | None]]
     space = scope.space
     whole = space.full(value)
     outer = space.operands(space.canonical(whole))
-    compared = None if outer is None else space.operands(outer[0])
+    compared = None if outer is None else space.uses(outer[0])
     if compared is None:
         return None
     for positions, ids in (compared, compared[::-1]):
-        if not is_position(scope, positions, whole.view[classes][1]):
+        if not is_position(scope, space.canonical(positions), whole.view[classes][1]):
             continue
-        ids = space.canonical(ids)
-        own = [space.resolve(atoms) for _, atoms in space.view(whole.view)]
-        axes: list[int | None] = []
-        for offset, atoms in space.view(ids.view):
-            if offset or atoms and space.resolve(atoms) not in own:
-                return None
-            axes.append(own.index(space.resolve(atoms)) if atoms else None)
-        wanted = [axis for axis, atoms in enumerate(own) if atoms and axis != classes]
-        if sorted(axis for axis in axes if axis is not None) == wanted and ids.value not in graph.literals:
-            return ids.value, axes
+        # As far back as whole arrays are read: of a slice, the ids are those of the slice.
+        for at in reversed([*space.chain(ids)]):
+            axes = _axes_read(space, at, whole, classes)
+            if axes is not None:
+                return (at.value, axes) if at.value not in graph.literals else None
     return None
+
+
+def _axes_read(space: Space, ids: Ref, whole: Ref, classes: int) -> list[int | None] | None:
+    """Returns for each axis of an array the axis of the one-hot matrix along which all of it is read, or None for an
+    axis of size 1; None where the array is not read so, once along each axis but that of the classes."""
+    own = [atoms for _, atoms in space.view(whole.view)]
+    axes: list[int | None] = []
+    for size, (offset, atoms) in zip(space.graph.shape(ids.value), space.view(ids.view), strict=True):
+        if offset or space.extent(atoms) != size or atoms and atoms not in own:
+            return None
+        axes.append(own.index(atoms) if atoms else None)
+    wanted = [axis for axis, atoms in enumerate(own) if atoms and axis != classes]
+    return axes if sorted(axis for axis in axes if axis is not None) == wanted else None
 
 
 def _in_order(spec: RespellingSpec, ids: jax.Array) -> jax.Array:
