@@ -536,6 +536,19 @@ def test_a_state_that_each_step_rounds_is_left_alone(dtype, carried):
     assert ["rounded to a narrower type" in reason for reason in reasons_of(run, *loop_arguments())] == [True]
 
 
+@pytest.mark.parametrize("batched", [False, True], ids=["by an identity matrix", "by numbers"])
+def test_a_state_that_a_product_rounds_is_left_alone(batched):
+    """By a ``preferred_element_type`` that is narrower than what it multiplies."""
+
+    def update(state, a, added):
+        by = a[:, 0, 0] if batched else 0.9 * jnp.eye(2)
+        numbers = (((), ()), ((0,), (0,))) if batched else (((1,), (0,)), ((), ()))
+        return lax.dot_general(by, state, numbers, preferred_element_type="bfloat16").astype(jnp.float32) + added
+
+    run = matrix_loop(update)
+    assert ["rounded to a narrower type" in reason for reason in reasons_of(run, *loop_arguments())] == [True]
+
+
 def test_a_state_in_8_bits_is_left_alone():
     quantised = lambda x: x.astype(jnp.float8_e4m3fn).astype(jnp.float32)  # noqa: E731
     run = matrix_loop(lambda state, a, added: quantised(a * state + added))

@@ -225,13 +225,16 @@ def _converted(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum |
         return read[0] if before == after or before == np.bool_ or widens(before, after) else None
     if before == after or widens(before, after):
         return read[0]
-    if not rounds(before, after):
-        return None
+    return _rounded(read[0]) if rounds(before, after) else None
+
+
+def _rounded(value: Sum) -> Sum:
+    """Returns a sum whose carried values are marked as rounded."""
     parts = (
         part if part.carried is None else replace(part, carried=replace(part.carried, rounded=True))
-        for part in read[0].parts
+        for part in value.parts
     )
-    return Sum(read[0].axes, tuple(parts))
+    return Sum(value.axes, tuple(parts))
 
 
 def _negated(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | None:
@@ -318,6 +321,7 @@ def _over(part: Part, labels: Sequence[int | None], sizes: Sequence[int], every:
 
 
 def _contracted(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | None:
+    """A product with a carried value, which is marked where the result is of a type that rounds it; or an outer one."""
     a, b = read
     (left, right), (left_batch, right_batch) = equation.params["dimension_numbers"]
     shapes = [atom.aval.shape for atom in equation.invars]
@@ -341,7 +345,12 @@ def _contracted(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum 
     axes += [label for d, label in enumerate(merged) if d not in (*left, *left_batch)]
     axes += [label for d, label in enumerate(b.axes) if d not in (*right, *right_batch)]
     found = Sum(tuple(axes), tuple(_over(p.times(q), over, sizes, labels) for p in a.parts for q in b.parts))
-    return None if free and identities and any(part.summed for part in found.parts) else found
+    if free:
+        return None if identities and any(part.summed for part in found.parts) else found
+    before, after = equation.invars[0 if b.is_free else 1].aval.dtype, equation.outvars[0].aval.dtype
+    if before == after or widens(before, after):
+        return found
+    return _rounded(found) if rounds(before, after) else None
 
 
 def _is_of_few(shapes: Sequence[Sequence[int]], over: Sequence[Sequence[int]], batch: Sequence[Sequence[int]]) -> bool:
