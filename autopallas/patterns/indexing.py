@@ -177,7 +177,7 @@ def is_position(scope: Scope, ref: Ref, atoms: Sequence[Atom]) -> bool:
     node = scope.node(ref)
     if node is None:
         constant = scope.captured(ref)
-        along = [(offset, space.resolve(own)) for offset, own in ref.view if own]
+        along = [dimension for dimension in space.view(ref.view) if dimension != (0, ())]
         return (
             constant is not None
             and along == [(0, space.resolve(atoms))]

@@ -11,6 +11,9 @@ from support.catalogue import array
 from support.compare import compare, compiled, optimized_like_a_user
 
 import autopallas
+from autopallas.graph import Graph, flatten
+from autopallas.patterns.expressions import Scope
+from autopallas.patterns.indexing import is_position
 from recognition.losses import picked
 
 T, D, V = 4, 8, 12
@@ -167,6 +170,21 @@ def test_a_nan_that_is_added_to_hidden_scores_shows_where_it_did():
 
     given, expected = (compiled(f)(q, k, v, bias) for f in (optimized_like_a_user(attend), attend))
     assert jnp.array_equal(jnp.isnan(given), jnp.isnan(expected))
+
+
+def test_a_row_of_captured_numbers_does_not_count_with_those_before_it():
+    numbers = jnp.arange(12).reshape(2, 6)
+
+    def row(place):
+        parts = jax.jit(lambda x: lax.slice(x, (place, 0), (place + 1, 6)))
+        graph = Graph(flatten(jax.make_jaxpr(lambda x: x + parts(numbers))(numbers)))
+        scope = Scope(graph)
+        last = scope.space.full(graph.numbers[graph.root][graph.root.outvars[0]])
+        operands = scope.space.operands(last)
+        return [is_position(scope, operand, last.view[1][1]) for operand in operands]
+
+    assert row(0) == [False, True]
+    assert row(1) == [False, False]
 
 
 def test_what_nothing_reads_is_no_site():
