@@ -48,7 +48,7 @@ def carries_of(step: Step) -> Carries:
     depends = [bits[atom] if isinstance(atom, Var) else 0 for atom in step.after]
     known: list[Known] = []
     solved = 0
-    last = _unread(step)
+    last, written = _unread(step), _written(step)
     reasons: dict[int, str] = {}
     left = [place for place in range(len(step.carries)) if place not in last]
     nonlinear: set[int] = set()
@@ -58,19 +58,21 @@ def carries_of(step: Step) -> Carries:
             solved |= 1 << value.carry
             left.remove(value.carry)
         states = [p for p in left if not depends[p] & ~solved & ~(1 << p)]
-        if not states and any(_is_written(step, place) for place in nonlinear):
+        if not states and not written.isdisjoint(nonlinear):
             raise Mismatch(_INDEXED, advice=OWN_ROWS)
         if not states:
             if reasons:
                 raise Mismatch("; ".join(dict.fromkeys(reasons.values())), advice=STATE)
             raise _coupled(step, left, [value.carry for value in known])
-        found = interpreted(step, states, [value.carry for value in known])
+        waiting = [place for place in left if place not in states]
+        # While others wait, a part of the step is looked at: of a long chain of carried values, each is a round.
+        part = step.until(states) if waiting else step
+        found = interpreted(part, states, [value.carry for value in known])
         opaque = {p: u.reason for p in states for u in found.updates[p] if isinstance(u, Opaque)}
         reasons |= opaque
-        waiting = [place for place in left if place not in states]
         if not opaque and not waiting:
             break
-        if not opaque and any(_is_written(step, place) for place in waiting):
+        if not opaque and not written.isdisjoint(waiting):
             raise Mismatch(_INDEXED, advice=OWN_ROWS)
         if not opaque and not any(depends[place] >> place & 1 for place in waiting):
             raise Mismatch(_WAITING, advice=STATE)
@@ -112,10 +114,10 @@ def _is_small(step: Step, place: int) -> bool:
     return math.prod(step.carries[place].aval.shape) <= max(sliced, default=0)
 
 
-def _is_written(step: Step, place: int) -> bool:
-    """Returns whether a carried array is written by an index."""
-    carry = step.carries[place]
-    return any(e.primitive.name in WRITES and e.invars[0] is carry for e in step.equations)
+def _written(step: Step) -> set[int]:
+    """Returns the places of the carried arrays that are written by an index."""
+    arrays = {e.invars[0] for e in step.equations if e.primitive.name in WRITES and isinstance(e.invars[0], Var)}
+    return {place for place, variable in enumerate(step.carries) if variable in arrays}
 
 
 def _unread(step: Step) -> list[int]:

@@ -203,6 +203,10 @@ class Step:
         """Returns the step with other equations for the same variables, without those that it does not need."""
         return replace(self, equations=needed(equations, [*self.after, *self.results]))
 
+    def until(self, places: Sequence[int]) -> Step:
+        """Returns the step with those equations alone that some of the carried values need after it."""
+        return replace(self, equations=needed(self.equations, [self.after[place] for place in places]))
+
     def dependencies(self) -> dict[Var, int]:
         """Returns for each variable which carried values it depends on, as bits."""
         found = dict.fromkeys((*self.constants, *self.slices), 0)

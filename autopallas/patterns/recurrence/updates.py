@@ -64,6 +64,7 @@ def interpreted(step: Step, states: Sequence[int], known: Sequence[int]) -> Inte
 
 def _parts(step: Step, states: Sequence[int], known: Sequence[int], place: int, found: Interpretation) -> list[Var]:
     """Returns the variables between the updates of a state, as few as possible; none where it has no such form."""
+    step = step.until([place])
     passed = _passed(step, place)
     parts: list[Var] = []
     while len(parts) < _MOST_UPDATES - 1:
