@@ -10,6 +10,7 @@ from autopallas.custom.operation import pattern_of
 from autopallas.graph import Graph
 from autopallas.graph.edit import surviving
 from autopallas.patterns.match import Match
+from autopallas.patterns.order import circle
 from autopallas.plan.decision import Decision
 
 __all__ = ["without_nested"]
@@ -21,7 +22,8 @@ def without_nested(
     graph: Graph, matches: Sequence[Match], decisions: Sequence[Decision]
 ) -> tuple[list[Match], list[Decision]]:
     """Drops sites, with their decisions, that lie within another applied site; the outer one stays.  Of those that come
-    last, what holds a value that another applied site gives is dropped too."""
+    last, what holds a value that another applied site gives is dropped too, and what waits for one that waits for
+    it."""
     pairs = list(zip(matches, decisions, strict=True))
     custom = [pair for pair in pairs if pattern_of(pair[0].site) is not None]
     last = [pair for pair in pairs if pair[0].site.operation.priority < 0]
@@ -43,7 +45,19 @@ def without_nested(
     given = {number for match, decision in left if decision.verdict == "applied" for number in match.reads}
     last = [pair for pair in outside(last, left) if not pair[0].holds_any(given)]
     left += _around_no_other(graph, last, left)
+    left = _in_some_order(graph, left)
     return [match for match, _ in left], [decision for _, decision in left]
+
+
+def _in_some_order(graph: Graph, pairs: list[Planned]) -> list[Planned]:
+    """Drops, of applied sites that wait for each other, those that come last: where one gives what another site gives
+    too, only that other one's order was known before."""
+    while around := circle(graph, [match for match, decision in pairs if decision.verdict == "applied"]):
+        late = [match for match in around if match.site.operation.priority < 0]
+        if not late:
+            return pairs
+        pairs = [pair for pair in pairs if pair[0] is not late[-1]]
+    return pairs
 
 
 def _around_no_other(graph: Graph, last: list[Planned], others: list[Planned]) -> list[Planned]:
