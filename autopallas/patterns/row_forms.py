@@ -242,8 +242,8 @@ class FormReader:
                 source, target = (self.graph.dtype(r.value) for r in (operands[0], at))
                 if not rounds(source, target):
                     raise UnlikeError(f"it is cast from {source} to {target}")
-                if not self.space.atoms(at) & set(self.columns) and target.itemsize < self.graph.dtype(self.x).itemsize:
-                    raise UnlikeError("a number of the rows is rounded more than they are")
+                if not self.space.atoms(at) & set(self.columns):
+                    self._check_width(at)
                 return self._squared(at, forms[0])
             case "add" | "add_any" | "sub":
                 return self._added(forms[0], forms[1], -1.0 if name == "sub" else 1.0)
@@ -284,6 +284,11 @@ class FormReader:
                 self.centred = any(m in stopped for m in (_MEAN, _MEAN_OF_MEAN))
                 raise Mismatch(_STOPPED, advice=_THROUGH)
         raise UnlikeError(f"the rows pass through {name}")
+
+    def _check_width(self, number: Ref) -> None:
+        """Raises UnlikeError if a number of the rows is narrower than they are."""
+        if self.graph.dtype(number.value).itemsize < self.graph.dtype(self.x).itemsize:
+            raise UnlikeError("a number of the rows is rounded more than they are")
 
     def _floored(self, form: Form) -> tuple[bool, float, float] | None:
         """Returns the moment, as :func:`_moment` does, that a form is, or the root of which it is; None for others, and
@@ -362,6 +367,7 @@ class FormReader:
     def _summed(self, at: Ref, depth: int) -> Form:
         """Reads a sum over the columns, of one value or of the product of two."""
         node = self.graph.definitions[at.value]
+        self._check_width(at)
         dimensions = [(0, (atom,)) for atom in self.columns]
         if node.name == "reduce_sum":
             shape, axes, kept = self.graph.shape(node.inputs[0]), node.params["axes"], iter(at.view)

@@ -368,3 +368,18 @@ def test_a_step_on_each_device_in_which_constants_are_subtracted(op, norm, varyi
     assert max(error[0] for error in measured(given, in_float64(step, arguments))) < 5e-5
     (site,) = [site for site in optimized.report().sites if site.op == op]
     assert (site.verdict, site.direction) == ("applied", "forward+backward")
+
+
+@pytest.mark.parametrize(
+    "total",
+    [
+        lambda x: jax.lax.dot_general(x, x, (((1,), (1,)), ((0,), (0,))), preferred_element_type=jnp.bfloat16),
+        lambda x: jax.lax.reduce_sum((x * x).astype(jnp.bfloat16), (1,)),
+    ],
+    ids=["by a product", "of narrower squares"],
+)
+def test_rows_whose_squares_are_summed_in_fewer_digits_are_left_alone(total):
+    def norm(x):
+        return x * jax.lax.rsqrt(total(x).astype(jnp.float32)[:, None] / x.shape[1] + 1e-6)
+
+    assert not autopallas.explain(norm, jnp.ones((8, 32))).sites
