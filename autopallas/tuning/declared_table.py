@@ -86,7 +86,7 @@ class DeclaredTable(Table[Spec, BlockSizes]):
                 steps = " ".join(sorted(value.primitives - {"convert_element_type", "mul"}))
                 read = " and ".join(sorted({given.dtype.name for given in value.inputs}))
                 yield f"{field.name} of {steps or 'mul'} in {read}"
-            elif value not in (None, False):
+            elif value not in (None, False, ()):
                 yield f"{field.name} {value}"
 
 

@@ -22,7 +22,7 @@ from autopallas.sites.operation import operation_named
 from autopallas.tuning import processor, table_files
 from autopallas.tuning.table import DEVICES, LEAST_MEMORY, Bucket, Row, lookup, table_device
 from autopallas.tuning.table_files import Files, device_of, folder_of
-from autopallas.workbench.cases import DIRECTIONS, Case, match_of
+from autopallas.workbench.cases import DIRECTIONS, Case, cases_of, match_of
 
 BUCKETS = tuple(Bucket(name, {}) for name in "abcd")
 TUNED = [op for op in OPERATIONS if operation_named(op).has("tuned_block_sizes")]
@@ -280,6 +280,23 @@ def test_the_checked_in_files_are_as_they_would_be_written(op):
     files = importlib.import_module(f"autopallas.kernels.{op}.tuned_block_sizes").TABLE.files
     for device in files:
         assert files.text(files.read(device)) == files.path(device).read_text(), device
+
+
+@pytest.mark.parametrize("variant", ["plain", "states", "normalised", "number", "rates", "powers", "steps", "sums"])
+def test_the_cases_of_a_declared_operation_find_the_rows_that_were_measured_on_them(variant):
+    """A parameter that was declared later, and that a site does not have, is no part of the key of its rows."""
+    table = operation_named("linear_attention").part("tuned_block_sizes").TABLE
+    cases = [
+        case
+        for case in cases_of("linear_attention").table_grid("cpu")
+        if (case.mask, case.dtype, case.size("T"), case.size("N")) == (variant, "float32", 1024, 64)
+    ]
+    assert {case.direction for case in cases} == set(DIRECTIONS)
+    for case in cases:
+        match = match_of(case)
+        found = table.find(match.spec, Device("cpu", "cpu"), "xla", match.direction)
+        assert found is not None, case
+        assert found.source == "table", case
 
 
 def test_a_table_is_read_when_a_device_is_asked_for():
