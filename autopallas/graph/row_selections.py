@@ -72,6 +72,22 @@ def _sums_rows(equation: JaxprEqn) -> bool:
     return len(axes) == 1 or axes != list(range(len(axes)))
 
 
+def _written_out(body: Body) -> set[Var]:
+    """Returns the columns of arrays of which each column is read by itself: gates of experts that are written out one
+    after the other are such columns, and no labels."""
+    taken: dict[tuple[Var, int], dict[Var, int]] = {}
+    for equation in body.equations:
+        if equation.primitive.name == "slice" and isinstance(source := equation.invars[0], Var):
+            if (column := Column.of(equation)) is not None:
+                taken.setdefault((source, column.axis), {})[equation.outvars[0]] = column.index
+    return {
+        variable
+        for (source, axis), columns in taken.items()
+        if len(set(columns.values())) == source.aval.shape[axis]
+        for variable in columns
+    }
+
+
 class _Mover(SpreadRows):
     """Moves the selections of one body.
 
@@ -97,6 +113,7 @@ class _Mover(SpreadRows):
             if not compat.is_tracer(array) and jnp.issubdtype(array.dtype, jnp.integer)
         }
         self._own = self._flowing()
+        self._written_out = _written_out(body)
 
     def run(self) -> bool:
         """Changes the body; returns False if what was found would add products, so that nothing was changed."""
@@ -319,6 +336,8 @@ class _Mover(SpreadRows):
         first, takes = equation.invars[0], equation.primitive.name == "slice"
         column = Column.of(equation) if isinstance(first, Var) and (takes or self.choices) else None
         if column is None or {axis for shape, axis in self._summed if shape == column.shape} != {column.axis}:
+            return None
+        if takes and equation.outvars[0] in self._written_out:
             return None
         if takes and first in self.logits and len(self.names) < _MOST:
             self.choices.add(("column", column))

@@ -405,6 +405,34 @@ def test_branches_of_a_switch_for_each_token_with_a_function_that_has_a_derivati
     found(lambda p, x: jax.vmap(token, (None, 0, 0))(p, best(p, x), x))
 
 
+# ---------------------------------------------------------------------- weights by columns of probabilities
+
+
+def masked_where(p, x):
+    probabilities = jax.nn.softmax(x @ p["router"])
+    mask = best(p, x)[:, None] == jnp.arange(E)
+    return sum(jnp.where(mask[:, e : e + 1], expert(at(p, e), x) * probabilities[:, e : e + 1], 0) for e in range(E))
+
+
+def one_hot_columns(p, x):
+    weights = jax.nn.softmax(x @ p["router"]) * jax.nn.one_hot(best(p, x), E)
+    return sum(expert(at(p, e), x) * weights[:, e, None] for e in range(E))
+
+
+def replaced_where(p, x):
+    probabilities, out = jax.nn.softmax(x @ p["router"]), jnp.zeros_like(x)
+    for e in range(E):
+        out = jnp.where(
+            (best(p, x) == e)[:, None], jnp.tanh(x @ p["gate"][e]) @ p["down"][e] * probabilities[:, e, None], out
+        )
+    return out
+
+
+@pytest.mark.parametrize("function", [masked_where, one_hot_columns, replaced_where], ids=lambda f: f.__name__)
+def test_columns_of_probabilities_are_weights_of_experts_and_no_labels(function):
+    assert found(mean_loss(function)).counts()["cross_entropy"] == 0
+
+
 # ---------------------------------------------------------------------- routers
 
 
