@@ -11,12 +11,17 @@ from autopallas.faults import contained
 from autopallas.graph import Graph, Node
 from autopallas.graph.extract import jaxpr_of, nodes_between
 from autopallas.kernels.respelling.kind import Found, Kind
-from autopallas.kernels.respelling.kinds import associative_scan, kinds_by_primitive, scan_checkpoint
+from autopallas.kernels.respelling.kinds import (
+    associative_scan,
+    kinds_by_primitive,
+    scan_checkpoint,
+    summed_exponentials_gradient,
+)
 from autopallas.kernels.respelling.operation import OPERATION
 from autopallas.kernels.respelling.site import RespellingSite
 from autopallas.kernels.respelling.spec import ArrayType, RespellingSpec
 from autopallas.numerics.casts import is_quantised
-from autopallas.patterns import checkpointed_scans
+from autopallas.patterns import checkpointed_scans, exponential_loops
 from autopallas.patterns.associative_scans import unknown_scans
 from autopallas.patterns.match import Match, NearMiss
 from autopallas.patterns.selection import looks_for
@@ -37,6 +42,11 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     found: list[Match] = []
     places: set[Node] = set()
     graph.respelt = set()
+    if _is_looked_for(graph, summed_exponentials_gradient.KIND):
+        for loops in exponential_loops.find(graph):
+            found.append(loops)
+            places.update(loops.equations)
+            graph.respelt.update((*loops.results, *(n for later in loops.then for n in later.results)))
     for node in graph.nodes:
         for kind in kinds.get(node.name, ()):
             with contained(node, OPERATION.name, "recognition"):

@@ -65,7 +65,17 @@ _EVERY_KIND: dict[str, Mapping[str, Any]] = {
     "usual": {},
     "distances": {"ops": ("respelling", "squared_distances")},
     "checkpoint": {"ops": ("respelling", "scan_checkpoint")},
-    "every kind": {"ops": ("respelling", "squared_distances", "scan_checkpoint", "looped_bfloat16", "summed_products")},
+    "every kind": {
+        "ops": (
+            "respelling",
+            "squared_distances",
+            "scan_checkpoint",
+            "looped_bfloat16",
+            "summed_products",
+            "summed_exponentials",
+            "summed_exponentials_gradient",
+        )
+    },
 }
 """Options by which kinds are looked for that are not by default."""
 

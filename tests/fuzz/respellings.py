@@ -8,10 +8,12 @@ from collections.abc import Mapping
 
 from .writing import Writer
 
-__all__ = ["FIRST_NETWORK", "FIRST_OF_EVERY_KIND", "body", "operands"]
+__all__ = ["FIRST_EXPONENTIALS", "FIRST_NETWORK", "FIRST_OF_EVERY_KIND", "body", "operands"]
 
 FIRST_OF_EVERY_KIND = 230_000
 """From this seed on every kind of respelling has a form."""
+FIRST_EXPONENTIALS = 270_000
+"""From here on steps sum exponentials of sums."""
 FIRST_NETWORK = 260_000
 """From this seed on there are gradients of weights that loops multiply by."""
 
@@ -47,6 +49,8 @@ def body(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
         }  # fmt: skip
     if c.seed >= FIRST_NETWORK:
         steps["network"] = _network
+    if c.seed >= FIRST_EXPONENTIALS:
+        steps["summed exponentials"] = _summed_exponentials
     for n in range(c.pick(f"{at}.count", [1, 2, 3], 0.6)):
         name = c.pick(f"{at}.step {n}", {name: name for name in steps}, 0.8)
         w.features.add(f"step: {name}")
@@ -580,6 +584,51 @@ def _network(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
         "summed": f"jax.grad(lambda w, xs: jax.vmap(lambda xs: {loss}, 1)(xs).sum())({weights}, {slices})",
     }
     return f"({x} + jnp.sin({c.pick(f'{at}.way', ways, 0.6)}).reshape(2, {d}, {d}).sum((0, 1))).astype({x}.dtype)"
+
+
+def _summed_exponentials(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """Runs a loop whose steps take a logsumexp of sums of arrays that lack axes, or its gradient."""
+    c, d = w.choices, size["d"]
+    matrix = w.set("matrix", f"{w.normal('w', (d, d), 'float32', c.pick(f'{at}.scale', [1.0, 30.0, 300.0], 0.4))}")
+    if c.chance(f"{at}.masked", 0.3):
+        matrix = w.set(
+            "matrix",
+            f"jnp.where(jnp.tri({d}, dtype=bool), {matrix}, {c.pick(f'{at}.fill', ['-jnp.inf', '-1e4'], 0.5)})",
+        )
+    scores = c.pick(
+        f"{at}.scores",
+        [
+            "h[..., :, None] + m", "m.T - h[..., :, None]", "(h[..., :, None] + m) / 3",
+            "h[..., :, None] + (m + a[..., None, :])", "-(m - jnp.sin(h)[..., :, None] - a[..., :, None])",
+            "h[..., :, None] * m",
+        ],
+        0.8,
+    )  # fmt: skip
+    sums = {
+        "logsumexp": "jax.nn.logsumexp({x}, -2)",
+        "kept": "jax.nn.logsumexp({x}, -2, keepdims=True)[..., 0, :]",
+        "by hand": "(lambda s: jnp.log(jnp.exp(s - s.max(-2, keepdims=True)).sum(-2)) + s.max(-2))({x})",
+        "softmax": "(jax.nn.softmax({x}, -2) * a[..., :, None]).sum(-2)",
+        "epsilon": "(lambda s: jnp.log(jnp.exp(s - s.max(-2, keepdims=True)).sum(-2) + 1e-3) + s.max(-2))({x})",
+        "other axis": "jax.nn.logsumexp({x}, -1)",
+    }
+    step = c.pick(f"{at}.sum", sums, 0.8).format(x=scores)
+    after = c.pick(f"{at}.after", ["{s} + a", "a - {s}", "jax.nn.log_softmax({s} + a)", "jnp.tanh({s}) + a"], 0.5)
+    gives = c.pick(f"{at}.gives", ["h", "jnp.cos(h)", "h.sum()", "(h, a)", "None"], 0.5)
+    reverse, unroll = c.chance(f"{at}.reverse", 0.3), c.pick(f"{at}.unroll", [1, 3], 0.2)
+    body = after.format(s=step)
+    loop = f"lax.scan(lambda h, a: (lambda h: (h, {gives}))({body}), xs[0], xs, reverse={reverse}, unroll={unroll})"
+    loss = f"sum(jnp.sin(1.0 * y).mean() for y in jax.tree.leaves({loop}))"
+    slices = w.set("slices", f"jnp.moveaxis({x}, 1, 0).astype(jnp.float32)")
+    ways = {
+        "value": f"(lambda m, xs: {loop}[0].sum(0))({matrix}, {slices})",
+        "gradient": f"jax.grad(lambda m, xs: {loss})({matrix}, {slices}).sum(0)",
+        "slices": f"jax.grad(lambda xs, m: {loss})({slices}, {matrix}).sum((0, 1))",
+        "examples": f"jax.vmap(jax.grad(lambda m, xs: {loss}), (None, 1))({matrix}, {slices}).sum((0, 1))",
+    }
+    own = c.pick(f"{at}.way", {name: name for name in ways}, 0.6)
+    w.features.add(f"summed exponentials: {own}")
+    return f"({x} + jnp.sin({ways[own]})).astype({x}.dtype)"
 
 
 def _squared_distances(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:

@@ -20,7 +20,7 @@ from .judge import Verdict, judge, kinds_found
 from .mutations import FAULTS, put_back
 from .program import RandomProgram, random_program
 from .record import clean_ranges
-from .respellings import FIRST_NETWORK, FIRST_OF_EVERY_KIND
+from .respellings import FIRST_EXPONENTIALS, FIRST_NETWORK, FIRST_OF_EVERY_KIND
 from .shrink import shrunk
 from .tolerance import roundings
 from .writing import Argument
@@ -156,6 +156,8 @@ _DRAWN = {
     "short_sum": "step: short sum",
     "sort": "first: sort",
     "squared_distances": "step: squared distances",
+    "summed_exponentials": "step: summed exponentials",
+    "summed_exponentials_gradient": "step: summed exponentials",
     "summed_products": "step: network",
     "threefry": "step: dropout",
     "triangular_solve": "step: triangular solve",
@@ -170,7 +172,10 @@ def test_every_kind_of_respelling_is_drawn():
 
 @pytest.mark.parametrize("kind", sorted(_DRAWN))
 def test_a_respelling_is_found_in_programs_that_are_drawn_for_it(kind):
-    first = FIRST_NETWORK if kind == "summed_products" else FIRST_OF_EVERY_KIND
+    later = {"summed_products": FIRST_NETWORK} | dict.fromkeys(
+        ("summed_exponentials", "summed_exponentials_gradient"), FIRST_EXPONENTIALS
+    )
+    first = later.get(kind, FIRST_OF_EVERY_KIND)
     programs = (random_program(seed) for seed in range(first + 2, first + 5_000, 10))
     drawn = (program for program in programs if _DRAWN[kind] in program.features)
     tries = 120 if kind == "product" else 40

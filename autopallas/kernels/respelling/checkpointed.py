@@ -41,6 +41,7 @@ class Loop:
       reverse: whether the last slices come first.
       unroll: steps that are compiled as one.
       literals: (position, value) of the operands that are no arrays of the program.
+      zeros: positions of constants that are zero in each element.
     """
 
     step: ClosedJaxpr = field(compare=False)
@@ -49,6 +50,7 @@ class Loop:
     reverse: bool
     unroll: int
     literals: tuple[tuple[int, np.ndarray], ...] = field(default=(), compare=False)
+    zeros: frozenset[int] = frozenset()
 
     @property
     def operands(self) -> int:
@@ -62,12 +64,16 @@ class Loop:
             jnp.asarray(literals[i]) if i in literals else next(rest) for i in range(self.operands) if i not in left_out
         ]
 
-    def giving(self, results: Sequence[int], constants: Sequence[jax.Array]) -> Callable[[Arrays, Arrays], Arrays]:
-        """Returns a step without dead code, from carried values and slices to the results of some places."""
+    def step_giving(self, results: Sequence[int]) -> ClosedJaxpr:
+        """Returns a step without dead code, from all that it is given to the results of some places."""
         jaxpr, captured = jaxprs.open_jaxpr(self.step)
         chosen = [jaxpr.outvars[i] for i in results]
         program = jaxprs.rebuild(self.step, jaxpr.constvars, captured, jaxpr.invars, chosen, jaxpr.eqns)
-        run = compat.jaxpr_as_fun(jaxprs.without_dead_code(program))
+        return jaxprs.without_dead_code(program)
+
+    def giving(self, results: Sequence[int], constants: Sequence[jax.Array]) -> Callable[[Arrays, Arrays], Arrays]:
+        """Returns a step without dead code, from carried values and slices to the results of some places."""
+        run = compat.jaxpr_as_fun(self.step_giving(results))
         return lambda carried, slices: list(run(*constants, *carried, *slices))
 
     def run(
@@ -161,7 +167,7 @@ class CheckpointedScan:
             case "backward":
                 return self._backward_of_whole(operands)
             case "both":
-                count = self._forward_operands
+                count = self.forward_operands
                 found, stacks = self._whole_forward(operands[:count], (), tuple(dict(self.residuals)))
                 backward = self.backward
                 rest = backward.filled(operands[count:], self._residual_positions)
@@ -176,11 +182,8 @@ class CheckpointedScan:
             case "backward":
                 return self._chunked_backward(operands)
             case "both":
-                count, literals = self._forward_operands, dict(self.forward.literals)
-                found, starts = self._chunked_forward(operands[:count])
-                filled = enumerate(self.forward.filled(operands[:count]))
-                again = [x for i, x in filled if i not in literals and not self._is_first(i)]
-                return [*found, *self._chunked_backward([*again, *starts, *operands[count:]])]
+                found, starts = self._chunked_forward(operands[: self.forward_operands])
+                return [*found, *self._chunked_backward(self.after_forward(operands, starts))]
 
     # ------------------------------------------------------------------ operands
 
@@ -189,7 +192,8 @@ class CheckpointedScan:
         return self.forward.constants <= position < self.forward.constants + self.forward.carried
 
     @property
-    def _forward_operands(self) -> int:
+    def forward_operands(self) -> int:
+        """Number of operands of the loop."""
         return self.forward.operands - len(self.forward.literals)
 
     @property
@@ -197,7 +201,14 @@ class CheckpointedScan:
         first = self.backward.constants + self.backward.carried
         return frozenset(first + place for _, place in self.residuals)
 
-    def _read_again(self, operands: Sequence[jax.Array]) -> tuple[Arrays, Arrays, Arrays, Arrays]:
+    def after_forward(self, operands: Sequence[jax.Array], starts: Sequence[jax.Array]) -> Arrays:
+        """Returns the backward's operands of those of both, and of what the loop carries where chunks begin."""
+        count, literals = self.forward_operands, dict(self.forward.literals)
+        filled = enumerate(self.forward.filled(operands[:count]))
+        again = [x for i, x in filled if i not in literals and not self._is_first(i)]
+        return [*again, *starts, *operands[count:]]
+
+    def read_again(self, operands: Sequence[jax.Array]) -> tuple[Arrays, Arrays, Arrays, Arrays]:
         """Splits the backward's operands into the loop's constants, its slices, what it carries at the beginnings of
         chunks, and the reversed loop's operands without residuals."""
         forward = self.forward
@@ -242,7 +253,7 @@ class CheckpointedScan:
 
     def _chunked_backward(self, operands: Sequence[jax.Array]) -> Arrays:
         forward, backward = self.forward, self.backward
-        constants, slices, starts, rest = self._read_again(operands)
+        constants, slices, starts, rest = self.read_again(operands)
         last = backward.constants + backward.carried
         stacked = [i - backward.carried for i in self.given if i >= backward.carried]
         places = tuple(dict(self.residuals))
@@ -250,13 +261,13 @@ class CheckpointedScan:
         def chunk(carried: Arrays, own: tuple[Arrays, ...], length: int) -> tuple[Arrays, Arrays]:
             again, read, start = own
             _, found = forward.run(places, constants, start, again, length)
-            every = self._with_residuals(read, dict(zip(places, found, strict=True)))
+            every = self.with_residuals(read, dict(zip(places, found, strict=True)))
             return backward.run(stacked, rest[: backward.constants], carried, every, length)
 
         ends, found = self._by_chunks(
             chunk, rest[backward.constants : last], (slices, rest[last:]), starts, backward=True
         )
-        return self._chosen(ends, found)
+        return self.chosen(ends, found)
 
     # ------------------------------------------------------------------ all steps at once
 
@@ -285,7 +296,7 @@ class CheckpointedScan:
 
     def _backward_of_whole(self, operands: Sequence[jax.Array]) -> Arrays:
         """Computes the backward from the beginnings of chunks, with all residuals."""
-        constants, slices, starts, rest = self._read_again(operands)
+        constants, slices, starts, rest = self.read_again(operands)
         places = tuple(dict(self.residuals))
 
         def chunk(carried: Arrays, own: tuple[Arrays, ...], length: int) -> tuple[Arrays, Arrays]:
@@ -299,17 +310,17 @@ class CheckpointedScan:
         backward = self.backward
         last = backward.constants + backward.carried
         stacked = [i - backward.carried for i in self.given if i >= backward.carried]
-        every = self._with_residuals(rest[last:], stacks)
+        every = self.with_residuals(rest[last:], stacks)
         first = rest[backward.constants : last]
-        return self._chosen(*backward.run(stacked, rest[: backward.constants], first, every, self.length))
+        return self.chosen(*backward.run(stacked, rest[: backward.constants], first, every, self.length))
 
-    def _with_residuals(self, own: Sequence[jax.Array], stacks: dict[int, jax.Array]) -> Arrays:
+    def with_residuals(self, own: Sequence[jax.Array], stacks: dict[int, jax.Array]) -> Arrays:
         """Returns all slices of the reversed loop."""
         found = dict(zip(self.own_slices, own, strict=True))
         found.update({place: stacks[source] for source, place in self.residuals})
         return [found[i] for i in range(len(found))]
 
-    def _chosen(self, ends: Arrays, found: Arrays) -> Arrays:
+    def chosen(self, ends: Arrays, found: Arrays) -> Arrays:
         """Returns the reversed loop's results that the program needs."""
         results = iter(found)
         return [ends[i] if i < self.backward.carried else next(results) for i in self.given]
@@ -319,7 +330,7 @@ def key_of(pair: CheckpointedScan) -> str:
     """Returns a key that is equal for pairs of equal steps and parameters."""
     further = repr((pair.length, pair.chunk, pair.residuals, pair.needed, pair.given)).encode()
     for loop in (pair.forward, pair.backward):
-        further += repr((loop.constants, loop.carried, loop.reverse, loop.unroll)).encode()
+        further += repr((loop.constants, loop.carried, loop.reverse, loop.unroll, sorted(loop.zeros))).encode()
         for position, array in loop.literals:
             further += str(position).encode() + bits(array)
     return digest([pair.forward.step, pair.backward.step], further)
