@@ -179,6 +179,11 @@ def _exponentials(plan: Plan, known: Mapping[int, jax.Array], one: ExponentialSu
     return _Exponentials(_Array(lax.squeeze(largest, reduced), _without(total.axes, one.reduced)), rest)
 
 
+def _guarded(x: _Array) -> _Array:
+    """Returns an array with 0 for each number that is not finite."""
+    return _Array(jnp.where(jnp.isfinite(x.value), x.value, 0), x.axes)
+
+
 def _without(axes: Sequence[int], left_out: frozenset[int]) -> tuple[int, ...]:
     return tuple(axis for axis in axes if axis not in left_out)
 
@@ -212,11 +217,13 @@ class _Step:
     def compute(self, numbers: Sequence[int]) -> None:
         """Computes the values of one equation."""
         plan, number = self.plan, numbers[0]
-        if number in self.known:
+        if self.known.keys() >= set(numbers):
             return
         if number in plan.maxima:
             place, axes = plan.maxima[number]
-            self.known[number] = _spread(self._sum(place).result, axes, self.graph.shape(number))
+            result = self._sum(place).result
+            found = _guarded(result) if number in plan.sums[place].guarded else result
+            self.known[number] = _spread(found, axes, self.graph.shape(number))
         elif number in plan.products or number in plan.reductions:
             self._reduce(plan.reductions[number].product if number in plan.reductions else number)
         else:
@@ -239,15 +246,17 @@ class _Step:
         ]
         rests = [x.rest for x in own]
         total = _summed(rests, one.reduced, one.shape)
-        bound = _BOUND[str(total.value.dtype)]
-        is_large = jnp.all((total.value > bound) & (total.value < jnp.inf))
-        is_trusted = lax.cond(is_large, lambda: True, lambda: self._is_zero_or_large(one, total, bound))
         sizes = [one.shape[axis] for axis in one.kept]
-
-        def as_product() -> jax.Array:
-            parts = [_Array(jnp.log(total.value), total.axes), *(x.largest for x in own)]
-            parts += [_term(plan, self.known, term) for term in one.outside]
-            return _spread(_combined(operator.add, parts), one.kept, sizes)
+        outside = [_total(plan, self.known, one.outside)] if one.outside else []
+        parts = [_Array(jnp.log(total.value), total.axes), *(x.largest for x in own), *outside]
+        product = _spread(_combined(operator.add, parts), one.kept, sizes)
+        bound = _BOUND[str(product.dtype)]
+        is_large = _Array((total.value > bound) & (total.value < jnp.inf), total.axes)
+        is_trusted = lax.cond(
+            jnp.all(is_large.value) & jnp.all(jnp.isfinite(product)),
+            lambda: True,
+            lambda: self._is_known(one, total, is_large, product, outside),
+        )
 
         def as_written() -> jax.Array:
             subtracted, exponentials = self._as_written(one, [one.maxima[-1][0], one.exponential])
@@ -257,20 +266,29 @@ class _Step:
             found = jnp.log(jnp.sum(exponentials, reduced)) + subtracted
             return found.reshape(sizes)
 
-        result = lax.cond(is_trusted, as_product, as_written)
-        return _Sum(_Array(result, one.kept), (*rests, _Array(1 / total.value, total.axes)), is_trusted)
+        result = lax.cond(is_trusted, lambda: product, as_written)
+        factors = [*rests, _Array(jnp.where(total.value > 0, 1 / total.value, 0), total.axes)]
+        factors += [_Array(jnp.isfinite(x.value).astype(x.value.dtype), x.axes) for x in outside]
+        return _Sum(_Array(result, one.kept), tuple(factors), is_trusted)
 
-    def _is_zero_or_large(self, one: ExponentialSum, total: _Array, bound: float) -> jax.Array:
-        """Returns whether sums that are not large are 0 since each of their exponents is -inf."""
-        if not one.guarded:
+    def _is_known(
+        self, one: ExponentialSum, total: _Array, is_large: _Array, product: jax.Array, outside: Sequence[_Array]
+    ) -> jax.Array:
+        """Returns whether each sum is large or 0, the latter since each of its exponents is -inf."""
+        if not one.is_guarded:
             return jnp.asarray(False)
         finite = []
         for group in one.groups:
             exponent = _total(self.plan, self.known, group.terms)
             finite.append(_Array((exponent.value > -jnp.inf).astype(exponent.value.dtype), exponent.axes))
-        count = _summed(finite, one.reduced, one.shape).value
-        large = (total.value > bound) & (total.value < jnp.inf)
-        return jnp.all(large | (total.value == 0) & (count == 0))
+        count = _summed(finite, one.reduced, one.shape)
+        is_zero = _Array((total.value == 0) & (count.value == 0), total.axes)
+        large, zero = (_spread(x, one.kept, product.shape) for x in (is_large, is_zero))
+        known = large & jnp.isfinite(product)
+        if not outside:
+            return jnp.all(known | zero)
+        rest = _spread(outside[0], one.kept, product.shape)
+        return jnp.all(known | zero & (rest < jnp.inf) | large & (rest == -jnp.inf))
 
     def _as_written(self, one: ExponentialSum, numbers: Sequence[int]) -> Sequence[jax.Array]:
         """Returns values as the step computes them of a sum's terms."""
@@ -288,8 +306,9 @@ class _Step:
         needed = [n for n in plan.needed if n in plan.reductions and plan.reductions[n].product == number]
         ones = [n for n in needed if not product.factors and plan.reductions[n].reduced == one.summed]
         for n in ones:
-            whole = jnp.ones(graph.shape(n), graph.dtype(n))
-            self.known[n] = -whole if product.negative else whole
+            whole = _Array(jnp.where(jnp.isfinite(own.result.value), 1, jnp.exp(own.result.value)), own.result.axes)
+            value = _spread(whole, plan.reductions[n].axes, graph.shape(n))
+            self.known[n] = -value if product.negative else value
         needed = [n for n in needed if n not in ones]
         if number in plan.needed:
             needed.append(number)
@@ -310,8 +329,11 @@ class _Step:
 
         def as_written() -> list[jax.Array]:
             (exponentials,) = self._as_written(one, [one.exponential])
+            # The logarithm of a sum may be large and rounded: a quotient is more exact than a difference from it.
             total = jnp.sum(exponentials, sorted(one.reduced), keepdims=True)
-            whole = _combined(operator.mul, [_array(exponentials / total, one.own_axes), *factors])
+            logarithm = _spread(own.result, range(len(one.shape)), total.shape)
+            exponentials = exponentials / jnp.where(jnp.isfinite(logarithm), total, 1)
+            whole = _combined(operator.mul, [_array(exponentials, one.own_axes), *factors])
             found = []
             for n in needed:
                 places = [i for i, axis in enumerate(whole.axes) if axis in reduced(n)]
@@ -319,7 +341,15 @@ class _Step:
                 found.append(result(_Array(jnp.sum(whole.value, places), kept), n))
             return found
 
-        self.known.update(zip(needed, lax.cond(own.is_trusted, as_products, as_written), strict=True))
+        is_trusted = own.is_trusted & self._are_small(factors)
+        self.known.update(zip(needed, lax.cond(is_trusted, as_products, as_written), strict=True))
+
+    def _are_small(self, factors: Sequence[_Array]) -> jax.Array:
+        """Returns whether no product of arrays and the inverse of a sum overflows, where an exponential is 0."""
+        if not factors:
+            return jnp.asarray(True)
+        largest = functools.reduce(operator.mul, [jnp.max(jnp.abs(x.value)) for x in factors])
+        return largest < 1 / _BOUND[str(largest.dtype)] / 4
 
     def _factor(self, number: int, axes: Axes, divides: bool) -> _Array:
         found = _array(_at(self.plan, self.known, number), axes)

@@ -23,6 +23,7 @@ import numpy as np
 from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph import Body, Graph, Node, flatten
 from autopallas.graph.edit import surviving
+from autopallas.kernels.respelling.small_exponentials import are_told
 
 __all__ = ["ExponentialSum", "Factor", "Plan", "Product", "Reduction", "Term", "may_sum", "planned"]
 
@@ -90,7 +91,7 @@ class ExponentialSum:
       outside: its other summands.
       maxima: numbers of the maximum, as far as it is but moved and guarded, with their axes.
       exponential: number of exp(x - maximum).
-      guarded: whether a maximum that is not finite is replaced by 0.
+      guarded: those of the maximum's numbers in which one that is not finite is replaced by 0.
     """
 
     exponent: int
@@ -100,12 +101,17 @@ class ExponentialSum:
     outside: tuple[Term, ...]
     maxima: tuple[tuple[int, Axes], ...]
     exponential: int
-    guarded: bool
+    guarded: frozenset[int]
 
     @property
     def kept(self) -> tuple[int, ...]:
         """The axes that are left of the exponent's, but those of one element."""
         return tuple(axis for axis, size in enumerate(self.shape) if size > 1 and axis not in self.reduced)
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether 0 is subtracted in the place of a maximum that is not finite."""
+        return self.maxima[-1][0] in self.guarded
 
     @property
     def own_axes(self) -> Axes:
@@ -244,13 +250,16 @@ class Plan:
         return sum(one.elements for one in self.sums)
 
 
-def planned(step: ClosedJaxpr, constants: int, zeros: Container[int] = ()) -> Plan | None:
+def planned(
+    step: ClosedJaxpr, constants: int, zeros: Container[int] = (), carried: Mapping[int, int] | None = None
+) -> Plan | None:
     """Returns what a step computes of sums of exponentials, or None where there are none, or it does more with them.
 
     Args:
       step: from constants and other values to results.
       constants: how many of its inputs are the same in all steps.
       zeros: positions of inputs that are zero in each element.
+      carried: the positions of carried values among its results, with those among its inputs.
     """
     body = flatten(step)
     if body.consts or body.children or not _may_sum(body) or any(e.effects for e in body.equations):
@@ -264,7 +273,7 @@ def planned(step: ClosedJaxpr, constants: int, zeros: Container[int] = ()) -> Pl
     if not sums:
         return None
     plan = Plan(graph, same, zero, sums)
-    return plan if _Proof(plan, alive).holds() else None
+    return plan if _Proof(plan, alive).holds() and not are_told(plan, carried or {}) else None
 
 
 def may_sum(step: ClosedJaxpr) -> bool:
@@ -475,11 +484,12 @@ def _groups(terms: Sequence[Term], same: Container[int]) -> list[Group]:
 
 def _maximum(
     graph: Graph, exponent: int, subtracted: int, zeros: Container[int]
-) -> tuple[frozenset[int], list[tuple[int, Axes]], bool] | None:
+) -> tuple[frozenset[int], list[tuple[int, Axes]], frozenset[int]] | None:
     """Returns over which axes of an exponent its maximum is subtracted, the numbers that the maximum has on its way,
-    with their axes, and whether one that is not finite is replaced by 0; None where something else is subtracted."""
+    with their axes, and those of them in which one that is not finite is replaced by 0; None where something else is
+    subtracted."""
     chain: list[Node] = []
-    guarded, number = False, subtracted
+    guarded, number = frozenset[int](), subtracted
     while len(chain) < _DEEPEST:
         graph.steps.spend(1)
         node = graph.definitions.get(number)
@@ -495,7 +505,7 @@ def _maximum(
                 return None
             if node.inputs[1] not in zeros and not _is_zero(graph, node.inputs[1]):
                 return None
-            guarded = True
+            guarded = frozenset(later.outputs[0] for later in chain)
         elif node.name == "max":
             numbers = [n for n in node.inputs if graph.literals.get(n, 0) != -math.inf]
             if len(numbers) != 1:

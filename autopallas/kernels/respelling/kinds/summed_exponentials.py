@@ -47,7 +47,8 @@ def _match(graph: Graph, node: Node) -> Found | None:
 
 
 def _plan(loop: IndexedLoop) -> Plan | None:
-    return planned(loop.step, loop.constants, loop.zeros)
+    carried = {i: loop.constants + i for i in range(loop.carried)}
+    return planned(loop.step, loop.constants, loop.zeros, carried)
 
 
 def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:

@@ -43,7 +43,9 @@ def plan_of_backward(pair: CheckpointedScan) -> Plan | None:
     """Returns what a step of the backward computes, that of the loop again included, or None if it is no such step."""
     forward, backward = pair.forward, pair.backward
     zeros = forward.zeros | {forward.constants + i for i in backward.zeros}
-    return planned(_both_steps(pair), forward.constants + backward.constants, zeros)
+    first = backward.constants + forward.operands
+    carried = {i: first + i for i in range(backward.carried)}
+    return planned(_both_steps(pair), forward.constants + backward.constants, zeros, carried)
 
 
 def _both_steps(pair: CheckpointedScan) -> ClosedJaxpr:
@@ -100,7 +102,8 @@ def _forward(pair: CheckpointedScan, operands: Sequence[jax.Array]) -> tuple[Arr
     given = forward.filled(operands)
     constants, last = given[: forward.constants], forward.constants + forward.carried
     step = forward.step_giving([*range(forward.carried), *(i for i in pair.needed if i >= forward.carried)])
-    plan = planned(step, forward.constants, forward.zeros)
+    carries = {i: forward.constants + i for i in range(forward.carried)}
+    plan = planned(step, forward.constants, forward.zeros, carries)
     plain, of_all = compat.jaxpr_as_fun(step), None if plan is None else shared(plan, constants)
 
     def one(carried: Arrays, own: Arrays) -> tuple[Arrays, Arrays]:
