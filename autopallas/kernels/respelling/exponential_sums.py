@@ -282,20 +282,25 @@ def may_sum(step: ClosedJaxpr) -> bool:
 
 
 def _may_sum(body: Body) -> bool:
-    made: dict[JaxprAtom, JaxprEqn] = {v: e for e in body.equations for v in e.outvars}
+    made = {v: e for e in body.equations for v in e.outvars}
     for equation in body.equations:
         if equation.primitive.name == "exp":
-            less = made.get(equation.invars[0])
+            less = _made_by(equation.invars[0], made)
             if less is not None and less.primitive.name == "sub" and _has_smaller_part(less.invars[0], made):
                 return True
     return False
 
 
-def _has_smaller_part(exponent: JaxprAtom, made: Mapping[JaxprAtom, JaxprEqn]) -> bool:
+def _made_by(atom: JaxprAtom, made: Mapping[Var, JaxprEqn]) -> JaxprEqn | None:
+    """Returns the equation that gives a value; None for inputs and literals."""
+    return made.get(atom) if isinstance(atom, Var) else None
+
+
+def _has_smaller_part(exponent: JaxprAtom, made: Mapping[Var, JaxprEqn]) -> bool:
     """Returns whether something is added to a part of an exponent that is repeated to its shape."""
     size, todo = exponent.aval.size, [exponent]
     for _ in range(_DEEPEST):
-        equation = made.get(todo.pop()) if todo else None
+        equation = _made_by(todo.pop(), made) if todo else None
         if equation is None:
             continue
         name = equation.primitive.name
@@ -306,9 +311,9 @@ def _has_smaller_part(exponent: JaxprAtom, made: Mapping[JaxprAtom, JaxprEqn]) -
     return False
 
 
-def _source_size(atom: JaxprAtom, made: Mapping[JaxprAtom, JaxprEqn]) -> int:
+def _source_size(atom: JaxprAtom, made: Mapping[Var, JaxprEqn]) -> int:
     """Returns the number of elements of what an array repeats."""
-    equation = made.get(atom)
+    equation = _made_by(atom, made)
     repeats = equation is not None and equation.primitive.name == "broadcast_in_dim"
     return int((equation.invars[0] if repeats and equation is not None else atom).aval.size)
 

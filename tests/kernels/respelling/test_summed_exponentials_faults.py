@@ -114,6 +114,14 @@ def test_all_results_of_an_equation_are_known():
     check(loop(step), X[:, 0], A)
 
 
+def test_differences_from_numbers_that_are_written_out():
+    def step(state, x, a):
+        return jax.nn.logsumexp(state[:, :, None] + a, axis=1) + x, jnp.exp(1 - jnp.exp(0.5 - state).mean())
+
+    check(loop(step), X, A)
+    check(gradient(loop(step), 0, 1), X, A)
+
+
 def test_zero_in_the_place_of_a_logarithm_is_not_moved():
     def step(state, x, a, chosen):
         exponent = state[:, :, None] + a
