@@ -178,8 +178,10 @@ class Trial:
                 arguments = [*part.original.in_avals, *part.original.out_avals]
                 abstract = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in arguments]
                 found += sources_of(compat.make_jaxpr(gradient_function(part.original, active), *abstract))
+            own = getattr(part, "own_results", None)
+            values = len(part.original.out_avals) if own is None else own
             for position, (kind, source) in enumerate(zip(types, found, strict=True)):
-                gradient = number > 0 or position >= len(part.original.out_avals)
+                gradient = number > 0 or position >= values
                 floating = jnp.issubdtype(kind.dtype, jnp.inexact)
                 limits.append((not floating, tolerance_of(kind.dtype, replace(source, gradient=gradient))))
         return tuple(limits)

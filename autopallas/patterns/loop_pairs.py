@@ -291,4 +291,4 @@ def site(graph: Graph, pair: LoopPair, scan: CheckpointedScan, kind: Kind, locat
     both = part("both", (*inputs, *own), (*results, *given), (forward, backward))
     then = part("backward", second, given, (backward,))
     first = part("forward", inputs, (*results, *starts), (forward, backward), starts)
-    return replace(first, then=(then,), measured=both)
+    return replace(first, then=(then,), measured=replace(both, own_results=len(results)))

@@ -151,6 +151,10 @@ class Match:
     measured: Match | None = None
     """The same site as one computation, to measure, where its passes leave each other what the original lacks."""
 
+    own_results: int | None = None
+    """How many of the results are values of the forward, where one computation of both passes is measured; the others
+    are gradients."""
+
     def shapes_read(self, shapes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Returns the shapes of the operands as the site reads them, for those that they have in the program."""
         found = list(shapes)
