@@ -356,14 +356,19 @@ def _wide(dtype: np.dtype) -> np.dtype:
 
 
 def _feature(spec: RespellingSpec) -> str:
-    """Returns how many rows the products of a step sum up, and whether they are large or parts of what is added."""
+    """Returns how many rows the products of a step sum up, and whether they are large or parts of what is added.
+
+    Products of one row are elementwise to a compiler, which adds two of them to a matrix as fast as one.
+    """
     loop, chosen_sums = loop_in(spec), spec.numbers("sums")
     every = _sums(loop)
     terms = [term for i in chosen_sums for term in every[i]]
     rows = max(_rows(term.product) for term in terms)
     size = "large" if _elements(loop, chosen_sums) >= _LARGE else "small"
     parts = ", in parts" if any(map(_is_padded, terms)) else ""
-    return f"{size} sums of {'1 row' if rows == 1 else '2 to 8 rows' if rows <= _MOST_ROWS else '9 to 16 rows'}{parts}"
+    several = ", twice" if rows == 1 and not parts and len(terms) > len(chosen_sums) else ""
+    few = "1 row" if rows == 1 else "2 to 8 rows" if rows <= _MOST_ROWS else "9 to 16 rows"
+    return f"{size} sums of {few}{several}{parts}"
 
 
 def _samples() -> Iterator[tuple[str, Sample]]:
