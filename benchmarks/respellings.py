@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import sys
 import time
@@ -514,6 +515,53 @@ def burgers() -> tuple[Model, Arrays, jax.Array]:
     return model, {"viscosity": jnp.full((), 0.05)}, jax.random.normal(_KEY, (65536,))
 
 
+def markov() -> tuple[Model, Arrays, jax.Array]:
+    """Log-likelihoods of a hidden Markov model of 64 states whose emissions a layer computes, of 16 sequences."""
+
+    def model(w: Arrays, x: jax.Array) -> jax.Array:
+        scores = jax.nn.log_softmax(x @ w["emissions"])
+        transitions = jax.nn.log_softmax(w["transitions"])
+
+        def step(state: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+            return jax.nn.logsumexp(state[:, :, None] + transitions, axis=1) + x, None
+
+        return jax.nn.logsumexp(lax.scan(step, scores[0], scores[1:])[0], axis=-1)
+
+    return model, _weights(emissions=(64, 64), transitions=(64, 64)), jax.random.normal(_KEY, (128, 16, 64))
+
+
+def tagger() -> tuple[Model, Arrays, jax.Array]:
+    """A conditional random field of 32 tags behind a layer: log-partitions less the scores of given tags."""
+
+    def model(w: Arrays, x: jax.Array) -> jax.Array:
+        scores, tags = x @ w["tags"], jnp.arange(x.shape[0]) % 32
+
+        def step(state: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+            return jax.nn.logsumexp(state[:, :, None] + w["transitions"] + x[:, None], axis=1), None
+
+        path = scores[jnp.arange(len(tags)), :, tags].sum(0) + w["transitions"][tags[:-1], tags[1:]].sum()
+        return jax.nn.logsumexp(lax.scan(step, scores[0], scores[1:])[0], axis=-1) - path
+
+    return model, _weights(tags=(64, 32), transitions=(32, 32)), jax.random.normal(_KEY, (100, 32, 64))
+
+
+def transport() -> tuple[Model, Arrays, jax.Array]:
+    """The cost of moving 256 points to others, by 50 of Sinkhorn's iterations on logarithms."""
+
+    def model(w: Arrays, x: jax.Array) -> jax.Array:
+        others = x @ w["map"]
+        costs = (jnp.square(x).sum(-1)[:, None] + jnp.square(others).sum(-1) - 2 * x @ others.T) / 8
+
+        def step(_: jax.Array, carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            f = -jax.nn.logsumexp(carried[1] - costs, axis=1) - math.log(256)
+            return f, -jax.nn.logsumexp(f[:, None] - costs, axis=0) - math.log(256)
+
+        f, g = lax.fori_loop(0, 50, step, (jnp.zeros(256), jnp.zeros(256)))
+        return jnp.sum(jnp.exp(f[:, None] + g - costs) * costs)
+
+    return model, _weights(map=(16, 16)), jax.random.normal(_KEY, (256, 16))
+
+
 ON_REQUEST = {"neighbours": ("respelling", "squared_distances")}
 """What the option ``ops`` has to name for a model."""
 
@@ -523,6 +571,7 @@ MODELS = {
         *(mobilenet, convnext, resnext, mamba, embedding, sampler, pooled, running, quantile, recurrent),
         *(dropped, walks, generator, residual, neighbours, kinematics, kalman, densities, siren, particles),
         *(selective, mamba2, rwkv6, evidential, periodic, cells, generation, layers, burgers),
+        *(markov, tagger, transport),
     )
 }
 """``sampler`` has the kinds argmax and sort, ``embedding`` one_hot, ``mamba`` associative_scan, ``recurrent``
@@ -530,7 +579,8 @@ indexed_loop, ``pooled`` pooling, ``running`` cumulative, ``dropped`` and ``walk
 ``residual`` weight_gradient and pooling_gradient, ``neighbours`` squared_distances, ``kinematics`` and ``kalman``
 batched_product, ``densities`` both that and triangular_solve, ``siren``, ``particles``, ``evidential`` and
 ``periodic`` elementwise, ``cells`` and ``generation`` looped_bfloat16 (with JAX 0.10), ``mamba2`` and ``rwkv6`` four
-recurrences; ``layers`` and ``burgers`` have stacks that follow from others; the others have convolution."""
+recurrences; ``layers`` and ``burgers`` have stacks that follow from others, ``markov``, ``tagger`` and ``transport``
+summed_exponentials and its gradient; the others have convolution."""
 _WITHOUT_GRADIENT = ("sampler", "generation")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopallas import compat, jaxprs
+from autopallas import array_types, compat, jaxprs
 from autopallas.faults import contained
 from autopallas.graph import Graph, Node
 from autopallas.graph.edit import surviving
@@ -44,6 +44,8 @@ def _match(graph: Graph, pair: LoopPair, alive: frozenset[int], location: str) -
     states = length * sum(bytes_of(graph, n) for n in forward.inputs[constants : constants + carried])
     if length < LEAST_STEPS or not may_sum(forward.params["jaxpr"]):
         return None
+    if array_types.varying_axes([graph.avals[n] for node in (forward, pair.backward) for n in node.inputs]):
+        return None  # casts between such types hold in the body of a shard_map alone
     if sum(bytes_of(graph, n) for n in pair.residuals) < _LEAST_GAIN * states:
         return None
     try:

@@ -303,7 +303,7 @@ class _Step:
         plan, graph = self.plan, self.graph
         product = plan.products[number]
         one, own = plan.sums[product.place], self._sum(product.place)
-        needed = [n for n in plan.needed if n in plan.reductions and plan.reductions[n].product == number]
+        needed = plan.sums_of_products.get(number, [])
         ones = [n for n in needed if not product.factors and plan.reductions[n].reduced == one.summed]
         for n in ones:
             whole = _Array(jnp.where(jnp.isfinite(own.result.value), 1, jnp.exp(own.result.value)), own.result.axes)

@@ -240,6 +240,15 @@ class Plan:
         return frozenset(found)
 
     @cached_property
+    def sums_of_products(self) -> dict[int, list[int]]:
+        """For each product, the sums of it that have to be computed."""
+        found: dict[int, list[int]] = {}
+        for number, reduction in self.reductions.items():
+            if number in self.needed:
+                found.setdefault(reduction.product, []).append(number)
+        return found
+
+    @cached_property
     def schedule(self) -> list[Node]:
         """What has to be computed, in order."""
         return [node for node in self.graph.nodes if not self.needed.isdisjoint(node.outputs)]

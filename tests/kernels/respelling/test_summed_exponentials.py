@@ -9,9 +9,10 @@ import pytest
 from jax import lax
 from jax.nn import logsumexp
 from support.compare import compare
-from support.respellings import found, random
+from support.respellings import found, random, sites
 
 import autopallas
+from autopallas.autotune.trial import Difference, Trial
 from autopallas.kernels.respelling.kinds import summed_exponentials, summed_exponentials_gradient
 
 FORWARD, GRADIENT = summed_exponentials.KIND.name, summed_exponentials_gradient.KIND.name
@@ -184,11 +185,28 @@ def test_an_optimized_function_under_vmap():
     )
 
 
+def test_a_search_allows_gradients_of_loops_their_own_tolerance():
+    """Values and gradients are results of one computation where both loops are measured."""
+
+    def step(x, w):
+        return jax.value_and_grad(lambda x, w: jnp.sin(scanned(markov)(x, w)[0]).sum(), (0, 1))(x, w)
+
+    (match,) = (site for site in sites(step, *arguments(B, states=64)) if site.spec.kind == GRADIENT)
+    trial = Trial.abstract(match.measured)
+    count = len(match.measured.results)
+    faults = [trial.fault([Difference(2e-5 * (i == place), 0.0) for i in range(count)], None) for place in range(count)]
+    values = match.measured.own_results
+    assert 0 < values < count
+    assert [fault is None for fault in faults] == [place >= values for place in range(count)]
+
+
 # ---------------------------------------------------------------------- numbers at the ends
 
 
 INFINITE = np.where(np.tri(S, k=-1), -np.inf, 0)
 ENDS = {
+    "infinite outside": lambda x, w: (x.at[2, 1, 2].set(jnp.inf), w),
+    "minus infinity outside": lambda x, w: (x.at[2, 1, 2].set(-jnp.inf), w),
     "left to right": lambda x, w: (x.at[0, :, 1:].set(-jnp.inf), w + INFINITE),
     "a state that none reaches": lambda x, w: (x, w.at[:, 2].set(-jnp.inf)),
     "a state that reaches none": lambda x, w: (x, w.at[2].set(-jnp.inf)),
@@ -214,7 +232,9 @@ def train_step(step):
 
 
 @pytest.mark.parametrize("name", ENDS)
-@pytest.mark.parametrize("step", [markov, stopped, weights_alone], ids=["guarded", "by hand", "softmax"])
+@pytest.mark.parametrize(
+    "step", [markov, emission_inside, stopped, weights_alone], ids=["guarded", "inside", "by hand", "softmax"]
+)
 def test_numbers_at_the_ends(step, name):
     compared = compare(train_step(step), ENDS[name](*arguments(B)), gradients=False, ops=OPS)
     assert compared.complaints == []

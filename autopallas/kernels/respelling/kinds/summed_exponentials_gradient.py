@@ -182,5 +182,6 @@ KIND = Kind(
     respelt=_respelt,
     feature=_feature,
     samples=_samples,
+    elsewhere_from=1.5,
     platforms=("cpu",),
 )
