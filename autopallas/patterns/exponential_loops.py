@@ -28,7 +28,7 @@ def find(graph: Graph) -> list[Match]:
     alive = surviving(graph)
     found = []
     least = 0 if KIND.name in graph.named else _LEAST_BYTES
-    for pair in pairs(graph, alive, frozenset[Node](), least):
+    for pair in pairs(graph, alive, frozenset[Node](), least, _may_sum):
         location = jaxprs.location(pair.forward.equation)
         with contained(location, OPERATION.name, "recognition"):
             match = _match(graph, pair, alive, location)
@@ -37,13 +37,15 @@ def find(graph: Graph) -> list[Match]:
     return found
 
 
+def _may_sum(node: Node) -> bool:
+    return int(node.params["length"]) >= LEAST_STEPS and may_sum(node.params["jaxpr"])
+
+
 def _match(graph: Graph, pair: LoopPair, alive: frozenset[int], location: str) -> Match | None:
     forward = pair.forward
     length = int(forward.params["length"])
     constants, carried = compat.scan_parts(forward.equation)
     states = length * sum(bytes_of(graph, n) for n in forward.inputs[constants : constants + carried])
-    if length < LEAST_STEPS or not may_sum(forward.params["jaxpr"]):
-        return None
     if array_types.varying_axes([graph.avals[n] for node in (forward, pair.backward) for n in node.inputs]):
         return None  # casts between such types hold in the body of a shard_map alone
     if sum(bytes_of(graph, n) for n in pair.residuals) < _LEAST_GAIN * states:

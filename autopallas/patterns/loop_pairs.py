@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -75,7 +75,13 @@ class LoopPair:
     elsewhere: dict[int, None] = field(default_factory=dict)
 
 
-def pairs(graph: Graph, alive: frozenset[int], taken: Container[Node], least: int) -> list[LoopPair]:
+def pairs(
+    graph: Graph,
+    alive: frozenset[int],
+    taken: Container[Node],
+    least: int,
+    may_be: Callable[[Node], bool] = lambda node: True,
+) -> list[LoopPair]:
     """Returns pairs in which much is stacked that only the reversed loop reads, each loop in one of them.
 
     Args:
@@ -83,6 +89,7 @@ def pairs(graph: Graph, alive: frozenset[int], taken: Container[Node], least: in
       alive: numbers of what it needs.
       taken: loops that other sites replace.
       least: smallest number of bytes of what is stacked, all steps together.
+      may_be: whether a loop may be the first of a pair that is looked for.
     """
     found: list[tuple[int, LoopPair]] = []
     for node in graph.nodes:
@@ -96,7 +103,7 @@ def pairs(graph: Graph, alive: frozenset[int], taken: Container[Node], least: in
         graph.steps.spend(len(node.inputs))
         for source, numbers in stacks.items():
             size = sum(bytes_of(graph, n) for n in numbers)
-            if _are_opposite(source, node) and size >= least and source not in taken:
+            if _are_opposite(source, node) and size >= least and source not in taken and may_be(source):
                 found.append((size, LoopPair(source, node, numbers)))
     kept: list[LoopPair] = []
     used: set[Node] = set()
