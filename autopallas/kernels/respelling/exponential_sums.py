@@ -389,7 +389,7 @@ def _scalar(graph: Graph, number: int) -> int | None:
     """Returns the number of the scalar that an array repeats."""
     while graph.shape(number):
         node = graph.definitions.get(number)
-        if node is None or moved(graph, node) is None or graph.shape(node.inputs[0]) not in ((), graph.shape(number)):
+        if node is None or moved(graph, node) is None:
             return None
         number = node.inputs[0]
     return number
