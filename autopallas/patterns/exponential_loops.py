@@ -7,7 +7,7 @@ from autopallas.faults import contained
 from autopallas.graph import Graph, Node
 from autopallas.graph.edit import surviving
 from autopallas.kernels.respelling.exponential_sums import may_sum
-from autopallas.kernels.respelling.kinds.summed_exponentials import LEAST_ELEMENTS, LEAST_STEPS
+from autopallas.kernels.respelling.kinds.summed_exponentials import LEAST_STEPS, is_worth_it
 from autopallas.kernels.respelling.kinds.summed_exponentials_gradient import KIND, plan_of_backward
 from autopallas.kernels.respelling.operation import OPERATION
 from autopallas.patterns.loop_pairs import LoopPair, bytes_of, check, checkpointed, pairs, site
@@ -56,6 +56,6 @@ def _match(graph: Graph, pair: LoopPair, alive: frozenset[int], location: str) -
         return None
     scan = checkpointed(graph, pair, 1, alive)
     plan = plan_of_backward(scan)
-    if plan is None or plan.elements < LEAST_ELEMENTS and KIND.name not in graph.named:
+    if plan is None or not (KIND.name in graph.named or is_worth_it(plan)):
         return None
     return site(graph, pair, scan, KIND, location)

@@ -21,12 +21,13 @@ from autopallas.kernels.respelling.exponential_sums import Plan, may_sum, planne
 from autopallas.kernels.respelling.indexed import IndexedLoop, as_written, chosen, key_of, loop_in, loop_of, results_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.networks import float32_types
+from autopallas.kernels.respelling.plain_steps import is_plain
 from autopallas.kernels.respelling.spec import RespellingSpec
 
-__all__ = ["KIND", "LEAST_ELEMENTS", "LEAST_STEPS", "markov", "sinkhorn", "size_of"]
+__all__ = ["KIND", "LEAST_STEPS", "is_worth_it", "markov", "sinkhorn", "size_of"]
 
 LEAST_STEPS = 4
-LEAST_ELEMENTS = 2**12
+_LEAST_ELEMENTS = 2**12
 """Exponentials of a step: 1024 and 2048 took 0.5 to 1.1 times as long as products and their tests."""
 _MANY = 2**13
 
@@ -39,11 +40,16 @@ def _match(graph: Graph, node: Node) -> Found | None:
         return None
     loop, numbers = place
     plan = _plan(loop)
-    if plan is None or plan.elements < LEAST_ELEMENTS and KIND.name not in graph.named:
+    if plan is None or not (KIND.name in graph.named or is_worth_it(plan)):
         return None
     results, kept = results_of(graph, node)
     loop = replace(loop, known=())
     return Found((("loop", replace(loop, key=key_of(loop))), ("results", kept)), numbers, results)
+
+
+def is_worth_it(plan: Plan) -> bool:
+    """Returns whether a step takes exponentials enough, and nothing else that may gain more by itself."""
+    return plan.elements >= _LEAST_ELEMENTS and is_plain(plan.graph.root.source)
 
 
 def _plan(loop: IndexedLoop) -> Plan | None:
