@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal as OneOf
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,9 @@ from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprLike
 from autopallas.graph.program_digests import bits, digest
 from autopallas.kernels.respelling.chunks import Arrays, Chunk, by_chunks
+from autopallas.kernels.respelling.spec import RespellingSpec
 
-__all__ = ["CheckpointedScan", "Loop", "Part", "key_of"]
+__all__ = ["CheckpointedScan", "Loop", "Part", "key_of", "pair_as_written", "pair_in"]
 
 Part: TypeAlias = OneOf["forward", "backward", "both"]
 """What a site computes of a pair; both together are what is measured."""
@@ -334,3 +335,13 @@ def key_of(pair: CheckpointedScan) -> str:
         for position, array in loop.literals:
             further += str(position).encode() + bits(array)
     return digest([pair.forward.step, pair.backward.step], further)
+
+
+def pair_in(spec: RespellingSpec) -> CheckpointedScan:
+    """Returns the loops of a spec."""
+    return cast(CheckpointedScan, spec["pair"])
+
+
+def pair_as_written(spec: RespellingSpec, *operands: jax.Array) -> Arrays:
+    """Computes a spec's part of its loops as the program has it."""
+    return pair_in(spec).as_written(cast(Part, spec["part"]), operands)

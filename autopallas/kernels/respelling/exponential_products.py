@@ -20,7 +20,7 @@ from jax import lax
 from autopallas import compat
 from autopallas.compat import Literal
 from autopallas.graph.extract import jaxpr_of, nodes_between
-from autopallas.kernels.respelling.exponential_sums import Axes, ExponentialSum, Group, Plan, Term
+from autopallas.kernels.respelling.exponential_plan import Axes, ExponentialSum, Group, Plan, Term
 from autopallas.kernels.respelling.indexed import evaluated
 
 __all__ = ["Shared", "run", "shared"]

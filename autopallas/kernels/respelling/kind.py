@@ -13,7 +13,7 @@ from autopallas.graph import Body, Graph, Node
 from autopallas.kernels.respelling.spec import Parameters, Plain, RespellingSpec
 from autopallas.numerics.classes import Numerics
 
-__all__ = ["Found", "Kind", "Sample", "of_equation"]
+__all__ = ["Found", "Kind", "Sample", "of_equation", "of_no_equation"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,11 @@ class Kind:
     def assumptions_of(self, spec: RespellingSpec) -> tuple[str, ...]:
         """Returns what has to hold for the results of one respelling to equal the original's."""
         return self.assumptions(spec) if callable(self.assumptions) else self.assumptions
+
+
+def of_no_equation(graph: Graph, node: Node) -> Found | None:
+    """Finds nothing: the ``match`` of a kind whose places are two loops, which a pattern of its own finds."""
+    return None
 
 
 def of_equation(

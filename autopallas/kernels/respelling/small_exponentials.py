@@ -14,7 +14,7 @@ from autopallas.compat import Literal
 from autopallas.graph import Node
 
 if TYPE_CHECKING:
-    from autopallas.kernels.respelling.exponential_sums import Plan
+    from autopallas.kernels.respelling.exponential_plan import Plan
 
 __all__ = ["are_told"]
 

@@ -12,30 +12,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopallas.graph import Graph, Node
-from autopallas.kernels.respelling.checkpointed import CheckpointedScan, Part
-from autopallas.kernels.respelling.kind import Found, Kind, Sample
+from autopallas.kernels.respelling.checkpointed import Part, pair_as_written, pair_in
+from autopallas.kernels.respelling.kind import Kind, Sample, of_no_equation
 from autopallas.kernels.respelling.networks import float32_types, lstm
 from autopallas.kernels.respelling.spec import RespellingSpec
 
 __all__ = ["KIND"]
 
 
-def _match(graph: Graph, node: Node) -> Found | None:
-    """Finds nothing: no equation alone is such a pair, and the kind names no primitive to be asked about."""
-    return None
-
-
-def _pair(spec: RespellingSpec) -> CheckpointedScan:
-    return cast(CheckpointedScan, spec["pair"])
-
-
-def _original(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
-    return _pair(spec).as_written(cast(Part, spec["part"]), operands)
-
-
 def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
-    return _pair(spec).by_chunks(cast(Part, spec["part"]), operands)
+    return pair_in(spec).by_chunks(cast(Part, spec["part"]), operands)
 
 
 # ---------------------------------------------------------------------- evidence
@@ -47,7 +33,7 @@ _LARGE = 2**25
 
 def _feature(spec: RespellingSpec) -> str:
     """Returns whether a step has matrix products, whose computing again takes long, and whether stacks are large."""
-    pair = _pair(spec)
+    pair = pair_in(spec)
     steps = "steps with products" if pair.has_products else "elementwise steps"
     return f"{steps}, large stacks" if spec.elements > _LARGE else steps
 
@@ -80,8 +66,8 @@ KIND = Kind(
     primitives=(),
     numerics="reordered",
     instead="a loop that keeps what it carries at the beginnings of chunks, and a backward that runs each chunk again",
-    match=_match,
-    original=_original,
+    match=of_no_equation,
+    original=pair_as_written,
     respelt=_respelt,
     feature=_feature,
     samples=_samples,

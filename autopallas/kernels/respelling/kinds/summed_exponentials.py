@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.graph import Graph, Node
+from autopallas.kernels.respelling.exponential_plan import Plan
 from autopallas.kernels.respelling.exponential_products import run, shared
-from autopallas.kernels.respelling.exponential_sums import Plan, may_sum, planned
+from autopallas.kernels.respelling.exponential_sums import may_sum, planned
 from autopallas.kernels.respelling.indexed import IndexedLoop, as_written, chosen, key_of, loop_in, loop_of, results_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.networks import float32_types

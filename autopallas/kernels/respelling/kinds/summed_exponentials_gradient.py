@@ -17,26 +17,17 @@ from jax import lax
 
 from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr
-from autopallas.graph import Graph, Node
-from autopallas.kernels.respelling.checkpointed import CheckpointedScan, Part
+from autopallas.kernels.respelling.checkpointed import CheckpointedScan, Part, pair_as_written, pair_in
 from autopallas.kernels.respelling.chunks import Arrays
+from autopallas.kernels.respelling.exponential_plan import Plan
 from autopallas.kernels.respelling.exponential_products import run, shared
-from autopallas.kernels.respelling.exponential_sums import Plan, planned
-from autopallas.kernels.respelling.kind import Found, Kind, Sample
+from autopallas.kernels.respelling.exponential_sums import planned
+from autopallas.kernels.respelling.kind import Kind, Sample, of_no_equation
 from autopallas.kernels.respelling.kinds import summed_exponentials
 from autopallas.kernels.respelling.networks import float32_types
 from autopallas.kernels.respelling.spec import RespellingSpec
 
 __all__ = ["KIND", "plan_of_backward"]
-
-
-def _match(graph: Graph, node: Node) -> Found | None:
-    """Finds nothing: no equation alone is such a pair, and the kind names no primitive to be asked about."""
-    return None
-
-
-def _pair(spec: RespellingSpec) -> CheckpointedScan:
-    return cast(CheckpointedScan, spec["pair"])
 
 
 def plan_of_backward(pair: CheckpointedScan) -> Plan | None:
@@ -79,12 +70,8 @@ def _stacked(pair: CheckpointedScan) -> list[int]:
     return [i for i in pair.given if i >= pair.backward.carried]
 
 
-def _original(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
-    return _pair(spec).as_written(cast(Part, spec["part"]), operands)
-
-
 def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
-    pair = _pair(spec)
+    pair = pair_in(spec)
     match cast(Part, spec["part"]):
         case "forward":
             found, starts = _forward(pair, operands)
@@ -144,7 +131,7 @@ def _backward(pair: CheckpointedScan, operands: Sequence[jax.Array]) -> Arrays:
 
 
 def _feature(spec: RespellingSpec) -> str:
-    plan = plan_of_backward(_pair(spec))
+    plan = plan_of_backward(pair_in(spec))
     assert plan is not None
     return summed_exponentials.size_of(plan)
 
@@ -177,8 +164,8 @@ KIND = Kind(
     primitives=(),
     numerics="tolerance",
     instead="products of matrices of exponentials, where these are large enough, and a backward that runs steps again",
-    match=_match,
-    original=_original,
+    match=of_no_equation,
+    original=pair_as_written,
     respelt=_respelt,
     feature=_feature,
     samples=_samples,
