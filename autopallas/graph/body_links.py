@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from autopallas import jaxprs
 from autopallas.compat import Literal
 from autopallas.graph.flatten import Body
 from autopallas.graph.numbering import Graph
 
-__all__ = ["is_at_hand", "linked", "may_be_given"]
+__all__ = ["homes_of", "is_at_hand", "linked", "may_be_given"]
 
 _GIVING = jaxprs.CHECKPOINTS | {"scan"}
 """Equations whose bodies can be given values of the bodies around them."""
@@ -47,6 +47,17 @@ def is_at_hand(graph: Graph, number: int, home: Body, body: Body) -> bool:
     if number in graph.positions[body]:
         return True
     return number in graph.positions[home] and linked(graph, home, body)
+
+
+def homes_of(graph: Graph, cotangent: int, gradients: Sequence[int]) -> list[Body]:
+    """Returns the bodies that have a cotangent and compute gradients from it: more than one where two branches do the
+    same."""
+
+    def computed(body: Body, number: int) -> bool:
+        place = graph.positions[body].get(number)
+        return place is not None and place[0] >= 0
+
+    return [body for body in graph.bodies_with(cotangent) if all(computed(body, number) for number in gradients)]
 
 
 def may_be_given(graph: Graph, number: int, body: Body) -> bool:

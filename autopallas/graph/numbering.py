@@ -129,6 +129,7 @@ class Graph(EquationKeys):
         self.positions: dict[Body, dict[int, tuple[int, Var]]] = {}
         self._table: dict[Hashable, tuple[int, ...]] = {}
         self._occurrences: dict[int, list[tuple[Body, int]]] | None = None
+        self._having: dict[int, list[Body]] | None = None
         self._meshes: dict[Hashable, int] = {}
         self._loops = Loops(self._read, self.held)
         self._slices: dict[tuple[int, int], int] = {}
@@ -207,6 +208,15 @@ class Graph(EquationKeys):
                     for variable in equation.outvars if computes(body, position) else ():
                         self._occurrences[numbers[variable]].append((body, position))
         return self._occurrences.get(number, [])
+
+    def bodies_with(self, number: int) -> list[Body]:
+        """Returns the bodies that have a variable for this value, from outside inwards."""
+        if self._having is None:
+            self._having = defaultdict(list)
+            for body, positions in self.positions.items():
+                for held in positions:
+                    self._having[held].append(body)
+        return self._having.get(number, [])
 
     # ------------------------------------------------------------------ construction
 

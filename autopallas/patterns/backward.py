@@ -79,6 +79,11 @@ class Backward:
     spread: dict[int, int] = field(default_factory=dict)
     lacking: frozenset[int] = frozenset()
 
+    @property
+    def gradients(self) -> list[int]:
+        """Numbers of the cotangents of the uses themselves."""
+        return [levels[0].cotangent for levels in self.levels.values()]
+
 
 class Lookup:
     """Looks equations up in a graph, by an index of the nodes by what they do; :meth:`of` gives the graph's own."""
@@ -622,7 +627,7 @@ def _parts_of_others(
     """
     parts: set[int] = set()
     for candidate, backward in found.items():
-        given = {levels[0].cotangent for levels in backward.levels.values()} - forward.own
+        given = set(backward.gradients) - forward.own
         larger = (c for c, other in found.items() if len(other.levels) > len(backward.levels))
         if not given or any(given.issubset(followed[c].values()) for c in larger):
             parts.add(candidate)
@@ -637,7 +642,7 @@ def _drop_echoes(searches: Sequence[Search]) -> None:
     of_cotangent: dict[int, list[frozenset[int]]] = {}
 
     def given(backward: Backward) -> frozenset[int]:
-        return frozenset(levels[0].cotangent for levels in backward.levels.values())
+        return frozenset(backward.gradients)
 
     for search in searches:
         for backward in search.found:

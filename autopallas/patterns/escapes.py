@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from autopallas import compat, jaxprs
 from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node
-from autopallas.graph.body_links import may_be_given
+from autopallas.graph.body_links import homes_of, may_be_given
 from autopallas.graph.edit import surviving
 from autopallas.graph.extract import with_further_inputs
 from autopallas.patterns.backward import Backward, Lookup, Search, settle
@@ -172,9 +172,10 @@ def _with_backward(match: Match, search: Search, beside: Beside) -> Match | None
     backwards = []
     for backward in search.found:
         cotangents = _gradients(backward, numbers, beside)
-        body = None if not cotangents else _home(graph, backward.cotangent, [number for _, number in cotangents])
-        if body is None or not all(_is_at_hand(graph, number, homes, body) for number in numbers):
+        places = homes_of(graph, backward.cotangent, [number for _, number in cotangents]) if cotangents else []
+        if not places or not all(_is_at_hand(graph, number, homes, places[0]) for number in numbers):
             return None
+        body = places[0]
         backwards.append(BackwardMatch(body, backward.cotangent, tuple(cotangents), backward.mapped))
     if not backwards:
         return None
@@ -209,13 +210,6 @@ def _homes(graph: Graph, match: Match, numbers: Sequence[int]) -> tuple[Body, ..
     places = (body for body, position in graph.occurrences(match.results[0]) if position not in body.children)
     others = (body for body in places if graph.positions[body].keys() >= set(numbers))
     return tuple(dict.fromkeys((match.body, *others)))
-
-
-def _home(graph: Graph, cotangent: int, gradients: Sequence[int]) -> Body | None:
-    for body, positions in graph.positions.items():
-        if cotangent in positions and all(positions.get(number, (-1,))[0] >= 0 for number in gradients):
-            return body
-    return None
 
 
 def _gradients(backward: Backward, numbers: Sequence[int], beside: Beside) -> list[tuple[int, int]]:

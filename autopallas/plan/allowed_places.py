@@ -128,8 +128,8 @@ def _equations(graph: Graph, match: Match) -> list[tuple[Body, JaxprEqn]]:
             found[id(node.equation)] = node.body, node.equation
             todo += node.inputs
         elif number in match.results:  # of a loop
-            for body, known in graph.positions.items():
-                place = known.get(number)
-                if place is not None and place[0] >= 0:
-                    found[id(body.equations[place[0]])] = body, body.equations[place[0]]
+            for body in graph.bodies_with(number):
+                position, _ = graph.positions[body][number]
+                if position >= 0:
+                    found[id(body.equations[position])] = body, body.equations[position]
     return list(found.values())

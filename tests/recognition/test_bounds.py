@@ -51,6 +51,14 @@ def recognised(function, args):
     return graph, Counter(match.op for match in matches), misses
 
 
+def checkpointed_mixture(p, x):
+    return jax.checkpoint(one_hot_mixture)(p, x)
+
+
+def checkpointed_norm(p, x):
+    return jax.checkpoint(norm)(p, x)
+
+
 ALWAYS = {
     "attention": (attention, merged_heads, rematerialised),
     "grouped_matmul": (one_hot_mixture, masked_mixture, scattered_mixture, slots, loop, scanned_experts, ragged),
@@ -322,6 +330,31 @@ def test_each_function_of_the_pipeline_is_called_in_proportion_to_the_layers_of_
     for code, count in many.items():
         growth = some[code] - few[code], count - some[code]
         assert growth[1] <= 1.5 * growth[0] + 100, (code.co_filename, code.co_qualname, few[code], some[code], count)
+
+
+def test_the_bodies_of_a_program_are_not_walked_for_each_of_its_checkpoints():
+    class Walked(dict):
+        walks = 0
+
+        def __iter__(self):
+            Walked.walks += 1
+            return super().__iter__()
+
+        def items(self):
+            Walked.walks += 1
+            return super().items()
+
+    for layer in (rematerialised, checkpointed_mixture, checkpointed_norm):
+        walks = []
+        for depth in (4, 12):
+            function, args = stack([layer], depth, loss=True)
+            graph = Graph(flatten(jax.make_jaxpr(function)(*args)))
+            graph.positions = Walked(graph.positions)
+            Walked.walks = 0
+            matches, _ = find(graph, None, True)
+            assert len(matches) > depth
+            walks.append(Walked.walks)
+        assert walks[0] == walks[1], layer.__name__
 
 
 def test_functions_within_functions_end():

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from autopallas import jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprAtom, Literal, Var
 from autopallas.graph import Body, Graph, Node, Ref, Space
+from autopallas.graph.body_links import homes_of
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
 from autopallas.graph.labels import Atom
@@ -25,7 +26,7 @@ from autopallas.patterns.expressions import computed_from
 from autopallas.patterns.forward import LAYOUT, Forward, differentiable
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, refuse_quantised
 
-__all__ = ["AttentionDraft", "Escape", "Proved", "axes_of", "escape_of", "homes_of", "match_of", "original_of"]
+__all__ = ["AttentionDraft", "Escape", "Proved", "axes_of", "escape_of", "match_of", "original_of"]
 
 
 _PROBABILITIES = (
@@ -312,6 +313,13 @@ class AttentionDraft(ProvedAttention):
         self.matched = search.forward, tuple(search.found), match
         return match
 
+    def _homes(self, backward: Backward) -> list[Body]:
+        """Returns the bodies that compute the cotangents."""
+        homes = homes_of(self.graph, backward.cotangent, backward.gradients)
+        if not homes:
+            raise Mismatch("the backward is spread over several bodies", advice=WHOLE_GRADIENT)
+        return homes
+
     def _joined(self, search: Search, across: bool, passed: Set[int]) -> Match:
         """Builds that match; with ``across``, operands may be brought from the forward's loop into the backward's.
 
@@ -320,7 +328,7 @@ class AttentionDraft(ProvedAttention):
         graph, forward = self.graph, search.forward
         roles = self.role_uses(forward)
         every = [use for uses in roles for use in uses]
-        pairs = [(backward, body) for backward in search.found for body in homes_of(graph, backward)]
+        pairs = [(backward, body) for backward in search.found for body in self._homes(backward)]
         levels = self._levels(search, pairs, across, passed)
         pins = _pins(search, levels)
         self.terms = self._terms_of(forward)
@@ -489,19 +497,6 @@ def original_of(
         given[use] = variable
     filled = [atom for atom in given if atom is not None]
     return closed(inputs, [forward.root], [*equations, *forward.over(filled)])
-
-
-def homes_of(graph: Graph, backward: Backward) -> list[Body]:
-    """Returns the bodies that compute the cotangents: more than one where two branches do the same."""
-    firsts = [levels[0].cotangent for levels in backward.levels.values()]
-    homes = [
-        body
-        for body, positions in graph.positions.items()
-        if backward.cotangent in positions and all(positions.get(number, (-1,))[0] >= 0 for number in firsts)
-    ]
-    if not homes:
-        raise Mismatch("the backward is spread over several bodies", advice=WHOLE_GRADIENT)
-    return homes
 
 
 def _pins(search: Search, levels: Mapping[int, int]) -> dict[int, int]:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 from autopallas import jaxprs
 from autopallas.graph import Body, Graph, Node
+from autopallas.graph.body_links import homes_of
 from autopallas.kernels.attention.site import AttentionSite
-from autopallas.patterns.attention.draft import AttentionDraft, Proved, homes_of, original_of
+from autopallas.patterns.attention.draft import AttentionDraft, Proved, original_of
 from autopallas.patterns.backward import Backward, Search
 from autopallas.patterns.expressions import computed_from
 from autopallas.patterns.forward import Forward, PerExample
@@ -143,7 +144,8 @@ class TakenOver:
             return None
         for first, second in zip(there, here, strict=True):
             same = first.mapped == second.mapped and list(first.levels) == list(second.levels)
-            if not same or not roles.issuperset(first.levels) or homes_of(graph, second) != [body]:
+            homes = homes_of(graph, second.cotangent, second.gradients)
+            if not same or not roles.issuperset(first.levels) or homes != [body]:
                 return None
             if pairs.setdefault(first.cotangent, second.cotangent) != second.cotangent:
                 return None

@@ -169,4 +169,4 @@ class Intent:
 
 def changes(graph: Graph, value: int, around: int) -> bool:
     """Returns whether a value differs from step to step of the innermost of ``around`` loops."""
-    return around > 0 and not any(value in held and loops(body) < around for body, held in graph.positions.items())
+    return around > 0 and not any(loops(body) < around for body in graph.bodies_with(value))

@@ -158,7 +158,7 @@ def _match(graph: Graph, units: Node, reader: Node | None, rectified: bool, late
     # A checkpoint that computes the products again, or is handed them, lacks what weights were before they were passed
     # in.
     products = {use.ref.value for use in reading.products}
-    again = (body for body, held in graph.positions.items() if any(number in held for number in products))
+    again = (body for number in sorted(products) for body in graph.bodies_with(number))
     bodies = list(dict.fromkeys((result.body, *again)))
     _refuse_further_columns(space, reading.products, program, units, reader)
     projections = _projections(space, reading.products, bodies, late)

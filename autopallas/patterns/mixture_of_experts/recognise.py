@@ -19,6 +19,7 @@ from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node
+from autopallas.graph.body_links import homes_of
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.edit import surviving
 from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
@@ -635,8 +636,7 @@ class Draft:
 
     def _home(self, backward: Backward) -> Body:
         """Returns the body that computes the cotangents."""
-        numbers = [levels[0].cotangent for levels in backward.levels.values()]
-        for body, positions in self.graph.positions.items():
-            if backward.cotangent in positions and all(positions.get(n, (-1,))[0] >= 0 for n in numbers):
-                return body
+        homes = homes_of(self.graph, backward.cotangent, backward.gradients)
+        if homes:
+            return homes[0]
         raise Mismatch("the backward is spread over several bodies", advice=WHOLE_GRADIENT)
