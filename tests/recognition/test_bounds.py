@@ -328,7 +328,7 @@ def test_each_function_of_the_pipeline_is_called_in_proportion_to_the_layers_of_
             sys.setprofile(None)
     few, some, many = counts.values()
     for code, count in many.items():
-        growth = some[code] - few[code], count - some[code]
+        growth = max(some[code] - few[code], 0), count - some[code]  # what JAX keeps makes later counts smaller
         assert growth[1] <= 1.5 * growth[0] + 100, (code.co_filename, code.co_qualname, few[code], some[code], count)
 
 
