@@ -316,7 +316,7 @@ def test_softmaxes_of_softmaxes_take_looks_in_proportion_to_their_number(monkeyp
 def test_each_function_of_the_pipeline_is_called_in_proportion_to_the_layers_of_a_train_step():
     """What is called for each pair of layers is seen long before it takes most of the time."""
     counts = {}
-    for depth in (4, 12, 20):
+    for depth in (4, 4, 12, 20):  # the first time also fills what JAX keeps
         function, args = stack([attention, norm, hidden], depth, one_hot_tokens, loss=True)
         program = jax.make_jaxpr(function)(*args)
         rewrite(program, OPTIONS, probes=False)
@@ -328,7 +328,7 @@ def test_each_function_of_the_pipeline_is_called_in_proportion_to_the_layers_of_
             sys.setprofile(None)
     few, some, many = counts.values()
     for code, count in many.items():
-        growth = max(some[code] - few[code], 0), count - some[code]  # what JAX keeps makes later counts smaller
+        growth = some[code] - few[code], count - some[code]
         assert growth[1] <= 1.5 * growth[0] + 100, (code.co_filename, code.co_qualname, few[code], some[code], count)
 
 
