@@ -204,7 +204,7 @@ class AttentionSite(IndexedSite):
             weights_dtype=self.weights_dtype,
             assume_finite=self.assume_finite,
             layouts=self._layouts,
-        )
+        ).unrounded()
 
     @property
     def _layouts(self) -> Layouts:

@@ -6,14 +6,15 @@ S key length, D head size of queries and keys, Dv head size of values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 from autopallas.compat import Dtype
-from autopallas.sites.elementwise import ElementwiseProgram
+from autopallas.sites.elementwise import ElementwiseProgram, Score
+from autopallas.sites.roundings import NARROW, WIDE, unrounded
 
 if TYPE_CHECKING:
     from autopallas.kernels.attention.fills import Fill
@@ -145,6 +146,26 @@ class AttentionSpec:
     def reads_score_gradients(self) -> Dtype:
         """Dtype to which gradients of scores may be rounded."""
         return self.score_dtype if self.score_gradient_dtype is None else self.score_gradient_dtype
+
+    def unrounded(self) -> AttentionSpec:
+        """Returns the same with float32 scores, where the original rounds them and takes that back at once (see
+        :func:`autopallas.sites.roundings.unrounded`)."""
+        if self.score_dtype != NARROW:
+            return self
+        scores = frozenset({Score(NARROW)})
+        score, *read = (
+            unrounded(own, scores) if isinstance(own, ElementwiseProgram) else own
+            for own in (self.score, *(self.statistics or ()))
+        )
+        if not isinstance(score, ElementwiseProgram) or None in read:
+            return self
+        return replace(
+            self,
+            score_dtype=WIDE,
+            score=score,
+            statistics=None if self.statistics is None else tuple(own for own in read if own is not None),
+            score_gradient_dtype=self.reads_score_gradients,
+        )
 
     @property
     def widest_dtype(self) -> Dtype:

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from autopallas.compat import Dtype
-from autopallas.sites.elementwise import ElementwiseProgram, honoured
+from autopallas.sites.elementwise import ElementwiseProgram, Input, Score, Side, honoured
+from autopallas.sites.roundings import NARROW, WIDE, rounding_first, unrounded
 
 __all__ = ["CrossEntropySpec", "Head", "Product", "SideArray", "SideSpec", "Statistic"]
 
@@ -134,6 +135,32 @@ class CrossEntropySpec:
             self,
             statistics=tuple(replace(s, program=honoured(s.program)) for s in self.statistics),
             products=tuple(replace(p, program=honoured(p.program)) for p in self.products),
+        )
+
+    def unrounded(self) -> CrossEntropySpec:
+        """The same with logits in float32, where the original rounds them and takes that back at once (see
+        :func:`autopallas.sites.roundings.unrounded`).  Which is the greatest of a row their rounding still decides."""
+        narrow: list[Input] = [Score(NARROW)] if self.logit_dtype == NARROW else []
+        narrow += [Side(n, NARROW) for n, s in enumerate(self.sides) if s.head is not None and s.dtype == NARROW]
+        if not narrow:
+            return self
+        read: tuple[Statistic | Product, ...] = (*self.statistics, *self.products)
+        found: list[ElementwiseProgram] = []
+        for own in read:
+            computed = rounding_first if own.kind == "argmax" else unrounded
+            program = computed(own.program, frozenset(narrow))
+            if program is None:
+                return self
+            found.append(program)
+        count = len(self.statistics)
+        return replace(
+            self,
+            logit_dtype=WIDE if self.logit_dtype == NARROW else self.logit_dtype,
+            statistics=tuple(replace(s, program=p) for s, p in zip(self.statistics, found[:count], strict=True)),
+            sides=tuple(
+                replace(side, dtype=WIDE) if Side(n, NARROW) in narrow else side for n, side in enumerate(self.sides)
+            ),
+            products=tuple(replace(p, program=own) for p, own in zip(self.products, found[count:], strict=True)),
         )
 
     @property

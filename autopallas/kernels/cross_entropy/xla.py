@@ -51,7 +51,7 @@ def running_sizes(spec: CrossEntropySpec, block_sizes: BlockSizes, device: Devic
 
 def forward(spec: CrossEntropySpec, block_sizes: BlockSizes, operands: Operands) -> Results:
     """Statistics and products come from tiles of logits, one after the other."""
-    spec = spec.honoured()
+    spec = _computed(spec)
     with jax.named_scope("autopallas_cross_entropy_xla"):
         arrays = TileOperands.of(spec, operands)
         targets = tuple(Target.of_product(p) for p in spec.products)
@@ -69,6 +69,12 @@ def forward(spec: CrossEntropySpec, block_sizes: BlockSizes, operands: Operands)
         return Results(statistics, shaped(spec, contracted(spec, block_sizes, arrays, targets, make)))
 
 
+def _computed(spec: CrossEntropySpec) -> CrossEntropySpec:
+    """What is computed: on CPUs without the roundings that XLA leaves out, and with those that it would leave out in
+    one place and not in another."""
+    return (spec.unrounded() if Device.current().platform == "cpu" else spec).honoured()
+
+
 def backward(
     spec: CrossEntropySpec,
     block_sizes: BlockSizes,
@@ -78,7 +84,7 @@ def backward(
     wanted: Sequence[bool],
 ) -> Gradients:
     """The gradients of the statistics come from tiles of logits, which are computed again."""
-    spec = spec.honoured()
+    rounded, spec = spec, _computed(spec)
     targets = Target.of_gradients(spec, wanted)
     heads = Target.of_heads(spec, wanted)
     floating = [position - 2 for position in (*targets, *heads) if position >= 2]
@@ -94,8 +100,9 @@ def backward(
             dscore, dsides = pull.tile(tile, rows, floating)
             alone = len(floating) - len(heads)
             # A gradient of logits has their dtype, whatever reads them.
-            own = (dside.astype(spec.sides[n - 2].dtype) for dside, n in zip(dsides[alone:], heads, strict=True))
+            own = (dside.astype(rounded.sides[n - 2].dtype) for dside, n in zip(dsides[alone:], heads, strict=True))
             of_heads = (dside for dside in own for _ in range(2))
+            dscore = dscore.astype(rounded.logit_dtype)
             return (*((dscore,) * (len(targets) - alone)), *dsides[:alone], *of_heads)
 
         every = (*targets.values(), *(target for pair in heads.values() for target in pair))

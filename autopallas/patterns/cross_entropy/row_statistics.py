@@ -111,6 +111,8 @@ class RowStatistics(Softmax):
             operands = self.space.operands(tile)
             if not operands or not self.scope.depends(operands[0].value) or not self._rounds(tile, operands[0]):
                 break
+            if self._widens(tile, operands[0]) and self.scope.name(operands[0]) != "convert_element_type":
+                break  # nothing is rounded, and what else reads the values reads these
             casts.append(self.scope.dtype(tile))
             tile = operands[0]
         stripped = self.strip(tile)
