@@ -1,4 +1,4 @@
-"""Elementary functions of float32 numbers as arithmetic on vectors, computed in float64 and rounded once.
+"""Elementary functions of float32 numbers, and of pairs of these, as arithmetic on vectors in float64, rounded once.
 
 A compiler that has no vector form of a function calls one for scalars, once for each element.  Here a function is a few
 sums, products and selections.  float64 leaves some 29 bits to spare, so that the constants of a reduction need no more
@@ -28,6 +28,10 @@ __all__ = [
     "atan2",
     "by_roots",
     "cbrt",
+    "complex_exp",
+    "complex_exp_is_apart",
+    "complex_log",
+    "complex_log_is_apart",
     "constant_power",
     "cos",
     "digamma",
@@ -203,6 +207,56 @@ def atan2(y: jax.Array, x: jax.Array) -> jax.Array:
     angle = _where(steep, np.float64(math.pi / 2) - angle, angle)
     angle = _where(_is_negative(x), np.float64(math.pi) - angle, angle)
     return _with_sign(_where((x != x) | (y != y), np.float32(math.nan), _single(angle)), y)
+
+
+# ---------------------------------------------------------------------- complex numbers
+
+
+@_in_float64
+def complex_exp(x: jax.Array) -> jax.Array:
+    """Returns the exponential of complex numbers where :func:`complex_exp_is_apart` is False: e^a (cos b + i sin b)."""
+    z = _double(lax.imag(x))
+    turns = _rounded(z * np.float64(2 / math.pi))
+    r = (z - turns * np.float64(_PI[0] / 2)) - turns * np.float64(_PI[1] / 2)
+    w = r * r
+    sine, cosine = r * _polynomial(w, _SHORT_SIN), _polynomial(w, _SHORT_COS)
+    half = lax.floor(turns * np.float64(0.5))
+    odd = half + half != turns
+    size = _power_of_two(_double(lax.real(x)) * np.float64(1 / math.log(2)))
+    size = _where(_is_odd(half), -size, size)
+    return lax.complex(_single(size * _where(odd, -sine, cosine)), _single(size * _where(odd, cosine, sine)))
+
+
+def complex_exp_is_apart(x: jax.Array) -> jax.Array:
+    """Returns where :func:`complex_exp` does not hold: angles from ``LARGE`` on, and NaNs."""
+    real, angle = lax.real(x), lax.imag(x)
+    return ~(jnp.abs(angle) < np.float32(LARGE)) | (real != real)
+
+
+@_in_float64
+def complex_log(x: jax.Array) -> jax.Array:
+    """Returns the logarithm of complex numbers where :func:`complex_log_is_apart` is False: log |x|, and the angle.
+
+    Of |x|^2 near 1 the logarithm is that of 1 + w.  The greater square has 48 bits, so that its difference from 1 is
+    exact, and w is rounded once.
+    """
+    a, b = _double(_absolute(lax.real(x))), _double(_absolute(lax.imag(x)))
+    steep = b > a
+    most, least = _where(steep, b, a), _where(steep, a, b)
+    greater, less = most * most, least * least
+    w = (greater - np.float64(1)) + less
+    near = (w < np.float64(0.25)) & (w > np.float64(-0.25))
+    s = _where(near, w, np.float64(0)) / (np.float64(2) + _where(near, w, np.float64(0)))
+    size = _where(near, s * _polynomial(s * s, _LOG), _natural_logarithm(greater + less))
+    return lax.complex(_single(np.float64(0.5) * size), atan2(lax.imag(x), lax.real(x)))
+
+
+def complex_log_is_apart(x: jax.Array) -> jax.Array:
+    """Returns where :func:`complex_log` does not hold: zero, numbers of which both parts are denormal, infinities and
+    NaNs."""
+    real, imaginary = _size(lax.real(x)), _size(lax.imag(x))
+    most = jnp.maximum(real, imaginary)
+    return (most < _NORMAL) | (most >= _INFINITE)
 
 
 # ---------------------------------------------------------------------- the gamma function

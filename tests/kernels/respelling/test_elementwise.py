@@ -108,6 +108,64 @@ def agree(given, wanted, most=ROUNDED):
 # ---------------------------------------------------------------------- against float64
 
 
+COMPLEX = {"exp": (lax.exp, np.exp), "log": (lax.log, np.log)}
+
+
+def wide_complex(name, x):
+    """Returns (real part, imaginary part) in float64, of the log of numbers near 1 by :func:`np.log1p`."""
+    z = x.astype(np.complex128)
+    with np.errstate(all="ignore"):
+        found = COMPLEX[name][1](z)
+        if name == "log":
+            most, least = np.maximum(np.abs(z.real), np.abs(z.imag)), np.minimum(np.abs(z.real), np.abs(z.imag))
+            near = np.abs(most - 1) < 0.5
+            found.real[near] = 0.5 * np.log1p((most * most - 1 + least * least)[near])
+    return found.real, found.imag
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+@pytest.mark.parametrize("kind", ["usual", "spread", "unit"])
+def test_functions_of_complex_numbers_are_rounded_once(name, kind):
+    generator = np.random.default_rng(3)
+    x = generator.standard_normal((2**16, 2)).astype(np.float32)
+    if kind == "spread":
+        bits = patterns(2**17, 3).reshape(-1, 2)
+        x = np.where(np.isfinite(bits) & (np.abs(bits) >= LEAST), bits, np.float32(1))
+        if name == "exp":
+            x[:, 1] = np.where(np.abs(x[:, 1]) < elementary.LARGE, x[:, 1], x[:, 1] * np.float32(2.0**-110))
+    if kind == "unit":
+        angle = generator.uniform(-4, 4, 2**16)
+        x = np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
+    z = x[:, 0] + np.complex64(1j) * x[:, 1]
+    z.real, z.imag = x[:, 0], x[:, 1]
+    given = computed(COMPLEX[name][0], z)
+    for part, wanted in zip((given.real, given.imag), wide_complex(name, z), strict=True):
+        agree(part, wanted)
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_special_complex_numbers_are_those_of_the_original(name):
+    z = np.array([complex(a, b) for a in SPECIAL for b in SPECIAL], np.complex64)
+    function = COMPLEX[name][0]
+    wanted = jax.jit(function)(np.tile(z, 4))
+    np.testing.assert_array_equal(computed(function, np.tile(z, 4)), wanted)
+    # Zeros and infinities for which the arithmetic holds, among numbers that are usual.
+    kept = [
+        x for x in z if not np.isnan(x) and abs(x.imag) < 1e4 and (name == "exp" or (np.isfinite(x) and abs(x) > 1e-30))
+    ]
+    z = np.resize(np.array(kept, np.complex64), 2048)
+    given, wanted = computed(function, z), np.asarray(jax.jit(function)(z))
+    for own, other in zip((given.real, given.imag), (wanted.real, wanted.imag), strict=True):
+        np.testing.assert_allclose(own, other, rtol=2e-6, atol=1e-37)
+        np.testing.assert_array_equal(np.signbit(own), np.signbit(other))
+
+
+def test_functions_of_wider_complex_numbers_and_of_reals_are_left_alone():
+    assert found(lax.exp, jnp.ones(4096)) == []
+    with jax.enable_x64(True):
+        assert found(lax.exp, jnp.ones(4096, jnp.complex128)) == []
+
+
 @pytest.mark.parametrize("name", UNARY)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_results_are_rounded_once_over_all_of_float32(name, seed):

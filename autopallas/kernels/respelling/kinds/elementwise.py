@@ -1,13 +1,14 @@
-"""Sines, cosines, tangents, their inverses, powers, cube roots, remainders and the gamma function, on vectors.
+"""Sines, cosines, tangents, their inverses, powers, cube roots, remainders and the gamma function, on vectors, and
+exponentials and logarithms of complex numbers.
 
 XLA's CPU compiler has no vector form of these functions, and calls one for scalars for each element.  The arithmetic is
 that of :mod:`autopallas.kernels.respelling.elementary`: in float64, and rounded once, so that results are nearer to the
 exact ones than the original's; remainders are exact, as the original's are.
 
 Sines, cosines and tangents of numbers from 2^23 on need more digits of pi than that has, and remainders of quotients
-from 2^28 on more than its 53 bits; the gamma function is computed of numbers above zero.  Where there is another, the
-original is computed.  Both stand in branches, which also keep the compiler from computing the function anew in all
-that reads it.
+from 2^28 on more than its 53 bits; the gamma function is computed of numbers above zero, and of complex numbers what is
+finite.  Where there is another, the original is computed.  Both stand in branches, which also keep the compiler from
+computing the function anew in all that reads it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,12 @@ _LEAST, _MOST = 1024, 2**31
 """Elements of the least and of the largest array that is looked at: branches cost more than fewer would save."""
 _PERIODIC = ("sin", "cos", "tan")
 _POSITIVE = ("lgamma", "digamma", "polygamma")
-_BOUNDED = (*_PERIODIC, *_POSITIVE, "rem")
+_COMPLEX: Mapping[str, tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]] = {
+    "exp": (elementary.complex_exp, elementary.complex_exp_is_apart),
+    "log": (elementary.complex_log, elementary.complex_log_is_apart),
+}
+"""Functions of complex numbers, each with where its arithmetic does not hold."""
+_BOUNDED = (*_PERIODIC, *_POSITIVE, "rem", *_COMPLEX)
 """Functions whose arithmetic does not hold for all numbers."""
 _DIVISORS = (2.0**-100, 2.0**99)
 """Magnitudes of known divisors for which it is enough to look at the dividends."""
@@ -51,6 +57,7 @@ _FUNCTIONS: Mapping[str, Callable[..., jax.Array]] = {
     "rem": elementary.rem,
     "lgamma": elementary.lgamma,
     "digamma": elementary.digamma,
+    **{name: function for name, (function, _) in _COMPLEX.items()},
 }
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _LAYOUT = frozenset({"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "rev", "pad"})
@@ -72,7 +79,8 @@ _COMPILED_ANYWAY = (0.0, 0.5, 1.0, 2.0, 3.0, -1.0)
 def _match(graph: Graph, node: Node) -> Found | None:
     (result,) = node.equation.outvars
     dtypes = {operand.aval.dtype for operand in node.equation.invars}
-    if len(dtypes) > 1 or result.aval.dtype not in dtypes or not any(result.aval.dtype == own for own in _DTYPES):
+    computed = (jnp.complex64,) if node.name in _COMPLEX else _DTYPES
+    if len(dtypes) > 1 or result.aval.dtype not in dtypes or not any(result.aval.dtype == own for own in computed):
         return None
     if not _LEAST <= math.prod(result.aval.shape) <= _MOST:
         return None
@@ -219,7 +227,7 @@ def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
     place = next(i for i, x in enumerate(operands) if x.shape == shape)
 
     def arithmetic(*given: jax.Array) -> jax.Array:
-        return _function(spec)(*(x.astype(jnp.float32) for x in given)).astype(dtype)
+        return _function(spec)(*map(_read, given)).astype(dtype)
 
     if spec["function"] not in _BOUNDED or (
         spec["function"] in _PERIODIC and float(jnp.finfo(dtype).max) < elementary.LARGE
@@ -229,7 +237,7 @@ def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
     # Under vmap a condition for each example would have both branches computed; one for all of them has not.
     @jax.custom_batching.custom_vmap
     def chosen(*given: jax.Array) -> jax.Array:
-        beyond = _any_beyond(spec, *(x.astype(jnp.float32) for x in given))
+        beyond = _any_beyond(spec, *map(_read, given))
         found: jax.Array = lax.cond(beyond, lambda *given: _computed(spec, given), arithmetic, *given)
         return found
 
@@ -239,6 +247,10 @@ def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
         return chosen(*(x if own else jnp.broadcast_to(x, (size, *x.shape)) for x, own in mapped)), True
 
     return [chosen(*operands)]
+
+
+def _read(x: jax.Array) -> jax.Array:
+    return x if jnp.iscomplexobj(x) else x.astype(jnp.float32)
 
 
 def _function(spec: RespellingSpec) -> Callable[..., jax.Array]:
@@ -258,7 +270,10 @@ def _any_beyond(spec: RespellingSpec, *given: jax.Array) -> jax.Array:
     A sum of float32 numbers is faster than ``any`` and than a count in integers, and XLA has a routine for it, where it
     compiles three kernels for those.
     """
-    if spec["function"] == "rem":
+    if spec["function"] in _COMPLEX:
+        _, is_apart = _COMPLEX[cast(str, spec["function"])]
+        beyond = is_apart(given[0])
+    elif spec["function"] == "rem":
         divisor = _constant(spec, "divisor")
         beyond = elementary.rem_is_apart(*given, *(() if divisor is None else (jnp.asarray(divisor, jnp.float32),)))
     elif spec["function"] in _POSITIVE:
@@ -284,6 +299,8 @@ def _feature(spec: RespellingSpec) -> str:
         return f"{function} of one divisor"
     if _constant(spec, "order") is not None:
         return f"{function} of order 1"
+    if function in _COMPLEX:
+        return f"{function} of complex numbers"
     return function if base is None else f"{function} of one base"
 
 
@@ -316,9 +333,10 @@ _NARROW = ("sin", "cos", "roots", "exponent")
 def _samples() -> Iterator[tuple[str, Sample]]:
     for shape in _SIZES:
         for name, function in _FORMS.items():
-            for dtype in _DTYPES if name in _NARROW else _DTYPES[:1]:
+            dtypes = (jnp.complex64,) if name in _COMPLEX else _DTYPES if name in _NARROW else _DTYPES[:1]
+            for dtype in dtypes:
                 given = (jax.ShapeDtypeStruct(shape, dtype),) * (2 if name in ("atan2", "rem") else 1)
-                own = "" if dtype == jnp.float32 else f"-{jnp.dtype(dtype).name}"
+                own = "" if dtype in (jnp.float32, jnp.complex64) else f"-{jnp.dtype(dtype).name}"
                 yield f"{name}-{math.prod(shape)}{own}", Sample(function, given)
 
 
