@@ -14,14 +14,26 @@ from autopallas.compat import Shaped
 from autopallas.numerics.casts import is_floating
 from autopallas.sites import random_keys
 
-__all__ = ["decaying", "harmless", "normal"]
+__all__ = ["decaying", "harmless", "is_drawn", "normal"]
 
 Array = np.ndarray
 
 
+def is_drawn(dtype: DTypeLike) -> bool:
+    """Returns whether numbers of a dtype are drawn at random: real and complex floating ones."""
+    return is_floating(np.dtype(dtype)) or _is_complex(dtype)
+
+
+def _is_complex(dtype: DTypeLike) -> bool:
+    return bool(np.issubdtype(dtype, np.complexfloating))
+
+
 def normal(random: np.random.Generator, shape: Sequence[int], dtype: DTypeLike, scale: float = 1.0) -> Array:
-    """Returns normally distributed numbers."""
-    return np.asarray(random.standard_normal(tuple(shape), np.float32) * np.float32(scale), dtype)
+    """Returns normally distributed numbers, of which complex ones have a variance of 1 in all, times a scale."""
+    found = random.standard_normal(tuple(shape), np.float32) * np.float32(scale)
+    if _is_complex(dtype):
+        found = (found + 1j * (random.standard_normal(tuple(shape), np.float32) * np.float32(scale))) * 0.5**0.5
+    return np.asarray(found, dtype)
 
 
 def harmless(random: np.random.Generator, types: Sequence[Shaped]) -> list[Array]:
@@ -32,7 +44,8 @@ def harmless(random: np.random.Generator, types: Sequence[Shaped]) -> list[Array
       types: what has a shape and a dtype.
 
     Returns:
-      Positive numbers around 1, for a logarithm may be taken of them; True; zeros; random keys, as JAX's arrays.
+      Numbers around 1, positive ones or complex ones, for a logarithm may be taken of them; True; zeros; random keys,
+      as JAX's arrays.
     """
 
     def one(kind: Shaped) -> Array:
@@ -41,6 +54,8 @@ def harmless(random: np.random.Generator, types: Sequence[Shaped]) -> list[Array
         dtype = np.dtype(kind.dtype)
         if is_floating(dtype):
             return np.asarray(random.uniform(0.5, 1.5, kind.shape), dtype)
+        if _is_complex(dtype):
+            return np.asarray(random.uniform(0.5, 1.5, kind.shape) + 1j * random.uniform(-1, 1, kind.shape), dtype)
         return np.full(kind.shape, dtype == np.bool_, dtype)
 
     return [one(kind) for kind in types]
@@ -49,4 +64,4 @@ def harmless(random: np.random.Generator, types: Sequence[Shaped]) -> list[Array
 def decaying(arrays: Sequence[Array]) -> list[Array]:
     """Returns arrays whose floats are a tenth: a loop computes decays of them, such as exponentials, and its states
     would overflow."""
-    return [(array * 0.1).astype(array.dtype) if is_floating(array.dtype) else array for array in arrays]
+    return [(array * 0.1).astype(array.dtype) if is_drawn(array.dtype) else array for array in arrays]

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas.compat import Shaped
-from autopallas.kernels.example import harmless, normal
+from autopallas.kernels.example import harmless, is_drawn, normal
 from autopallas.kernels.recurrence.site import RecurrenceSite
-from autopallas.numerics.casts import is_floating
 
 __all__ = ["operands", "program"]
 
@@ -29,7 +28,7 @@ def operands(site: RecurrenceSite, types: Sequence[Shaped], key: int = 0) -> lis
     filled = harmless(random, types)
     scale = 0.7 * site.spec.rows**-0.5 if site.spec.delta else 0.3
     for i, array in enumerate(filled):
-        if is_floating(array.dtype):
+        if is_drawn(array.dtype):
             filled[i] = normal(random, array.shape, array.dtype, scale)
     return filled
 

@@ -8,10 +8,9 @@ import jax
 import numpy as np
 
 from autopallas.compat import ArrayFunction, Shaped
-from autopallas.kernels.example import harmless, normal
+from autopallas.kernels.example import harmless, is_drawn, normal
 from autopallas.kernels.respelling.kinds import kind_named
 from autopallas.kernels.respelling.site import RespellingSite
-from autopallas.numerics.casts import is_floating
 
 __all__ = ["operands", "program", "repeats"]
 
@@ -24,7 +23,7 @@ def operands(site: RespellingSite, types: Sequence[Shaped], key: int = 0) -> lis
     random = np.random.default_rng(key)
     filled = harmless(random, types)
     for i, array in enumerate(filled):
-        if is_floating(array.dtype):
+        if is_drawn(array.dtype):
             filled[i] = normal(random, array.shape, array.dtype)
     fill = kind_named(site.form.kind).fill
     return filled if fill is None else fill(site.form, random, filled)

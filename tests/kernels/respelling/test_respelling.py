@@ -14,6 +14,7 @@ from support.respellings import LAYOUTS, convolution, optimized, random, sites
 
 import autopallas
 from autopallas.graph import Graph, flatten
+from autopallas.kernels.respelling.example import operands
 from autopallas.kernels.respelling.kinds import kind_named, kind_names
 from autopallas.kernels.respelling.tuned_block_sizes import TABLE
 from autopallas.patterns import find
@@ -341,3 +342,11 @@ def test_quantised_floats_are_left_alone(dtype):
     for found, expected in zip(respelt(x), jax.jit(function)(x), strict=True):
         np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
     assert not respelt.report().counts()
+
+
+def test_complex_operands_of_a_search_are_drawn_and_are_no_zeros():
+    (site,) = sites(jnp.exp, jnp.ones((64, 256), jnp.complex64))
+    (given,) = operands(site.site, [jax.ShapeDtypeStruct((64, 256), jnp.complex64)])
+    assert given.dtype == np.complex64
+    for part in (given.real, given.imag):
+        assert 0.6 < np.std(part) < 0.8
