@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from support import mixtures
 from support.compare import compare, compiled, optimized_like_a_user
-from support.mixtures import IN_LOOPS, ONE_SITE, D, E, F, K, P, T, X, combine, hidden, one_einsum
+from support.mixtures import IN_LOOPS, ONE_SITE, D, E, F, K, P, T, X, combine, expert, hidden, one_einsum
 
 import autopallas
 
@@ -76,6 +76,34 @@ def test_narrow_numbers(dtype):
         return jnp.einsum("tef,efd,te->td", hidden(p, x), p["down"], c)
 
     found(function, jax.tree.map(lambda a: a.astype(dtype), (P, X)))
+
+
+def dispatched_and_combined(p, x):
+    """Tokens are given to the experts by one sum over their choices, and collected by another one."""
+    weights, numbers = mixtures.route(p, x)
+    mine = jax.nn.one_hot(numbers, E)
+    given = jnp.einsum("td,tke->ted", x, mine)
+    inside = jax.nn.silu(jnp.einsum("ted,edf->tef", given, p["gate"])) * jnp.einsum("ted,edf->tef", given, p["up"])
+    of_each = jnp.einsum("tef,efd->ted", inside, p["down"])
+    return jnp.einsum("ted,te->td", of_each, jnp.einsum("tk,tke->te", weights, mine))
+
+
+def scanned_with_scattered_weights(p, x):
+    weights, numbers = mixtures.route(p, x)
+    columns = jnp.zeros((T, E)).at[jnp.arange(T)[:, None], numbers].set(weights).T
+    experts = {name: p[name] for name in ("gate", "up", "down")}
+    start = jnp.zeros_like(x)
+    return lax.scan(lambda y, at: (y + expert(at[0], x) * at[1][:, None], None), start, (experts, columns))[0]
+
+
+@pytest.mark.parametrize("function", [dispatched_and_combined, scanned_with_scattered_weights])
+def test_choices_over_which_two_sums_run_are_computed_once(function):
+    def loss(p, x):
+        return jnp.sum(jnp.sin(function(p, x)))
+
+    for program in (function, jax.grad(loss)):
+        (site,) = (site for site in found(program).sites if site.op == OP)
+        assert site.spec["choices"] == K
 
 
 def test_layers_of_a_model_each_have_a_site():

@@ -117,12 +117,15 @@ class SumReader:
             )
         result = self.result
         result.expert = self.space.resolve(choices.expert)
+        known: set[Hashable] = set()
         for choice in choices.found:
             several = tuple(x for x in self.space.resolve(choice.several) if x not in self.tokens)
             source = self._operand(choice.index)
             if not set(source.labels) <= self.tokens | set(several):
                 raise Mismatch(f"{DENSE}, and the choice of experts has an axis of its own", advice=CHOOSE_FEW)
-            if (source, several) not in result.choices:
+            shape = self._up_to_names(source, several)
+            if shape not in known:
+                known.add(shape)
                 result.choices.append((source, several))
             result.seeds.add(choice.number)
             if choice.within is not None:
@@ -139,6 +142,14 @@ class SumReader:
         if wanted != self.tokens | (set(last) - slots):
             raise Mismatch(f"{DENSE}, and the result has an axis that its terms lack", advice=CHOOSE_FEW)
         return self._finished()
+
+    def _up_to_names(self, source: Operand, several: Sequence[Atom]) -> Hashable:
+        """Returns what tells a token's choices from others: those that two sums run over, each under labels of its own,
+        are the same choices."""
+        own = [label for label in source.labels if label in several]
+        names = {label: (place, self.space.sizes[label]) for place, label in enumerate(own)}
+        view = tuple((start, tuple(names.get(label, label) for label in labels)) for start, labels in source.view)
+        return source.position, view, source.fixed, tuple(label for label in several if label not in own)
 
     def _finished(self) -> Reading:
         result = self.result
