@@ -461,14 +461,14 @@ def jit_settings(function: object) -> Params | None:
         return None
     unflatten = jax.tree_util.tree_unflatten
     settings: Params = dict(
-        static_argnums=info.static_argnums or None,
-        static_argnames=info.static_argnames or None,
-        donate_argnums=info.donate_argnums or None,
-        donate_argnames=info.donate_argnames or None,
         keep_unused=info.keep_unused,
         inline=info.inline is True,
         compiler_options=dict(info.compiler_options_kvs) or None,
     )
+    for use in ("static", "donate"):
+        numbers, names = getattr(info, f"{use}_argnums"), getattr(info, f"{use}_argnames")
+        if numbers or names:  # both, or jit would infer those that are not given
+            settings |= {f"{use}_argnums": numbers, f"{use}_argnames": names}
     if info.user_specified_in_shardings:
         settings["in_shardings"] = unflatten(info.in_shardings_treedef, info.in_shardings_leaves)
     if any(type(s).__name__ != "UnspecifiedValue" for s in info.out_shardings_leaves):

@@ -636,6 +636,26 @@ def test_static_arguments_of_an_existing_jit(qkv):
     assert wrapped.report().counts()["attention"] == 1
 
 
+@pytest.mark.parametrize("use", ["static", "donate"])
+@pytest.mark.parametrize(("numbers", "names"), [((0,), ()), ((), ("x",)), ((0,), ("x",)), ((0,), ("y",))])
+def test_an_argument_is_static_or_donated_as_jit_was_told_by_number_and_by_name(use, numbers, names):
+    traced = []
+
+    def function(x, y):
+        traced.append([isinstance(one, jax.core.Tracer) for one in (x, y)])
+        return x + y, x * y
+
+    jitted = jax.jit(function, **{f"{use}_argnums": numbers, f"{use}_argnames": names})
+
+    def told(called, by_name):
+        x, y = (1, 2) if use == "static" else (jnp.ones(3), jnp.ones(3))
+        called(x, y=y) if not by_name else called(x=x, y=y)
+        return traced[-1] if use == "static" else [x.is_deleted(), y.is_deleted()]
+
+    for by_name in (False, True):
+        assert told(optimized(jitted), by_name) == told(jitted, by_name)
+
+
 def test_donated_arguments_of_an_existing_jit(qkv):
     function = jax.jit(lambda q, k, v: attend(q, k, v), donate_argnums=0)
     wrapped = optimized(function, require={"attention": 1})
