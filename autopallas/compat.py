@@ -200,6 +200,7 @@ __all__ = [
     "is_transposed",
     "is_wide",
     "jaxpr_as_fun",
+    "jit_key",
     "jit_settings",
     "lowering_device",
     "make_jaxpr",
@@ -477,6 +478,19 @@ def jit_settings(function: object) -> Params | None:
         if getattr(info, name, None) is not None:
             settings[name] = getattr(info, name)
     return {k: v for k, v in settings.items() if v not in (None, False)}
+
+
+def jit_key(function: object) -> tuple[object, ...] | None:
+    """Returns a key of the settings with which a ``jax.jit`` function was made, or None where they have none."""
+    info = getattr(function, "_jit_info", None)
+    if not isinstance(info, tuple):
+        return None
+    key = tuple(info)  # which is compared by its fields, as the information itself is not
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 class Jitted(Protocol):

@@ -86,6 +86,7 @@ def optimize_every_jit(options: OptionArguments) -> None:
     """
     import jax
 
+    from autopallas.cli.equal_jits import shared
     from autopallas.errors import warn
     from autopallas.optimize import optimize
 
@@ -95,7 +96,7 @@ def optimize_every_jit(options: OptionArguments) -> None:
         if not hasattr(jitted, "lower"):  # jit with options alone, which returns a decorator
             return functools.wraps(jitted)(lambda function: optimized(jitted(function)))
         try:
-            return optimize(jitted, **options)
+            return shared(jitted, lambda: optimize(jitted, **options))
         except Exception as error:
             warn(f"autopallas leaves {jitted!r} as it is: {type(error).__name__}: {error}")
             return jitted

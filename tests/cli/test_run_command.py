@@ -167,3 +167,47 @@ def test_every_command_has_help(command, name):
     status, out, _ = command(name, "--help")
     assert status == 0
     assert "--json" in out or name == "cache"
+
+
+REPEATED = """
+import functools, gc, json, weakref
+import jax, jax.numpy as jnp
+
+traced = []
+
+def step(x):
+    traced.append(x.shape)
+    return jax.nn.softmax(x @ x.T) @ x
+
+@functools.wraps(step)
+def other(x):
+    return step(x) + 1
+
+x, scaled = jnp.ones((32, 16)), functools.partial(step)
+for _ in range(3):
+    jax.jit(step)(x)
+    jax.jit(scaled)(x)
+assert len(traced) == 2, traced
+assert float(jax.jit(other)(x)[0, 0]) == float(jax.jit(step)(x)[0, 0]) + 1
+held = jnp.array(x)
+jax.jit(step, donate_argnums=0)(held)
+assert held.is_deleted()
+jax.jit(step)(x)
+assert not x.is_deleted()
+
+def made():
+    weight = jnp.ones(16)
+    function = lambda x: x @ weight
+    jax.jit(function)(x)
+    return weakref.ref(weight)
+
+gone = made()
+gc.collect()
+assert gone() is None
+"""
+
+
+def test_jit_of_the_same_function_is_traced_once_though_it_is_written_in_a_loop(process, tmp_path):
+    (tmp_path / "repeated.py").write_text(REPEATED)
+    ran = process("run", "--objective", "always", "--json", "repeated.py")
+    assert ran.returncode == 0, ran.stderr
