@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
 import jax
 
+from autopallas import compat
 from autopallas.compat import ArrayFunction, ClosedJaxpr, Dtype, PyTree, Shaped
 from autopallas.errors import UnsupportedError
 from autopallas.plan.choose_implementation import evaluate_candidates
 from autopallas.plan.decision import Decision
 from autopallas.sites.calls import SiteDescription, kernel_backward, kernel_forward
 from autopallas.sites.device import Device
-from autopallas.sites.interpret import settled
+from autopallas.sites.interpret import interpretation, settled
 from autopallas.sites.sharded_site import ShardedSite
 from autopallas.sites.spec import SiteSpec
 from autopallas.tuning.coverage import products
@@ -80,18 +81,25 @@ def replan_for(
         active = None if active is None else site.moved(active, site.given_types(given))
         given, found, site = site.local(given), site.local(found, results=True), site.standalone
     operands = tuple((a.shape, a.dtype) for a in given)
-    forward = _decided(decision, device, site, operands, _Original(original))
+    setting = compat.numeric_setting(), interpretation()
+    forward = _decided(decision, device, site, operands, _Original(original), setting)
     if active is None or forward.verdict == "kept" or not site.has_backward:
         return forward
     results = tuple((a.shape, a.dtype) for a in found)
-    problem = _backward_problem(forward, device, site, operands, results, tuple(active))
+    problem = _backward_problem(forward, device, site, operands, results, tuple(active), setting)
     return forward if problem is None else replace(forward, verdict="kept", reason=problem)
 
 
 @lru_cache(maxsize=1024)
 def _decided(
-    decision: Decision, device: Device, site: SiteDescription, operands: Types, original: _Original
+    decision: Decision,
+    device: Device,
+    site: SiteDescription,
+    operands: Types,
+    original: _Original,
+    setting: Hashable,
 ) -> Decision:
+    """Decides about a forward; ``setting`` is what kernels are traced under, and belongs to the key alone."""
     options, operation = decision.options, site.operation
     if options is None:
         return Decision("kept", f"nothing was decided for {device.platform}", device.platform)
@@ -122,8 +130,16 @@ def _decided(
 
 @lru_cache(maxsize=1024)
 def _backward_problem(
-    decision: Decision, device: Device, site: SiteDescription, operands: Types, results: Types, active: tuple[int, ...]
+    decision: Decision,
+    device: Device,
+    site: SiteDescription,
+    operands: Types,
+    results: Types,
+    active: tuple[int, ...],
+    setting: Hashable,
 ) -> str | None:
+    """Returns why the backward cannot be lowered, or None; ``setting`` as in :func:`_decided`."""
+
     def backward(*arguments: Sequence[jax.Array]) -> PyTree:
         return kernel_backward(site, decision.implementation or "", decision.block_sizes, active)(*arguments)
 
