@@ -16,6 +16,7 @@ from autopallas.compat import MeshLike, Shaped, ShapedArray
 __all__ = [
     "array_type",
     "axis_types",
+    "cotangent_like",
     "divided_like",
     "explicit_sharding",
     "invariant_type",
@@ -60,6 +61,18 @@ def typed_like(aval: Shaped) -> jax.ShapeDtypeStruct:
     if mesh is None or mesh.empty:
         return shape_of(aval)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+
+
+def cotangent_like(aval: Shaped) -> jax.ShapeDtypeStruct:
+    """Like :func:`typed_like`, of an array's cotangent: what is yet to be summed over explicit mesh axes has one that
+    is the same along them, and the other way round."""
+    typed = typed_like(aval)
+    sharding = explicit_sharding(typed)
+    if sharding is None or not (sharding.spec.unreduced or sharding.spec.reduced):
+        return typed
+    spec = sharding.spec
+    turned = jax.sharding.PartitionSpec(*spec.partitions, unreduced=spec.reduced, reduced=spec.unreduced)
+    return jax.ShapeDtypeStruct(typed.shape, typed.dtype, sharding=sharding.update(spec=turned))
 
 
 def array_type(

@@ -205,7 +205,7 @@ def _pulled_back(
         found: tuple[jax.Array, ...] = jax.vjp(chosen, *(operands[i] for i in active))[1](list(cotangents))
         return found
 
-    kinds = [array_types.typed_like(v.aval) for v in results]
+    kinds = [array_types.cotangent_like(v.aval) for v in results]
     jaxpr, _ = jaxprs.open_jaxpr(compat.make_jaxpr(pulled, shapes, kinds))
     known: dict[Var, _Path] = {v: i - len(shapes) for i, v in enumerate(jaxpr.invars) if i >= len(shapes)}
 

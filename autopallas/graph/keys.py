@@ -49,7 +49,8 @@ def spread_over_all(equation: JaxprEqn, position: int) -> bool:
 
 def spec_key(spec: PartitionSpec | tuple[()]) -> tuple[tuple[tuple[str, ...], ...], Hashable, Hashable]:
     """Returns a key that is equal for equivalent partition specs."""
-    parts = [() if part is None else part if isinstance(part, tuple) else (part,) for part in spec]
+    partitions = spec.partitions if isinstance(spec, PartitionSpec) else spec
+    parts = [() if part is None else part if isinstance(part, tuple) else (part,) for part in partitions]
     while parts and not parts[-1]:
         parts.pop()
     return tuple(parts), getattr(spec, "unreduced", frozenset()), getattr(spec, "reduced", frozenset())

@@ -220,7 +220,7 @@ class Lookup:
 
             pulled = forward.pulled(program, wanted)
             avals = [forward.root.aval, *(u.variable.aval for u in forward.uses)]
-            shapes = [array_types.typed_like(forward.root.aval), *forward.types()]
+            shapes = [array_types.cotangent_like(forward.root.aval), *forward.types()]
             if mapped is not None:
                 pulled = jax.vmap(pulled, in_axes=(0, *(None for _ in forward.uses)))
                 shapes[0] = jax.ShapeDtypeStruct((mapped, *shapes[0].shape), shapes[0].dtype)
@@ -305,7 +305,7 @@ class Lookup:
             assert isinstance(operand, Var)
             step = compat.jaxpr_as_fun(closed([operand], equation.outvars, [equation]))
             transpose = jax.linear_transpose(lambda x: step(x)[0], array_types.typed_like(before))
-            kind = array_types.typed_like(after)
+            kind = array_types.cotangent_like(after)
             if mapped is not None:
                 kind = jax.ShapeDtypeStruct((mapped, *after.shape), after.dtype)
             pull: ArrayFunction = lambda ct: transpose(ct)[0]  # noqa: E731

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from support import tiers
 from support.catalogue import array
 from support.checks import TOLERANCE, absolute_errors, quadratic, replaced
 from support.compare import compiled, optimized_like_a_user
 from support.oracle import evaluate
 
+import autopallas
 from training.catalogue import D, S, T, attend, deep, layer, loss_of, qkv
 
 ARGNUMS = (0, 1, 2)
@@ -164,6 +165,36 @@ def run(case, check_vma, devices):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_gradients_around_shard_map(case, check_vma):
     assert run(case, check_vma, devices=1) == []
+
+
+def unreduced_from_a_shard_map(q, k, v):
+    """What each device attends to is summed behind the shard_map."""
+    inside = jax.shard_map(
+        lambda *parts: lax.pcast(attend(*parts), "data", to="unreduced"),
+        out_specs=PartitionSpec(unreduced={"data"}),
+    )
+    return jax.sharding.reshard(inside(q, k, v), PartitionSpec())
+
+
+def unreduced_from_a_product(q, k, v):
+    """Keys are divided, so that the product with the values leaves a sum to each device."""
+    probabilities = jax.nn.softmax(jnp.einsum("btd,bsd->bts", q, k) / 8, axis=-1)
+    whole = jnp.einsum("bts,bsd->btd", probabilities, v, out_sharding=PartitionSpec(unreduced={"data"}))
+    return jax.sharding.reshard(whole, PartitionSpec())
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize(("function", "axis"), [(unreduced_from_a_shard_map, 0), (unreduced_from_a_product, 1)])
+def test_what_is_yet_to_be_summed_over_devices_is_no_failure(function, axis, gradient):
+    mesh = Mesh(jax.devices()[:1], ("data",), axis_types=(AxisType.Explicit,))
+    args = [array(2, 8, D, seed=seed) for seed in range(3)]
+    wanted = jax.grad(lambda *args: jnp.sum(function(*args) ** 2), argnums=(0, 1, 2)) if gradient else function
+    with jax.set_mesh(mesh):
+        parts = PartitionSpec(*[None] * axis, "data")
+        spread = [jax.device_put(x, PartitionSpec() if axis and x is args[0] else parts) for x in args]
+        report = autopallas.explain(jax.jit(wanted), *spread)
+    assert [site.op for site in report.sites] == ["attention"]
+    assert not report.failures
 
 
 def test_gradients_around_shard_map_on_two_devices():

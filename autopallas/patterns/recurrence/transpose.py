@@ -570,9 +570,10 @@ def _derivative(inputs: Sequence[Var], equations: Sequence[JaxprEqn], roots: Seq
         found: tuple[jax.Array, ...] = jax.vjp(varied, *(given[place] for place in places))[1](cotangents)
         return found
 
-    types = [[array_types.typed_like(v.aval) for v in own] for own in (inputs, roots)]
+    types = [array_types.typed_like(v.aval) for v in inputs]
+    wanted = [array_types.cotangent_like(v.aval) for v in roots]
     with array_types.on_mesh_of([v.aval for v in inputs]):
-        return flatten(compat.make_jaxpr(pulled, *types))
+        return flatten(compat.make_jaxpr(pulled, types, wanted))
 
 
 def _is_plain(equation: JaxprEqn) -> bool:
