@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from autopallas.compat import ArrayFunction, PyTree
 from autopallas.court.case import random_array
 from autopallas.custom.operation import PatternOperation, operation_of
+from autopallas.errors import UnsupportedError
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.block_sizes import Candidates
 from autopallas.sites.declared_call import site_of
@@ -77,10 +78,18 @@ class Pattern:
     numerics: Numerics = "tolerance"
 
     def __call__(self, *operands: PyTree, **named: PyTree) -> PyTree:
+        """Calls the replacement, with valid block sizes where none are given.
+
+        Raises:
+          UnsupportedError: no block sizes are valid for these operands.
+        """
         if self.block_sizes and not named.keys() & self.block_sizes.keys():
             scalars = {name: value for name, value in named.items() if name in self.scalars}
             spec = site_of(self.operation, dict(zip(self.names, operands, strict=True)), {**self.marks, **scalars}).spec
-            named = {**named, **self.operation.block_sizes.candidates(spec)[0].to_dict()}
+            valid = self.operation.block_sizes.candidates(spec)
+            if not valid:
+                raise UnsupportedError(f"the pattern {self.name} has no block sizes for {spec}; give them by name")
+            named = {**named, **valid[0].to_dict()}
         return self.replacement(*operands, **named)
 
     def remove(self) -> None:
@@ -128,6 +137,7 @@ class Pattern:
 
 def _source(function: Callable[..., object]) -> str:
     """Returns a function's code, and the syntax of its module if that has a file."""
+    own = _code(function)
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)
@@ -135,20 +145,33 @@ def _source(function: Callable[..., object]) -> str:
         module = syntax(inspect.getsource(cast(ModuleType, inspect.getmodule(function))))
     except (OSError, TypeError, SyntaxError, ValueError):
         module = ""
-    return f"{_code(function)} {module}"
+    return f"{own} {module}"
 
 
 def _code(function: Callable[..., object], depth: int = 0) -> str:
-    """Returns a function's instructions, with the plain values and the functions that it captured."""
+    """Returns a function's instructions, with the plain values and the functions that it was given or captured."""
+    if depth == _DEEPEST:
+        return type(function).__name__
+    if isinstance(function, functools.partial):
+        named = sorted(function.keywords.items())
+        names = [name for name, _ in named]
+        return " ".join([*names, *_values([function.func, *function.args, *(value for _, value in named)], depth)])
+    function = inspect.unwrap(function)
     code = getattr(function, "__code__", None)
-    if code is None or depth == _DEEPEST:
+    if code is None:
         return type(function).__name__
     captured = [*code.co_consts, *(getattr(function, "__defaults__", None) or ())]
+    captured += [value for _, value in sorted((getattr(function, "__kwdefaults__", None) or {}).items())]
     cells = (cell for cell in getattr(function, "__closure__", None) or () if cell != CellType())
     captured += [cell.cell_contents for cell in cells]
-    plain = [repr(value) for value in captured if isinstance(value, (bool, int, float, str, tuple))]
-    inner = [_code(value, depth + 1) for value in captured if inspect.isfunction(value)]
-    return " ".join((repr(code.co_code), *code.co_names, *plain, *inner))
+    return " ".join([repr(code.co_code), *code.co_names, *_values(captured, depth)])
+
+
+def _values(values: Sequence[object], depth: int) -> list[str]:
+    """Returns the plain ones among values, and the code of the functions."""
+    plain = [repr(value) for value in values if isinstance(value, (bool, int, float, str, tuple))]
+    functions = (value for value in values if inspect.isfunction(value) or isinstance(value, functools.partial))
+    return [*plain, *(_code(function, depth + 1) for function in functions)]
 
 
 def declared() -> tuple[Pattern, ...]:

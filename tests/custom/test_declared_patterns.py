@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -219,6 +220,34 @@ def test_a_call_of_the_pattern_has_valid_block_sizes_too():
     same(own(X[0], SCALE, eps=0.5), rms_norm(X[0], SCALE, eps=0.5))
     same(own(X[0], SCALE, eps=0.5, row_block=3), rms_norm(X[0], SCALE, eps=0.5))
     assert calls == [((6, 16), 2), ((6, 16), 3)]
+
+
+def test_a_call_of_the_pattern_for_which_no_block_sizes_are_valid_says_so():
+    own, calls = declare(candidates=lambda spec: [] if spec.M == 6 else [{"row_block": 1}])
+    with pytest.raises(autopallas.UnsupportedError, match=r"own_norm has no block sizes for .*; give them by name"):
+        own(X[0], SCALE, eps=0.5)
+    assert not calls
+    same(own(X[0], SCALE, eps=0.5, row_block=3), rms_norm(X[0], SCALE, eps=0.5))
+
+
+def test_a_pattern_is_another_version_where_its_replacement_is_given_other_values():
+    def versions(*replacements):
+        return {autopallas.pattern(rms_norm, **given)(one).version for one in replacements}
+
+    def either(first, *_, eps, fast):
+        return first if fast else -first
+
+    def defaulted(fast):
+        def replaced(x, scale, *, eps, fast=fast):
+            return x if fast else -x
+
+        return replaced
+
+    given = {"shapes": [normal(8, 16), normal(16)], "scalars": ["eps"], "name": "own_norm"}
+    assert len(versions(*[functools.partial(either, fast=fast) for fast in (True, False)])) == 2
+    assert len(versions(*[functools.partial(either, 1, fast=fast) for fast in (True, False, True)])) == 2
+    assert len(versions(*[functools.partial(either, first, fast=True) for first in (1, 2)])) == 2
+    assert len(versions(*map(defaulted, (True, False)))) == 2
 
 
 # --- axes -----------------------------------------------------------------------------------------------------------
