@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Generic, ParamSpec, TypeAlias, TypeVar, Unpack
 import jax
 from jax.typing import ArrayLike
 
-from autopallas import compat, pipeline
+from autopallas import compat, own_frames, pipeline
 from autopallas.arguments import Static, Untraceable, Watched, is_flag, is_number, join, split, told_apart, traceable
 from autopallas.compat import ArrayFunction, ClosedJaxpr, Jitted, PyTree
 from autopallas.errors import one_line, warn
@@ -121,10 +121,15 @@ class Optimized(Generic[P, R]):
             if failed is None:
                 recovered = self._recovered(error, args, kwargs)
                 if recovered is None:
+                    own_frames.leave_out(error)
                     raise
                 return recovered[0]
         if failed is not None:  # outside of the handler, so that what is raised now does not name it
-            return self._called_again(failed, args, kwargs)
+            try:
+                return self._called_again(failed, args, kwargs)
+            except Exception as error:
+                own_frames.leave_out(error)
+                raise
         first_call.checked(self, args, kwargs, resolve(self._explicit).strict)
         with first_call.unchecked():
             return self(*args, **kwargs)
@@ -149,16 +154,19 @@ class Optimized(Generic[P, R]):
 
     # ------------------------------------------------------------------ the API of jit
 
+    @own_frames.left_out
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """Lowers the rewritten program, as ``jax.jit(f).lower`` does."""
         with first_call.unchecked(), inspection_only():
             return self._placed(self._jit.lower, args, kwargs)
 
+    @own_frames.left_out
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
         """Traces the rewritten program, as ``jax.jit(f).trace`` does."""
         with first_call.unchecked(), inspection_only():
             return self._placed(self._jit.trace, args, kwargs)
 
+    @own_frames.left_out
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> PyTree:
         """Returns shapes and dtypes of the result, as ``jax.jit(f).eval_shape`` does."""
         with first_call.unchecked(), inspection_only():
@@ -629,6 +637,7 @@ def optimize(
     return Optimized(callable_given("optimize", fn), explicit)
 
 
+@own_frames.left_out
 def explain(fn: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> Report:
     """Reports what :func:`optimize` would do with a call, without compiling or running anything.
 

@@ -9,14 +9,11 @@ import os
 import sys
 import types
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TypeAlias
 
 from autopallas.cli import CommandError
 
 __all__ = ["Program", "module", "script"]
-
-_OURS = str(Path(__file__).parent.parent) + os.sep
 
 
 class Program:
@@ -151,8 +148,6 @@ def _without_ours(trace: types.TracebackType | None) -> types.TracebackType | No
         else:
             frames.append(trace)
         trace = trace.tb_next
-    rest: types.TracebackType | None = None
-    for one in reversed(frames):
-        if not one.tb_frame.f_code.co_filename.startswith(_OURS):
-            rest = types.TracebackType(rest, one.tb_frame, one.tb_lasti, one.tb_lineno)
-    return rest
+    from autopallas.own_frames import without  # which imports JAX, as the program has by then
+
+    return without(frames[0]) if frames else None
