@@ -132,7 +132,9 @@ class TunedBlockSizes(Protocol):
 class Example(Protocol):
     """Interface of an operation's module ``example``.
 
-    It may also have ``repeats(site)``: how often one call of a search computes a site, in a loop.
+    It may also have ``repeats(site)``: how often one call of a search computes a site, in a loop; and
+    ``original(site)``: what a search measures in the place of the site's equations, where these are only slow in a
+    program, or None.
     """
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from .writing import Writer
 
-__all__ = ["FIRST_EXPONENTIALS", "FIRST_NETWORK", "FIRST_OF_EVERY_KIND", "body", "operands"]
+__all__ = ["FIRST_BROADCAST", "FIRST_EXPONENTIALS", "FIRST_NETWORK", "FIRST_OF_EVERY_KIND", "body", "operands"]
 
 FIRST_OF_EVERY_KIND = 230_000
 """From this seed on every kind of respelling has a form."""
@@ -16,6 +16,8 @@ FIRST_EXPONENTIALS = 270_000
 """From here on steps sum exponentials of sums."""
 FIRST_NETWORK = 260_000
 """From this seed on there are gradients of weights that loops multiply by."""
+FIRST_BROADCAST = 280_000
+"""From here on matrix products are written by broadcasting."""
 
 
 def operands(w: Writer, at: str) -> tuple[dict[str, int], list[str]]:
@@ -51,6 +53,8 @@ def body(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
         steps["network"] = _network
     if c.seed >= FIRST_EXPONENTIALS:
         steps["summed exponentials"] = _summed_exponentials
+    if c.seed >= FIRST_BROADCAST:
+        steps["broadcast products"] = _broadcast_products
     for n in range(c.pick(f"{at}.count", [1, 2, 3], 0.6)):
         name = c.pick(f"{at}.step {n}", {name: name for name in steps}, 0.8)
         w.features.add(f"step: {name}")
@@ -660,3 +664,25 @@ def _squared_distances(w: Writer, at: str, size: dict[str, int], x: str, ids: st
     }  # fmt: skip
     weights = c.pick(f"{at}.read", read, 0.6)
     return f"{x} + ({weights} @ {others}).astype({x}.dtype)"
+
+
+def _broadcast_products(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """Multiplies all pairs of rows, of repeated ones, and adds what their gradients are."""
+    c = w.choices
+    dtype = c.pick(f"{at}.dtype", ["float32", "bfloat16"], 0.1)
+    rows = w.set("rows", f"jnp.tile(jnp.tanh({x} / 8).astype(jnp.{dtype}).reshape(-1, {size['d']}), (32, 1))[:64]")
+    scaled = f"jnp.cos(jnp.arange({size['d']}.0)).astype({rows}.dtype)"
+    others = c.pick(f"{at}.others", {"own": rows, "scaled": f"{rows} * {scaled}", "fewer": f"{rows}[::3] + 1"}, 0.5)
+    forms = {
+        "last": "(a[:, None] * b[None]).sum(-1)", "first": "(b.T[:, None] * a.T[:, :, None]).sum(0)",
+        "vmap": "jax.vmap(jax.vmap(lambda a, b: (a * b).sum(), (None, 0)), (0, None))(a, b)",
+        "batches": "(a.reshape(4, -1, 1, a.shape[1]) * b[:4, None, None]).sum(-1)",
+        "both": "(a[:, None] * b[None]).sum(-1) - (a[:, None] * jnp.sin(b)[None]).sum(-1)",
+    }  # fmt: skip
+    loss = f"jnp.sin(1.0 * {c.pick(f'{at}.form', forms, 0.7)}).mean()"
+    ways = {
+        "gradients": f"sum(g.sum(0) for g in jax.grad(lambda a, b: {loss}, (0, 1))(a, b))",
+        "of one": f"jax.grad(lambda a: {loss})(a).sum(0)", "value": f"(lambda a, b: {loss})(a, b) + 0 * a[0]",
+    }  # fmt: skip
+    way = ways[c.pick(f"{at}.way", {name: name for name in ways}, 0.5)]
+    return f"({x} + (lambda a, b: {way})({rows}, {others})).astype({x}.dtype)"

@@ -20,7 +20,7 @@ from .judge import Verdict, judge, kinds_found
 from .mutations import FAULTS, put_back
 from .program import RandomProgram, random_program
 from .record import clean_ranges
-from .respellings import FIRST_EXPONENTIALS, FIRST_NETWORK, FIRST_OF_EVERY_KIND
+from .respellings import FIRST_BROADCAST, FIRST_EXPONENTIALS, FIRST_NETWORK, FIRST_OF_EVERY_KIND
 from .shrink import shrunk
 from .tolerance import roundings
 from .writing import Argument
@@ -139,6 +139,7 @@ _DRAWN = {
     "argmax": "first: argmax",
     "associative_scan": "step: associative scan",
     "batched_product": "step: small matrices",
+    "broadcast_product": "step: broadcast products",
     "convolution": "step: convolution",
     "convolution_of_volumes": "step: volumes",
     "cumulative": "step: cumulative",
@@ -172,7 +173,7 @@ def test_every_kind_of_respelling_is_drawn():
 
 @pytest.mark.parametrize("kind", sorted(_DRAWN))
 def test_a_respelling_is_found_in_programs_that_are_drawn_for_it(kind):
-    later = {"summed_products": FIRST_NETWORK} | dict.fromkeys(
+    later = {"broadcast_product": FIRST_BROADCAST, "summed_products": FIRST_NETWORK} | dict.fromkeys(
         ("summed_exponentials", "summed_exponentials_gradient"), FIRST_EXPONENTIALS
     )
     first = later.get(kind, FIRST_OF_EVERY_KIND)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import jax
 import numpy as np
 
 from autopallas.compat import ArrayFunction, Shaped
 from autopallas.kernels.example import harmless, is_drawn, normal
+from autopallas.kernels.respelling import reference
 from autopallas.kernels.respelling.kinds import kind_named
 from autopallas.kernels.respelling.site import RespellingSite
+from autopallas.sites.operation import Kernel
 
-__all__ = ["operands", "program", "repeats"]
+__all__ = ["operands", "original", "program", "repeats"]
 
 _ELEMENTS, _MOST_REPEATS = 2**19, 2**12
 """Of a loop that a search measures: its elements are about so many, and its steps at most so many."""
@@ -35,6 +38,13 @@ def repeats(site: RespellingSite) -> int:
     if not kind.in_loops:
         return 1
     return min(max(_ELEMENTS // site.spec.elements, kind.least_steps), _MOST_REPEATS)
+
+
+def original(site: RespellingSite) -> ArrayFunction | None:
+    """Returns what a search measures in the place of a site's equations; None where these show how fast they are."""
+    if not kind_named(site.form.kind).is_slow_among_others:
+        return None
+    return lambda *given: site.forward(cast(Kernel, reference), None, given)[0]
 
 
 def program() -> tuple[ArrayFunction, tuple[jax.ShapeDtypeStruct, ...]]:

@@ -70,6 +70,8 @@ class Kind:
       in_loops: whether small ones usually occur in loops, so that a search measures them there: alone, they take less
         time than the call.
       least_steps: of such a loop: 2 where the original is only slow in one.
+      is_slow_among_others: whether the original's equations are only slow where others read the same operands, so that
+        a search measures ``original`` in their place.
       platforms: on which it may be of use; empty for all.
       fill: ``fill(spec, random, arrays)`` may replace the arrays of a search by such that occur.
     """
@@ -90,6 +92,7 @@ class Kind:
     maps_alike: bool = False
     in_loops: bool = False
     least_steps: int = 1
+    is_slow_among_others: bool = False
     platforms: tuple[str, ...] = ()
     fill: Callable[[RespellingSpec, np.random.Generator, Sequence[np.ndarray]], list[np.ndarray]] | None = field(
         default=None

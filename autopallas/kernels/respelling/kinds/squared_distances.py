@@ -2,8 +2,8 @@
 
 ``((x[:, None] - y[None]) ** 2).sum(-1)`` takes a step for every pair and column.  Multiplied out, its terms are sums of
 products of arrays that lack an axis: the squares of x, those of y, and twice a matrix product.  The same holds of the
-gradients, and of weighted squares.  (One product alone, ``(x[:, None] * y[None]).sum(-1)``, XLA computes as a matrix
-product by itself.)
+gradients, and of weighted squares.  (One product alone, ``(x[:, None] * y[None]).sum(-1)``, is a ``broadcast_product``
+where XLA does not compute it as a matrix product by itself.)
 
 Multiplied out, the result is the difference of numbers that may be much larger than it: of rows that are close to each
 other and far from zero little is left, and a distance of a row to itself is a rounding in place of zero.  That is for
