@@ -670,7 +670,7 @@ def _broadcast_products(w: Writer, at: str, size: dict[str, int], x: str, ids: s
     """Multiplies all pairs of rows, of repeated ones, and adds what their gradients are."""
     c = w.choices
     dtype = c.pick(f"{at}.dtype", ["float32", "bfloat16"], 0.1)
-    rows = w.set("rows", f"jnp.tile(jnp.tanh({x} / 8).astype(jnp.{dtype}).reshape(-1, {size['d']}), (32, 1))[:64]")
+    rows = w.set("rows", f"jnp.tile(jnp.tanh({x} / 8).astype(jnp.{dtype}).reshape(-1, {size['d']}), (64, 1))[:160]")
     scaled = f"jnp.cos(jnp.arange({size['d']}.0)).astype({rows}.dtype)"
     others = c.pick(f"{at}.others", {"own": rows, "scaled": f"{rows} * {scaled}", "fewer": f"{rows}[::3] + 1"}, 0.5)
     forms = {

@@ -15,7 +15,7 @@ from autopallas.autotune.trial import Trial
 from autopallas.graph import Graph, flatten
 from autopallas.patterns import find
 
-X, Y = random(50, 20), random(40, 20, seed=1)
+X, Y = random(150, 20), random(140, 20, seed=1)
 
 
 def products(x, y):
@@ -38,11 +38,11 @@ def turned(x, y):
 
 
 def of_two_axes(x, y):
-    return (x.reshape(50, 1, 4, 5) * y.reshape(1, 40, 4, 5)).sum((2, 3))
+    return (x.reshape(150, 1, 4, 5) * y.reshape(1, 140, 4, 5)).sum((2, 3))
 
 
 def gram(x, y):
-    return products(x, x)[:, :40]
+    return products(x, x)[:, :140]
 
 
 def gradients(function):
@@ -57,7 +57,8 @@ def gradients(function):
 def test_a_product_and_its_gradients_are_matrix_products(function, offset):
     compared = compare(gradients(function), (X + offset, Y + offset), ops="broadcast_product")
     assert compared.complaints == []
-    assert compared.report.counts() == {"respelling": 3}
+    short = function is turned  # its own sums are of 20 columns each, which are another kind's
+    assert compared.report.counts() == {"respelling": 2 if short else 3}
 
 
 def test_double_precision_keeps_its_digits():
@@ -95,10 +96,13 @@ def test_a_gradient_that_is_taken_around_it_is_right():
 OTHERS = {
     "one product, whose operands nothing else reads": products,
     "products with vectors": lambda x, y: gradients(lambda x, y: (x[:, None] * y[0]).sum(-1))(x, y),
-    "batches": lambda x, y: gradients(lambda x, y: (x.reshape(5, 10, 1, 20) * y.reshape(5, 1, 8, 20)).sum(-1))(x, y),
+    "batches": lambda x, y: gradients(lambda x, y: (x.reshape(5, 30, 1, 20) * y.reshape(5, 1, 28, 20)).sum(-1))(x, y),
     "a sum over what one factor lacks": lambda x, y: gradients(lambda x, y: (x[:, None] * y[None]).sum(0))(x, y)[0],
     "all pairs in one factor": lambda x, y: (x[:, None] * jnp.tanh(x[:, None] + y[None])).sum(-1),
     "halves": lambda x, y: gradients(products)(x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)),
+    "sums of up to 128 columns or 8 numbers next to each other": lambda x, y: gradients(products)(
+        x[:90, :8], y[:90, :8]
+    ),
     "few numbers": lambda x, y: gradients(products)(x[:10], y[:10]),
 }
 
@@ -123,7 +127,7 @@ def test_a_search_measures_what_a_program_with_others_pays():
         trial = Trial.of(match)
         alone = jax.jit(compat.jaxpr_as_fun(match.original)).lower(*trial.arguments[0][0]).compile()
         measured = jax.jit(trial.original()).lower(*trial.arguments).compile()
-        every = 50 * 40 * 20 * 4
+        every = 150 * 140 * 20 * 4
         assert alone.memory_analysis().temp_size_in_bytes < every <= measured.memory_analysis().temp_size_in_bytes
         kernel = trial.kernel("xla", None)
         np.testing.assert_allclose(trial.original()(*trial.arguments)[0], kernel(*trial.arguments)[0], 1e-4, 1e-5)

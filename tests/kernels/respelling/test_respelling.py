@@ -65,13 +65,15 @@ def test_the_reference_of_a_kind_is_its_original(name):
             operands = [jnp.asarray(known[i]) if i in known else next(rest) for i in range(len(spec.operands))]
             return kind_named(name).original(spec, *operands)
 
-        if "pair" in dict(match.spec.parameters):
-            continue  # of two passes, which are no pair by themselves
+        if "pair" in dict(match.spec.parameters) or kind_named(name).is_slow_among_others:
+            continue  # of two passes, which are no pair by themselves, or found beside others alone
         program = original
         if kind_named(name).least_steps > 1:  # it is found in loops alone
             program = lambda *given, each=original: lax.map(lambda one: each(*one), given)  # noqa: E731
             open_types = [jax.ShapeDtypeStruct((2, *t.shape), t.dtype) for t in open_types]
-        (found,) = find(Graph(flatten(jax.make_jaxpr(program)(*open_types))), ("respelling", name), True)[0]
+        every = find(Graph(flatten(jax.make_jaxpr(program)(*open_types))), ("respelling", name), True)[0]
+        # In loops a volume is another kind's, and around sums and products there are more.
+        (found,) = every if len(every) == 1 else [one for one in every if one.spec.kind == name]
         if holds_a_program(match.spec):
             assert kind_named(name).feature(found.spec) == kind_named(name).feature(match.spec)
             continue
