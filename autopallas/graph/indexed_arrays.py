@@ -71,12 +71,14 @@ class Plan:
       tables: (number of the carried value, how steps come to its slices).
       sums: (number of the carried value, the places of what is added to it).
       whole_sums: whether an equation adds whole arrays of which all but slices are zero.
+      clears: whether an equation sets a slice to zero, as the derivative of one that sets it does.
     """
 
     actions: Mapping[int, Action]
     tables: tuple[tuple[int, Table], ...]
     sums: tuple[tuple[int, tuple[Place, ...]], ...]
     whole_sums: bool
+    clears: bool
 
 
 class Steps(NamedTuple):
@@ -127,6 +129,8 @@ class IndexedArrays:
         self.refused: set[int] = set()
         self.whole_sums: set[int] = set()
         """The sums to which whole arrays are added of which all but slices are zero."""
+        self.cleared: set[int] = set()
+        """The arrays of which slices are set to zero."""
 
     def plan(self) -> Plan:
         """Returns the plan, which holds if no array was refused."""
@@ -155,7 +159,7 @@ class IndexedArrays:
                 self.refused.add(i)
                 continue
             tables.append((i, table))
-        return Plan(self.actions, tuple(tables), tuple(sums), bool(self.whole_sums))
+        return Plan(self.actions, tuple(tables), tuple(sums), bool(self.whole_sums), bool(self.cleared))
 
     def _table(self, carried: int, actions: Sequence[tuple[Action, Var]]) -> Table | None:
         """Returns how steps come to the slices of an array; None where it is no table."""
@@ -221,8 +225,16 @@ class IndexedArrays:
             if place is None:
                 return None
             update = equation.invars[1 if name == "dynamic_update_slice" else 2]
+            if name not in _ADDS and self._is_zero(update):
+                self.cleared.add(carried)
             return Action(carried, "add" if name in _ADDS else "set", before, ((place, update),))
         return None
+
+    def _is_zero(self, atom: JaxprAtom) -> bool:
+        if isinstance(atom, Literal):
+            return not np.any(np.asarray(atom.val))
+        zeros = self.zeros.get(atom)
+        return zeros is not None and not zeros.slices
 
     def _zero_but_for_slices(self, name: str, equation: JaxprEqn) -> None:
         """Notes results that are zero, or zero but for slices."""
@@ -230,7 +242,7 @@ class IndexedArrays:
         if len(equation.outvars) != 1 or not equation.outvars[0].aval.shape:
             return
         (result,) = equation.outvars
-        if name == "broadcast_in_dim" and isinstance(given[0], Literal) and not np.any(np.asarray(given[0].val)):
+        if name == "broadcast_in_dim" and isinstance(given[0], Literal) and self._is_zero(given[0]):
             self.zeros[result] = _Zeros(())
         elif name in jaxprs.VARYING and isinstance(given[0], Var) and given[0] in self.zeros:
             self.zeros[result] = self.zeros[given[0]]

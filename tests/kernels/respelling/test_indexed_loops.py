@@ -381,6 +381,54 @@ def test_positions_from_an_argument_are_left_alone():
     judged(_by_argument, ids, random(D), random(T, D, seed=1), sites=0, argnums=(1, 2))
 
 
+def summed(function):
+    return lambda a, x: jnp.sum(jnp.sin(function(a, x).astype(jnp.float32)))
+
+
+def _sets(a, x):
+    def step(i, carried):
+        h, results = carried
+        h = jnp.tanh(a * h + 0.1)
+        return h, results.at[i].set(h)
+
+    return lax.fori_loop(0, T, step, (x[0], jnp.zeros_like(x)))[1]
+
+
+def _solves(a, x):
+    """Euler's method, with an array of all states."""
+    step = lambda i, states: states.at[i + 1].set(states[i] + 0.1 * jnp.tanh(a * states[i]))  # noqa: E731
+    return lax.fori_loop(0, T - 1, step, jnp.zeros_like(x).at[0].set(x[0]))
+
+
+def _replaces(a, x):
+    return lax.fori_loop(1, T, lambda i, x: x.at[i].set(a * x[i - 1] + jnp.sin(x[i])), x)
+
+
+def _sets_two(a, x):
+    def step(i, carried):
+        h, results, others = carried
+        h = a * h + 0.1
+        return h, results.at[i].set(h), others.at[:, T - 1 - i].set(jnp.sin(h))
+
+    first = x[0], jnp.zeros_like(x), jnp.zeros_like(x.T)
+    _, results, others = lax.fori_loop(0, T, step, first)
+    return results * others.T
+
+
+@pytest.mark.parametrize("function", [_sets, _solves, _replaces, _sets_two], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_arrays_that_a_loop_sets_are_not_copied_in_each_step(function, dtype):
+    judged(summed(function), random(D).astype(dtype), random(T, D, seed=1).astype(dtype))
+
+
+def test_they_are_found_under_vmap_and_in_layers():
+    def layers(a, x):
+        return lax.scan(lambda x, a: (jax.checkpoint(_solves)(a, x), None), x, a)[0]
+
+    judged(summed(jax.vmap(_solves, (None, 0))), random(D), random(3, T, D, seed=1))
+    judged(summed(layers), random(2, D), random(T, D, seed=1))
+
+
 def test_a_loop_without_whole_sums_is_left_alone():
     def run(a, x):
         def body(i, carried):

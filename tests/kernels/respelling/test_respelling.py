@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,6 +50,10 @@ def test_each_sample_is_one_site_of_its_kind_and_is_made_anew_from_data(name):
         assert saved_site("respelling", "forward", data).site == match.site
 
 
+def mapped(function, *given):
+    return lax.map(lambda one: function(*one), given)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_the_reference_of_a_kind_is_its_original(name):
     """So a saved site is measured against what the program had; integers that the program knows stay known."""
@@ -69,7 +75,7 @@ def test_the_reference_of_a_kind_is_its_original(name):
             continue  # of two passes, which are no pair by themselves, or found beside others alone
         program = original
         if kind_named(name).least_steps > 1:  # it is found in loops alone
-            program = lambda *given, each=original: lax.map(lambda one: each(*one), given)  # noqa: E731
+            program = partial(mapped, original)
             open_types = [jax.ShapeDtypeStruct((2, *t.shape), t.dtype) for t in open_types]
         every = find(Graph(flatten(jax.make_jaxpr(program)(*open_types))), ("respelling", name), True)[0]
         # In loops a volume is another kind's, and around sums and products there are more.

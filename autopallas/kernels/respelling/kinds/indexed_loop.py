@@ -2,7 +2,8 @@
 
 What JAX makes of ``fori_loop(0, T, lambda i, h: f(h, x[i]), h)`` when it is differentiated adds an array of x's shape
 to x's gradient in each step, of which all but one slice is zero: T steps cost O(T^2).  The same holds where ``x[i]`` is
-read in a scan that counts its steps.
+read in a scan that counts its steps.  Where a loop sets ``results.at[i]``, each step of its backward reads a slice of
+the results' gradient and sets it to zero, for which XLA copies the array.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat, jaxprs
-from autopallas.compat import JaxprEqn, Var
+from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph import Graph, Node
 from autopallas.kernels.respelling.indexed import as_written, chosen, key_of, loop_in, loop_of, planned, results_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
@@ -27,11 +28,13 @@ __all__ = ["KIND"]
 _ADDITIONS = frozenset({"add", "add_any"})
 _PLACED = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "add_any", "jit", "pjit"})
 """Primitives that may give an array that is zero but for a slice."""
+_SETS = {"dynamic_update_slice": 1, "scatter": 2}
+"""Primitives that set slices, and the positions of what these are set to."""
 
 
 def _match(graph: Graph, node: Node) -> Found | None:
     equation = node.equation
-    if int(equation.params["length"]) < 2 or not _adds_what_is_placed(equation):
+    if int(equation.params["length"]) < 2 or not _is_of_slices(equation):
         return None
     place = loop_of(graph, node)
     if place is None:
@@ -45,13 +48,19 @@ def _match(graph: Graph, node: Node) -> Found | None:
     return Found((("loop", loop), ("results", kept)), numbers, results)
 
 
-def _adds_what_is_placed(equation: JaxprEqn) -> bool:
-    """Returns whether a scan's step adds to a carried array what may be zero but for a slice: a quick look."""
+def _is_of_slices(equation: JaxprEqn) -> bool:
+    """Returns whether a scan's step adds to a carried array what may be zero but for a slice, or sets a slice of one to
+    what may be zero: a quick look."""
     jaxpr, _ = jaxprs.open_jaxpr(equation.params["jaxpr"])
     constants, carried = compat.scan_parts(equation)
     carries = {v for v in jaxpr.invars[constants : constants + carried] if getattr(v.aval, "shape", ())}
+    given_zeros = set(jaxpr.invars[:constants])
     made: dict[Var, str] = {}
     for e in jaxpr.eqns:
+        if e.primitive.name in _SETS and e.invars[0] in carries:
+            update = e.invars[_SETS[e.primitive.name]]
+            if isinstance(update, Literal) or update in given_zeros or made.get(update) == "broadcast_in_dim":
+                return True
         if e.primitive.name in _ADDITIONS:
             given = [v for v in e.invars if isinstance(v, Var)]
             if any(v in carries for v in given) and any(made.get(v) in _PLACED for v in given):
@@ -77,8 +86,11 @@ def _fill(spec: RespellingSpec, random: np.random.Generator, arrays: Sequence[np
 
 
 def _feature(spec: RespellingSpec) -> str:
-    """Returns whether the loop has few steps or many."""
-    return "few steps" if loop_in(spec).length < 64 else "many steps"
+    """Returns whether the loop has few steps or many, and whether it only adds up slices, as where ``x[i]`` is read and
+    nothing is set: then XLA often adds to the slices alone."""
+    loop = loop_in(spec)
+    steps = "few steps" if loop.length < 64 else "many steps"
+    return steps if loop.tables else f"{steps}, sums alone"
 
 
 def _samples() -> Iterator[tuple[str, Sample]]:
@@ -99,8 +111,18 @@ def _samples() -> Iterator[tuple[str, Sample]]:
             found: tuple[jax.Array, jax.Array] = jax.grad(loss, (0, 1))(decay, x)
             return found
 
+        def reading(decay: jax.Array, x: jax.Array, length: int = length) -> tuple[jax.Array, jax.Array]:
+            def loss(decay: jax.Array, x: jax.Array) -> jax.Array:
+                state = lax.fori_loop(0, length, lambda i, state: decay * state + x[i], jnp.zeros(x.shape[1:], x.dtype))
+                return jnp.sum(jnp.sin(state.astype(jnp.float32)))
+
+            found: tuple[jax.Array, jax.Array] = jax.grad(loss, (0, 1))(decay, x)
+            return found
+
         types = jax.ShapeDtypeStruct((width,), dtype), jax.ShapeDtypeStruct((length, width), dtype)
-        yield f"{'' if dtype == jnp.float32 else 'bfloat16-'}{length}x{width}", Sample(function, types)
+        own = "" if dtype == jnp.float32 else "bfloat16-"
+        yield f"{own}{length}x{width}", Sample(function, types)
+        yield f"{own}{length}x{width}-reading", Sample(reading, types)
 
 
 KIND = Kind(
