@@ -179,3 +179,31 @@ def test_the_greatest_logit_equals_the_one_that_is_picked_there():
     found, _ = optimized(h, w, labels)
     assert [site.verdict for site in optimized.report().sites] == ["applied"]
     assert np.all(found)
+
+
+@pytest.mark.parametrize("form", ["temperature", "temperatures of rows", "own label"])
+def test_passes_over_the_same_logits_round_them_alike(form):
+    """A gradient with respect to a temperature reads the rounded logits, in a pass that also reads the logarithm of the
+    sum that another one gives; a label may be an argmax, which rounded logits decide."""
+
+    def loss(h, w, t, labels):
+        logits = wide(h @ w / t) if form != "own label" else wide(h @ w)
+        further = None
+        if form == "own label":
+            own = jnp.take_along_axis(logits, jnp.argmax(logits, axis=-1)[:, None], axis=-1)[:, 0]
+            further = own == jnp.max(logits, axis=-1)
+        picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
+        return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - picked), further
+
+    random = np.random.default_rng(0)
+    h = jnp.asarray(random.standard_normal((256, 64)), NARROW)
+    w = jnp.asarray(1.25 * random.standard_normal((64, 512)), NARROW)
+    t = jnp.full((256, 1) if form == "temperatures of rows" else (), 0.7, NARROW)
+    # Most rows' gradients are what is left of probabilities near 1 and the label's -1.
+    labels = np.argmax(np.asarray(h, np.float64) @ np.asarray(w, np.float64), axis=-1)
+    step = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+    optimized = autopallas.optimize(step, objective="always", autotune=False)
+    (_, further), _ = optimized(h, w, t, labels)
+    assert {site.verdict for site in optimized.report().sites} == {"applied"}
+    assert further is None or np.all(further)
+    assert autopallas.verify(optimized, h, w, t, labels).ok

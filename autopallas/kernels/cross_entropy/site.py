@@ -45,7 +45,7 @@ class CrossEntropySite(IndexedSite):
       sides: the side inputs of the programs, in order.
       clipped: which of them are labels that are clipped to 0 .. V - 1 when they are read.
       types: dtypes of all operands.
-      precision, doubled: as in the spec.
+      precision, doubled, rounded: as in the spec.
     """
 
     VIEWS: ClassVar[tuple[str, ...]] = ("residual",)
@@ -68,6 +68,7 @@ class CrossEntropySite(IndexedSite):
     batch_labels: Labels = ()
     precision: str | None = None
     doubled: bool = False
+    rounded: bool = False
     has_custom_rule: bool = False
     """Whether a custom rule of the program's stands inside: then the derivative is left to the original."""
 
@@ -101,6 +102,7 @@ class CrossEntropySite(IndexedSite):
             products=self.products,
             precision=self.precision,
             doubled=self.doubled,
+            rounded=self.rounded,
         )
 
     def _side(self, source: SideSource) -> SideSpec:

@@ -117,6 +117,9 @@ class CrossEntropySpec:
     """``lax.Precision`` of the original's dot: None (default), "HIGH" or "HIGHEST"."""
     doubled: bool = False
     """Whether the original computes in float64 with narrower logits."""
+    rounded: bool = False
+    """Whether another pass over the logits, that reads what this one gives or the other way round, has to round them to
+    ``logit_dtype``.  Then this one rounds them too."""
 
     @property
     def heads(self) -> tuple[Head, ...]:
@@ -137,12 +140,22 @@ class CrossEntropySpec:
             products=tuple(replace(p, program=honoured(p.program)) for p in self.products),
         )
 
+    @property
+    def _narrow(self) -> list[Input]:
+        """The logits in bfloat16, as programs read them."""
+        own: list[Input] = [Score(NARROW)] if self.logit_dtype == NARROW else []
+        return own + [Side(n, NARROW) for n, s in enumerate(self.sides) if s.head is not None and s.dtype == NARROW]
+
+    @property
+    def has_to_round(self) -> bool:
+        """Whether a program reads logits that are rounded to bfloat16, and :meth:`unrounded` leaves that as it is."""
+        return bool(self._narrow) and self.unrounded() is self
+
     def unrounded(self) -> CrossEntropySpec:
         """The same with logits in float32, where the original rounds them and takes that back at once (see
         :func:`autopallas.sites.roundings.unrounded`).  Which is the greatest of a row their rounding still decides."""
-        narrow: list[Input] = [Score(NARROW)] if self.logit_dtype == NARROW else []
-        narrow += [Side(n, NARROW) for n, s in enumerate(self.sides) if s.head is not None and s.dtype == NARROW]
-        if not narrow:
+        narrow = self._narrow
+        if self.rounded or not narrow:
             return self
         read: tuple[Statistic | Product, ...] = (*self.statistics, *self.products)
         found: list[ElementwiseProgram] = []
@@ -192,7 +205,8 @@ class CrossEntropySpec:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """The fields as plain data: numbers and strings."""
+        """The fields as plain data: numbers and strings.  ``rounded`` is there where it is True alone, so that what was
+        stored of other specs without it is found."""
 
         def plain(x: object) -> object:
             if isinstance(x, (bool, int, float, str, type(None))):
@@ -203,4 +217,4 @@ class CrossEntropySpec:
                 return {f.name: plain(getattr(x, f.name)) for f in fields(x)}
             return str(x)
 
-        return {f.name: plain(getattr(self, f.name)) for f in fields(self)}
+        return {f.name: plain(getattr(self, f.name)) for f in fields(self) if f.name != "rounded" or self.rounded}

@@ -73,13 +73,32 @@ def passes(region: Region, given: Set[int] = frozenset()) -> list[Match]:
     sums = [number for number, match in enumerate(found) if _sums_exponentials(match)]
     if not sums or sums[0] > 0 and not _exchanges_maxima(region):
         raise Mismatch("the first pass over the logits does not sum their exponentials", advice=LOSS_PER_ROW)
-    return found
+    return _rounded_alike(region, found)
+
+
+def _rounded_alike(region: Region, found: list[Match]) -> list[Match]:
+    """Has all passes round the logits where one has to, or reads a label that the rounded logits decide.
+
+    What a pass gives for a row, such as the logarithm of its sum, is that of the logits which the others read: an
+    exponential of their difference would multiply a rounding that one of them leaves out.
+    """
+    if len(found) < 2 or not any(_has_to_round(region, match) for match in found):
+        return found
+    return [replace(match, site=replace(_site(match), rounded=True)) for match in found]
+
+
+def _has_to_round(region: Region, match: Match) -> bool:
+    integers = (n for n in match.operands if jnp.issubdtype(region.graph.dtype(n), jnp.integer))
+    return _site(match).spec.has_to_round or any(map(region.touches, integers))
+
+
+def _site(match: Match) -> CrossEntropySite:
+    assert isinstance(match.site, CrossEntropySite)
+    return match.site
 
 
 def _sums_exponentials(match: Match) -> bool:
-    site = match.site
-    assert isinstance(site, CrossEntropySite)
-    return any(s.kind == "exp_sum" for s in site.statistics)
+    return any(s.kind == "exp_sum" for s in _site(match).statistics)
 
 
 def _exchanges_maxima(region: Region) -> bool:
