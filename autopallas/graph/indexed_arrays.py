@@ -72,6 +72,8 @@ class Plan:
       sums: (number of the carried value, the places of what is added to it).
       whole_sums: whether an equation adds whole arrays of which all but slices are zero.
       clears: whether an equation sets a slice to zero, as the derivative of one that sets it does.
+      stacks: whether steps read slices of an array, set others of it, and stack results, as a loop does that keeps what
+        it read for its backward.
     """
 
     actions: Mapping[int, Action]
@@ -79,6 +81,7 @@ class Plan:
     sums: tuple[tuple[int, tuple[Place, ...]], ...]
     whole_sums: bool
     clears: bool
+    stacks: bool
 
 
 class Steps(NamedTuple):
@@ -159,7 +162,11 @@ class IndexedArrays:
                 self.refused.add(i)
                 continue
             tables.append((i, table))
-        return Plan(self.actions, tuple(tables), tuple(sums), bool(self.whole_sums), bool(self.cleared))
+        return Plan(
+            self.actions, tuple(tables), tuple(sums), bool(self.whole_sums), bool(self.cleared),
+            len(self.steps.outputs) > self.steps.carried
+            and any({action.kind for action, _ in actions[i]} >= {"read", "set"} for i, _ in tables),
+        )  # fmt: skip
 
     def _table(self, carried: int, actions: Sequence[tuple[Action, Var]]) -> Table | None:
         """Returns how steps come to the slices of an array; None where it is no table."""

@@ -185,7 +185,8 @@ def share_of_gain(match: Workload, row: Row[object], device: Device) -> float:
     assert isinstance(spec, AttentionSpec)
     if device.platform == "tpu":
         scores = spec.batch * spec.key_heads * spec.groups * spec.query_length * spec.key_length
-        return float(spec.score_dtype.itemsize * scores >= tpu.generation(device).vmem)
+        # Of scores that a kernel does not round, their gradients have the original's dtype.
+        return float(spec.reads_score_gradients.itemsize * scores >= tpu.generation(device).vmem)
     if device.platform != "gpu":
         return 1.0
     blocks = spec.batch * spec.key_heads * spec.groups * -(-spec.query_length // _ROWS)

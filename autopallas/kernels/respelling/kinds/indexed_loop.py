@@ -3,7 +3,8 @@
 What JAX makes of ``fori_loop(0, T, lambda i, h: f(h, x[i]), h)`` when it is differentiated adds an array of x's shape
 to x's gradient in each step, of which all but one slice is zero: T steps cost O(T^2).  The same holds where ``x[i]`` is
 read in a scan that counts its steps.  Where a loop sets ``results.at[i]``, each step of its backward reads a slice of
-the results' gradient and sets it to zero, for which XLA copies the array.
+the results' gradient and sets it to zero, for which XLA copies the array; and so it does where a step sets ``x[i + 1]``
+and stacks the ``x[i]`` that it read, as it does for a backward.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from jax import lax
 from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph import Graph, Node
+from autopallas.graph.indexed_arrays import READS
 from autopallas.kernels.respelling.indexed import as_written, chosen, key_of, loop_in, loop_of, planned, results_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.spec import RespellingSpec
@@ -50,16 +52,21 @@ def _match(graph: Graph, node: Node) -> Found | None:
 
 def _is_of_slices(equation: JaxprEqn) -> bool:
     """Returns whether a scan's step adds to a carried array what may be zero but for a slice, or sets a slice of one to
-    what may be zero: a quick look."""
+    what may be zero, or reads one of an array of which it sets another: a quick look."""
     jaxpr, _ = jaxprs.open_jaxpr(equation.params["jaxpr"])
     constants, carried = compat.scan_parts(equation)
     carries = {v for v in jaxpr.invars[constants : constants + carried] if getattr(v.aval, "shape", ())}
-    given_zeros = set(jaxpr.invars[:constants])
+    given_zeros, stacks = set(jaxpr.invars[:constants]), len(jaxpr.outvars) > carried
     made: dict[Var, str] = {}
+    read: set[Var | Literal] = set()
     for e in jaxpr.eqns:
+        if e.primitive.name in READS:
+            read.add(e.invars[0])
         if e.primitive.name in _SETS and e.invars[0] in carries:
             update = e.invars[_SETS[e.primitive.name]]
             if isinstance(update, Literal) or update in given_zeros or made.get(update) == "broadcast_in_dim":
+                return True
+            if stacks and e.invars[0] in read:
                 return True
         if e.primitive.name in _ADDITIONS:
             given = [v for v in e.invars if isinstance(v, Var)]
@@ -87,10 +94,12 @@ def _fill(spec: RespellingSpec, random: np.random.Generator, arrays: Sequence[np
 
 def _feature(spec: RespellingSpec) -> str:
     """Returns whether the loop has few steps or many, and whether it only adds up slices, as where ``x[i]`` is read and
-    nothing is set: then XLA often adds to the slices alone."""
+    nothing is set: a slice that each step adds once XLA adds to its place alone."""
     loop = loop_in(spec)
     steps = "few steps" if loop.length < 64 else "many steps"
-    return steps if loop.tables else f"{steps}, sums alone"
+    if loop.tables:
+        return steps if loop.plan.whole_sums or loop.plan.clears else f"{steps}, stacked"
+    return f"{steps}, {'one sum' if sum(len(places) for _, places in loop.sums) == 1 else 'sums'} alone"
 
 
 def _samples() -> Iterator[tuple[str, Sample]]:
@@ -119,10 +128,17 @@ def _samples() -> Iterator[tuple[str, Sample]]:
             found: tuple[jax.Array, jax.Array] = jax.grad(loss, (0, 1))(decay, x)
             return found
 
+        def stacking(decay: jax.Array, x: jax.Array, length: int = length) -> tuple[jax.Array, jax.Array]:
+            def step(states: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+                return states.at[i + 1].set(states[i] + decay * jnp.tanh(states[i])), states[i]
+
+            return lax.scan(step, x, jnp.arange(length - 1))
+
         types = jax.ShapeDtypeStruct((width,), dtype), jax.ShapeDtypeStruct((length, width), dtype)
         own = "" if dtype == jnp.float32 else "bfloat16-"
         yield f"{own}{length}x{width}", Sample(function, types)
         yield f"{own}{length}x{width}-reading", Sample(reading, types)
+        yield f"{own}{length}x{width}-stacking", Sample(stacking, types)
 
 
 KIND = Kind(
