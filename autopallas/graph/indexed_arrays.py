@@ -162,11 +162,9 @@ class IndexedArrays:
                 self.refused.add(i)
                 continue
             tables.append((i, table))
-        return Plan(
-            self.actions, tuple(tables), tuple(sums), bool(self.whole_sums), bool(self.cleared),
-            len(self.steps.outputs) > self.steps.carried
-            and any({action.kind for action, _ in actions[i]} >= {"read", "set"} for i, _ in tables),
-        )  # fmt: skip
+        copied = any({action.kind for action, _ in actions[i]} >= {"read", "set"} for i, _ in tables)
+        stacks = copied and len(self.steps.outputs) > self.steps.carried
+        return Plan(self.actions, tuple(tables), tuple(sums), bool(self.whole_sums), bool(self.cleared), stacks)
 
     def _table(self, carried: int, actions: Sequence[tuple[Action, Var]]) -> Table | None:
         """Returns how steps come to the slices of an array; None where it is no table."""

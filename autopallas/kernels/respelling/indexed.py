@@ -4,9 +4,9 @@ Under ``jax.grad`` a loop that reads ``x[i]`` adds to the whole of x's gradient 
 that T steps cost T arrays of T slices.  So they do where a loop sets ``results.at[i]``: of the results' gradient each
 step reads a slice and sets it to zero, for which XLA copies the array, as it does where a step sets ``x[i + 1]`` and
 stacks the ``x[i]`` that it read.  Here each step gives its slice alone, and the arrays are put together after the loop.
-  What a loop writes at its own step, and reads there or a few steps later, goes
-the same way: the loop carries the slices that later steps read in place of the array.  Which arrays these are, and
-where their slices lie, is told by :mod:`autopallas.graph.indexed_arrays`; any other array stays what the loop carries.
+What a loop writes at its own step, and reads there or a few steps later, goes the same way: the loop carries the slices
+that later steps read in place of the array.  Which arrays these are, and where their slices lie, is told by
+:mod:`autopallas.graph.indexed_arrays`; any other array stays what the loop carries.
 """
 
 from __future__ import annotations

@@ -58,15 +58,16 @@ def _is_of_slices(equation: JaxprEqn) -> bool:
     carries = {v for v in jaxpr.invars[constants : constants + carried] if getattr(v.aval, "shape", ())}
     given_zeros, stacks = set(jaxpr.invars[:constants]), len(jaxpr.outvars) > carried
     made: dict[Var, str] = {}
-    read: set[Var | Literal] = set()
+    read: set[Var] = set()
     for e in jaxpr.eqns:
-        if e.primitive.name in READS:
-            read.add(e.invars[0])
-        if e.primitive.name in _SETS and e.invars[0] in carries:
+        array = e.invars[0] if e.invars else None
+        if e.primitive.name in READS and isinstance(array, Var):
+            read.add(array)
+        if e.primitive.name in _SETS and isinstance(array, Var) and array in carries:
             update = e.invars[_SETS[e.primitive.name]]
             if isinstance(update, Literal) or update in given_zeros or made.get(update) == "broadcast_in_dim":
                 return True
-            if stacks and e.invars[0] in read:
+            if stacks and array in read:
                 return True
         if e.primitive.name in _ADDITIONS:
             given = [v for v in e.invars if isinstance(v, Var)]
