@@ -141,13 +141,11 @@ def _cleaned(hook: Hook) -> Hook:
 
 def _without_ours(trace: types.TracebackType | None) -> types.TracebackType | None:
     """Returns a traceback without the frames of this package and of what started it."""
-    frames: list[types.TracebackType] = []
-    while trace is not None:
-        if trace.tb_frame.f_code is Program.run.__code__:
-            frames.clear()
-        else:
-            frames.append(trace)
-        trace = trace.tb_next
     from autopallas.own_frames import without  # which imports JAX, as the program has by then
 
-    return without(frames[0]) if frames else None
+    begin = trace
+    while trace is not None:
+        if trace.tb_frame.f_code is Program.run.__code__:
+            begin = trace.tb_next
+        trace = trace.tb_next
+    return without(begin)

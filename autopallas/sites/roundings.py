@@ -59,7 +59,8 @@ def unrounded(program: ElementwiseProgram, narrow: Set[Input]) -> ElementwisePro
 def rounding_first(program: ElementwiseProgram, narrow: Set[Input]) -> ElementwiseProgram:
     """Returns a program that reads those numbers in float32 too, and rounds them to bfloat16 before anything else.
 
-    No compiler leaves such a rounding out."""
+    No compiler leaves such a rounding out.
+    """
     count = len(program.inputs)
     rounding = (("exponent_bits", 8), ("mantissa_bits", 7))
     casts: list[Instruction] = []
