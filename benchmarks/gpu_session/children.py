@@ -27,8 +27,8 @@ _WITHOUT_AUTOTUNING = "--xla_gpu_autotune_level=0"
 """What is checked is not timed, and XLA's search for the fastest form of each product takes most of a compilation."""
 
 
-def settings(role: Role, cache: Path, small: bool) -> dict[str, str]:
-    """Returns the environment of a child.
+def settings(role: Role, cache: Path, small: bool, shared: bool = False) -> dict[str, str]:
+    """Returns the environment of a child; one that times takes the GPU's memory, unless that is ``shared``.
 
     Programs that one child compiles ahead are found in the cache by another that has the same flags.
     """
@@ -44,9 +44,9 @@ def settings(role: Role, cache: Path, small: bool) -> dict[str, str]:
         # The interpreter's warpgroups wait for each other in threads, of which XLA has few on small machines.
         return found | {"JAX_PLATFORMS": "cpu", "NPROC": "32"}
     found.pop("JAX_PLATFORMS", None)
-    if role == "time":
+    if role == "time" and not shared:
         return {"XLA_PYTHON_CLIENT_MEM_FRACTION": _MEMORY, **found}
-    if role != "compile":
+    if role not in ("time", "compile"):
         found["XLA_FLAGS"] = f"{found.get('XLA_FLAGS', '')} {_WITHOUT_AUTOTUNING}".strip()
     return found | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 

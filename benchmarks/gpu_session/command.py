@@ -54,8 +54,10 @@ def main(arguments: Sequence[str]) -> int:
         seconds=options.seconds,
         cache=options.cache or output / "compiled",
         keep_going=options.keep_going,
+        shared=options.shared,
     )
-    child = Child("small" if plan.small else "", settings("check", plan.cache, plan.small), output / "run.log")
+    environ = settings("check", plan.cache, plan.small, plan.shared)
+    child = Child("small" if plan.small else "", environ, output / "run.log")
     answers = list(child.ask({"do": "hello"}, begin + min(_START_SECONDS, 60 * options.minutes)))
     told = next((answer for answer in answers if "kind" in answer), None)
     problem = _unusable(told, plan.small)
@@ -88,7 +90,8 @@ def main(arguments: Sequence[str]) -> int:
 def _chosen(found: Sequence[Task], options: argparse.Namespace) -> list[Task]:
     """Returns the tasks that the options name."""
     of = [t for t in found if options.op is None or t.operation in options.op or t.kind == "copy"]
-    return [t for t in of if not options.filter or any(all(w in t.name for w in f.split()) for f in options.filter)]
+    of = [t for t in of if not options.filter or any(all(w in t.name for w in f.split()) for f in options.filter)]
+    return [t.limited(options.candidates) for t in of] if options.candidates else of
 
 
 def _unusable(told: dict[str, Any] | None, small: bool) -> str | None:
@@ -156,9 +159,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--filter", action="append", metavar="WORDS", help="only tasks whose names have all these words"
     )
+    parser.add_argument(
+        "--candidates", action="append", metavar="NAME",
+        help="time only candidates whose names have this, the originals, and of ours one at least; may be repeated",
+    )  # fmt: skip
     parser.add_argument("--seconds", type=float, default=2.0, help="for the loops of one case (%(default)s)")
     parser.add_argument("--repetitions", type=int, default=200, help="of each call in stage 3 (%(default)s)")
     parser.add_argument("--jobs", type=int, help="processes that compile ahead (half the processors, 8 at most)")
+    parser.add_argument(
+        "--shared", action="store_true",
+        help="other calls with the same --cache run beside this one: they use the device in turns, and compile at once",
+    )  # fmt: skip
     parser.add_argument("--keep-going", action="store_true", help="go on after a fault in stage 0")
     parser.add_argument("--other-commits", action="store_true", help="go on with a journal of another commit")
     parser.add_argument("--commit", help="the name of the checkout, where git cannot tell")

@@ -39,6 +39,7 @@ class Plan:
       seconds: for the loops of one case.
       cache: the folder of compiled programs.
       keep_going: whether to go on after a fault in stage 0.
+      shared: whether other calls use the device too, in turns.
     """
 
     small: bool
@@ -49,6 +50,17 @@ class Plan:
     seconds: float
     cache: Path
     keep_going: bool
+    shared: bool = False
+
+    @property
+    def patience(self) -> float:
+        """How many times as long as its limit a task may take: interpreted, or behind the turns of other calls."""
+        return 5.0 if self.small or self.shared else 1.0
+
+    @property
+    def lock(self) -> str:
+        """The file that whoever runs something on the device holds meanwhile; empty where nobody else does."""
+        return str(self.cache.absolute() / "device.lock") if self.shared else ""
 
 
 @dataclass
@@ -157,11 +169,13 @@ class Session:
         """Asks a child for rows; returns the names that have to be asked for again, after one hung or broke it."""
         if self.child is None:
             small = self.plan.small
-            self.child = Child("small" if small else "", settings(self.role, self.plan.cache, small), self.log("run"))
-        limit = _LIMITS[task.kind] * (5 if self.plan.small else 1)
+            environ = settings(self.role, self.plan.cache, small, self.plan.shared)
+            self.child = Child("small" if small else "", environ, self.log("run"))
+        limit = _LIMITS[task.kind] * self.plan.patience
         request = {
             "do": "run", "task": task.name, "names": list(names), "small": self.plan.small,
             "seconds": self.plan.seconds, "repetitions": self.plan.repetitions if task.stage == 3 else 2,
+            "lock": self.plan.lock,
         }  # fmt: skip
         running, told, own_limit = "", set(), time.monotonic() + min(limit, self.left)
         for answer in self.child.ask(request, own_limit):

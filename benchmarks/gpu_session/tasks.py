@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, TypeAlias
 
@@ -13,7 +13,7 @@ from autopallas.sites.device import Device
 from benchmarks.gpu_benchmark import Check, GpuBenchmark, Timed
 from benchmarks.gpu_declared import DECLARED, offered
 
-__all__ = ["LAST_FIRST", "OPERATIONS", "STAGES", "Kind", "Task", "of_kernels", "tasks"]
+__all__ = ["LAST_FIRST", "OPERATIONS", "STAGES", "Kind", "Task", "has_products", "of_kernels", "tasks"]
 
 OPERATIONS = ("attention", "grouped_matmul", "cross_entropy", "recurrence", *DECLARED)
 """Those that have a benchmark of their own, and all others that declare a Pallas GPU kernel."""
@@ -29,6 +29,9 @@ Kind: TypeAlias = Literal["check", "time", "original", "copy"]
 
 HEADLINE = 100
 """Priority of cases that are no headline."""
+
+_OF_MOSAIC = ("pallas_gpu", "jax_mgpu")
+"""How the names of candidates begin that XLA does not compile itself."""
 
 LAST_FIRST = ("xla", "streaming")
 """Candidates that XLA compiles, which take longest to compile and to run: timed after all others, beside our best."""
@@ -64,6 +67,19 @@ class Task:
             return ("autopallas",) if self.kind == "check" else ("copy",)
         originals = tuple(n for n in self.case.candidates if n in LAST_FIRST)
         return originals if self.kind == "original" else tuple(n for n in self.case.candidates if n not in LAST_FIRST)
+
+    def limited(self, names: Sequence[str]) -> Task:
+        """Returns the task with the candidates that have one of these in their names, and the originals; of our own
+        the first, if none has."""
+        if self.case is None:
+            return self
+        ours = [n for n in self.case.block_sizes if any(name in n for name in names)]
+        ours = ours or list(self.case.block_sizes)[:1]
+        kept = [
+            n for n in self.case.candidates
+            if n in ours or n in LAST_FIRST or (n not in self.case.block_sizes and any(name in n for name in names))
+        ]  # fmt: skip
+        return replace(self, case=replace(self.case, candidates={n: self.case.candidates[n] for n in kept}))
 
 
 def tasks(small: bool, device: Device, operations: Sequence[str] = OPERATIONS) -> list[Task]:
@@ -101,6 +117,13 @@ def _tasks(operation: str, own: GpuBenchmark, small: bool) -> Iterator[Task]:
         yield Task(stage, operation, "original", case=case)
 
 
+def has_products(operation: str) -> bool:
+    """Returns whether XLA multiplies matrices beside the kernels of an operation."""
+    if operation in DECLARED:
+        return declared_named(operation).contracts
+    return operation == "cross_entropy"
+
+
 def of_kernels(task: Task) -> list[str]:
     """Returns the programs of a task that are compiled ahead, several at once.
 
@@ -109,13 +132,6 @@ def of_kernels(task: Task) -> list[str]:
     """
     if task.check is not None:
         return ["function", "reference"]
-    if task.case is None or task.kind != "time" or _has_products(task.operation):
+    if task.case is None or task.kind != "time" or has_products(task.operation):
         return []
-    return [name for name in task.candidates if name.startswith(("pallas_gpu", "jax_mgpu"))]
-
-
-def _has_products(operation: str) -> bool:
-    """Whether XLA multiplies matrices beside the kernels of an operation."""
-    if operation in DECLARED:
-        return declared_named(operation).contracts
-    return operation == "cross_entropy"
+    return [name for name in task.candidates if name.startswith(_OF_MOSAIC)]

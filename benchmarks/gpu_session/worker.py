@@ -7,13 +7,14 @@ error in a kernel no program runs any more in this process.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -29,7 +30,7 @@ from benchmarks.gpu import BYTES_PER_SECOND, OPERATIONS_PER_SECOND
 from benchmarks.gpu_benchmark import ORIGINAL, Check, Timed
 from benchmarks.gpu_session.clock import Times, timed
 from benchmarks.gpu_session.errors import ROW_TOLERANCE, compared, poison, same_bits
-from benchmarks.gpu_session.tasks import OPERATIONS, Task, tasks
+from benchmarks.gpu_session.tasks import OPERATIONS, Task, has_products, tasks
 
 Send = Callable[[str, Mapping[str, Any]], None]
 
@@ -143,37 +144,51 @@ def _run(task: Task, request: Mapping[str, Any], send: Send) -> bool:
     if task.kind == "copy":
         return _copy(send, request)
     if task.check is not None:
-        return _check(task.check, request["repetitions"], send)
+        return _check(task.check, request, send)
     assert task.case is not None
-    return _time(task.case, request, send)
+    return _time(task, task.case, request, send)
+
+
+@contextmanager
+def _turn(request: Mapping[str, Any]) -> Iterator[None]:
+    """Waits until nobody else runs anything on the device, where the request names the file that tells."""
+    if not request["lock"]:
+        yield
+        return
+    with open(request["lock"], "w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _copy(send: Send, request: Mapping[str, Any]) -> bool:
     array = jnp.ones((2**16 if request["small"] else 2**29,), jnp.bfloat16)
     copy = _compiled(lambda x: -x, (array,))
     jax.block_until_ready(copy(array))
-    found = timed({"copy": copy}, (array,), profile=not request["small"])["copy"]
+    with _turn(request):
+        found = timed({"copy": copy}, (array,), profile=not request["small"])["copy"]
     assert found.spread is not None
     rate = 2 * array.nbytes / found.spread.median / 1e9
     send("row", {"candidate": "copy", **_figures(found), "gigabytes_per_second": _digits(rate)})
     return False
 
 
-def _check(check: Check, repetitions: int, send: Send) -> bool:
+def _check(check: Check, request: Mapping[str, Any], send: Send) -> bool:
     """Compares a result with the reference, and repeats it; results must agree in every bit."""
     row: dict[str, Any] = {"candidate": "autopallas", "tolerance": check.tolerance, "row_tolerance": ROW_TOLERANCE}
     send("begin", {"name": "autopallas"})
     try:
-        made = check.arguments() if callable(check.arguments) else check.arguments
-        run = _compiled(check.function, check.arguments)
-        poison(jax.tree.leaves(jax.eval_shape(check.function, *made)))
-        first = jax.tree.leaves(jax.block_until_ready(run(*made)))
-        wanted = jax.tree.leaves(_compiled(check.reference, check.arguments)(*made))
-        errors = compared(first, wanted)
-        del wanted
-        row |= {"max_error": errors.largest, "total_error": errors.total, "row_error": errors.row}
-        same = [same_bits(first, jax.tree.leaves(run(*made))) for _ in range(repetitions - 1)]
-        row |= {"repetitions": repetitions, "differing": sum(not bool(x) for x in same)}
+        run, exact = (_compiled(f, check.arguments) for f in (check.function, check.reference))
+        with _turn(request):
+            made = check.arguments() if callable(check.arguments) else check.arguments
+            poison(jax.tree.leaves(jax.eval_shape(check.function, *made)))
+            first = jax.tree.leaves(jax.block_until_ready(run(*made)))
+            wanted = jax.tree.leaves(exact(*made))
+            errors = compared(first, wanted)
+            del wanted
+            row |= {"max_error": errors.largest, "total_error": errors.total, "row_error": errors.row}
+            repetitions = request["repetitions"]
+            same = [same_bits(first, jax.tree.leaves(run(*made))) for _ in range(repetitions - 1)]
+            row |= {"repetitions": repetitions, "differing": sum(not bool(x) for x in same)}
         row["wrong"] = bool(errors.largest > check.tolerance or errors.row > ROW_TOLERANCE or row["differing"])
     except Exception as problem:
         traceback.print_exc()
@@ -182,28 +197,70 @@ def _check(check: Check, repetitions: int, send: Send) -> bool:
     return "failure" in row and not _healthy()
 
 
-def _time(case: Timed, request: Mapping[str, Any], send: Send) -> bool:
-    """Times the candidates that are asked for; each is compiled, and runs once, before any is timed."""
+_KEPT: dict[tuple[str, str], tuple[Any, float]] = {}
+"""Our kernels that were compiled, by (case, candidate), with the seconds that took: originals are timed beside them."""
+
+
+def _time(task: Task, case: Timed, request: Mapping[str, Any], send: Send) -> bool:
+    """Times the candidates that are asked for; each is compiled, and runs once, before any is timed.
+
+    What XLA has no products of is compiled before the turn: where it has, it times their forms while it compiles.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    failed: set[str] = set()
+
+    def compiled(name: str) -> Any:
+        place = f"{case.name} {case.dtype} {case.direction}", name
+        if place not in _KEPT:
+            begin = time.monotonic()
+            made = _compiled(case.candidates[name], case.arguments)
+            _KEPT[place] = made, time.monotonic() - begin
+        made, seconds = _KEPT[place] if name in case.block_sizes else _KEPT.pop(place)
+        rows[name]["compile_seconds"] = round(seconds, 2)
+        return made
+
+    def attempt(name: str, run: Callable[[], None]) -> None:
+        send("begin", {"name": name})
+        try:
+            run()
+        except Exception as problem:
+            traceback.print_exc()
+            failed.add(name)
+            send("row", rows[name] | {"failure": _words(problem), "wrong": rows[name]["ours"]})
+
+    for name in request["names"]:
+        rows[name] = {"candidate": name, "ours": name in case.block_sizes}
+        if name in case.block_sizes:
+            rows[name]["block_sizes"] = case.block_sizes[name].to_dict()
+            if not has_products(task.operation):
+                attempt(name, lambda name=name: compiled(name))  # type: ignore[misc]
+    with _turn(request):
+        return _timed(case, request, send, rows, failed, compiled, attempt)
+
+
+def _timed(
+    case: Timed,
+    request: Mapping[str, Any],
+    send: Send,
+    rows: dict[str, dict[str, Any]],
+    failed: set[str],
+    compiled: Callable[[str], Any],
+    attempt: Callable[[str, Callable[[], None]], None],
+) -> bool:
     given = case.arguments() if callable(case.arguments) else case.arguments
     ready: dict[str, Any] = {}
-    rows: dict[str, dict[str, Any]] = {}
-    for name in request["names"]:
-        send("begin", {"name": name})
-        row = rows[name] = {"candidate": name, "ours": name in case.block_sizes}
-        if name in case.block_sizes:
-            row["block_sizes"] = case.block_sizes[name].to_dict()
-        try:
-            begin = time.monotonic()
-            compiled = _compiled(case.candidates[name], case.arguments)
-            row["compile_seconds"] = round(time.monotonic() - begin, 2)
-            row["temporary_bytes"] = int(compiled.memory_analysis().temp_size_in_bytes)
-            jax.block_until_ready(compiled(*given))
-            ready[name] = compiled
-        except Exception as problem:
-            row |= {"failure": _words(problem), "wrong": row["ours"]}
-            send("row", row)
-            if not _healthy():
-                return True
+
+    def once(name: str) -> None:
+        made = compiled(name)
+        rows[name]["temporary_bytes"] = int(made.memory_analysis().temp_size_in_bytes)
+        jax.block_until_ready(made(*given))
+        ready[name] = made
+
+    for name in rows:
+        if name not in failed:
+            attempt(name, lambda name=name: once(name))  # type: ignore[misc]
+        if name in failed and not _healthy():
+            return True
     send("begin", {"name": ""})
     found = timed(ready, given, profile=not request["small"], seconds=request["seconds"]) if ready else {}
     best = next((name for name in ready if name in case.block_sizes), None)
