@@ -5,9 +5,10 @@ what a search finds now, where one is allowed; the table's nearest row; the defa
 
 A search that nobody asked for is left out of sites whose original takes little time, of an implementation that restates
 the original, and on GPUs where the table has a measured row for one of a site's implementations, since the journal that
-gave it has one for each that was timed.  On GPUs and TPUs it is also left out of plain JAX where a kernel for the
-platform was just found to gain, and of what was measured to be slower than the original in the nearest bucket.  All of
-them together have a limited time.  On CPUs it is a quick one: it tries the two best guesses, within a few seconds.
+gave it has one for each that was timed.  It is also left out of plain JAX, on GPUs where a kernel for the platform
+works, and on TPUs where one was just found to gain, and on both of what was measured to be slower than the original in
+the nearest bucket.  All of them together have a limited time.  On CPUs and GPUs it is a quick one: it tries the two best
+guesses, within a few seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import jax
 
@@ -49,12 +50,23 @@ class _Miss:
     otherwise: Choice
 
 
-_QUICK_SECONDS = 3.0
-"""Time limit of a quick search for one kind of site."""
-_SECONDS_OF_PROGRAM, _SECONDS_OF_PROGRAM_ON_CPUS = 60.0, 10.0
-"""Time limit of all searches of a program that nobody asked for."""
-_LEAST_SECONDS, _LEAST_SECONDS_ON_CPUS = 5.0, 1.0
-"""Smallest budget with which one begins."""
+class _Limits(NamedTuple):
+    """Seconds of searches that nobody asked for.
+
+    Attributes:
+      program: for all searches of a program.
+      least: the smallest budget with which one begins.
+      quick: for a quick search of one kind of site, for each implementation; None where searches are full ones.
+    """
+
+    program: float
+    least: float
+    quick: float | None
+
+
+_LIMITS = {"cpu": _Limits(10.0, 1.0, 3.0), "gpu": _Limits(30.0, 5.0, 15.0), "tpu": _Limits(60.0, 5.0, None)}
+"""By platform.  On a GPU XLA tries forms of the original's products while it compiles: of attention with its gradients
+that took 3 to 6 seconds on an H200, and compiling one candidate 4 to 8."""
 
 _searching = threading.Lock()
 """Searches of one process take turns, since they would disturb each other's times."""
@@ -99,19 +111,20 @@ class Tuner:
         self.cache_hits = 0
         self._quick = self._alone and runs and self._wants_quick()
         self._unasked = options.autotune is None
-        on_cpu = device.platform == "cpu"
-        self._least = _LEAST_SECONDS_ON_CPUS if on_cpu else _LEAST_SECONDS
-        of_program = _SECONDS_OF_PROGRAM_ON_CPUS if on_cpu else _SECONDS_OF_PROGRAM
-        self._seconds = of_program if self._unasked else math.inf
+        self._seconds = self._limits.program if self._unasked else math.inf
+
+    @property
+    def _limits(self) -> _Limits:
+        return _LIMITS.get(self._device.platform, _LIMITS["tpu"])
 
     def _wants_quick(self) -> bool:
-        """Returns whether unknown sites are worth a quick search: on CPUs, if the options leave it open."""
+        """Returns whether unknown sites are worth a quick search: on CPUs and GPUs, if the options leave it open."""
         options = self._options
         return (
             options.autotune is None
             and options.objective != "always"
             and options.lock is None
-            and self._device.platform == "cpu"
+            and self._limits.quick is not None
             and self._device.here
         )
 
@@ -131,8 +144,8 @@ class Tuner:
         previous ones left over.
         """
         budget = min(self._options.tune_seconds, self._seconds)
-        if self._quick:
-            budget = min(budget, _QUICK_SECONDS * len(implementations))
+        if self._quick and self._limits.quick is not None:
+            budget = min(budget, self._limits.quick * len(implementations))
         looked_up = {name: self._looked_up(match, name, budget / len(implementations)) for name in implementations}
         if (
             self._unasked
@@ -158,13 +171,16 @@ class Tuner:
         return choices
 
     def _outdone(self, implementation: str, choices: Mapping[str, Choice]) -> bool:
-        """Returns whether a search of plain JAX that nobody asked for is left out, since a kernel that is written for
-        the platform was just found to gain."""
+        """Returns whether a search of plain JAX that nobody asked for is left out: where a kernel that is written for
+        the platform was just found to gain, and on a GPU wherever one works, since what such a kernel does not gain in
+        time plain JAX does not either."""
         platform, objective = self._device.platform, self._options.objective
         if not self._unasked or platform == "cpu" or HOME.get(implementation) == platform:
             return False
-        own = (c for name, c in choices.items() if c.source == "autotune" and HOME.get(name) == platform)
-        found = (Evidence.of(c.row, objective) for c in own)
+        own = [choice for name, choice in choices.items() if HOME.get(name) == platform and choice.failure is None]
+        if platform == "gpu" and objective == "time" and own:
+            return True
+        found = (Evidence.of(choice.row, objective) for choice in own if choice.source == "autotune")
         return any(evidence is not None and evidence.licenses for evidence in found)
 
     def _looked_up(self, match: Workload, implementation: str, seconds: float) -> Choice | _Miss:
@@ -196,7 +212,7 @@ class Tuner:
         hopeless = hopeless or not operation.may_gain(implementation, self._options.objective, match.spec)
         if self._device.platform != "cpu":  # where small rewrites, which come last, gain by a row alone
             hopeless = hopeless or operation.priority < 0
-        return seconds < self._least or hopeless or not takes_long(match, self._device.platform)
+        return seconds < self._limits.least or hopeless or not takes_long(match, self._device.platform)
 
     def _of_another(self, choice: Choice, match: Workload) -> bool:
         """Returns whether a result was measured quickly against another original, which may compile differently.

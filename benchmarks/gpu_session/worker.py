@@ -198,7 +198,8 @@ def _check(check: Check, request: Mapping[str, Any], send: Send) -> bool:
 
 
 _KEPT: dict[tuple[str, str], tuple[Any, float]] = {}
-"""Our kernels that were compiled, by (case, candidate), with the seconds that took: originals are timed beside them."""
+"""Our kernels that were compiled, by (operation and case, candidate), and in how many seconds: originals are timed
+beside them."""
 
 
 def _time(task: Task, case: Timed, request: Mapping[str, Any], send: Send) -> bool:
@@ -210,7 +211,7 @@ def _time(task: Task, case: Timed, request: Mapping[str, Any], send: Send) -> bo
     failed: set[str] = set()
 
     def compiled(name: str) -> Any:
-        place = f"{case.name} {case.dtype} {case.direction}", name
+        place = f"{task.operation} {case.name} {case.dtype} {case.direction}", name
         if place not in _KEPT:
             begin = time.monotonic()
             made = _compiled(case.candidates[name], case.arguments)
