@@ -7,8 +7,8 @@ A search that nobody asked for is left out of sites whose original takes little 
 the original, and on GPUs where the table has a measured row for one of a site's implementations, since the journal that
 gave it has one for each that was timed.  It is also left out of plain JAX, on GPUs where a kernel for the platform
 works, and on TPUs where one was just found to gain, and on both of what was measured to be slower than the original in
-the nearest bucket.  All of them together have a limited time.  On CPUs and GPUs it is a quick one: it tries the two best
-guesses, within a few seconds.
+the nearest bucket.  All of them together have a limited time.  On CPUs and GPUs it is a quick one: it tries the two
+best guesses, within a few seconds.
 """
 
 from __future__ import annotations

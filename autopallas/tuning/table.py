@@ -39,8 +39,8 @@ _HOPPERS = ("NVIDIA H100", "NVIDIA H200", "NVIDIA GH200")
 _KIN_FROM = 1.5
 """Smallest gain with which a measured row of one Hopper GPU holds for another.
 
-They have the same processors, and memory of different speed.  Of ten cases that were measured on an H100 and on an H200,
-the gain on the second was 0.86 to 1.37 of that on the first, and more of four loops.
+They have the same processors, and memory of different speed.  Of ten cases that were measured on an H100 and on an
+H200, the gain on the second was 0.86 to 1.37 of that on the first, and more of four loops.
 """
 _TPUS = {"TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v6 lite": "TPU v6e", "TPU7x": "TPU v7x"}
 """Names in tables of devices that JAX calls otherwise."""
@@ -128,9 +128,10 @@ def lookup(
         holds = own or (owner in kin and row.evidence == "measured" and row.assured_gain >= _KIN_FROM)
         return Found(row, name, "table" if holds and name == bucket else "nearest")
 
-    exact = (answer for owner in owners if (answer := found(owner, bucket)) is not None and answer.source == "table")
+    exact = [answer for owner in owners if (answer := found(owner, bucket)) is not None and answer.source == "table"]
+    exact.sort(key=lambda answer: answer.row.evidence == "estimated")
     near = (answer for owner in owners for name in order if (answer := found(owner, name)) is not None)
-    return next(exact, None) or next(near, None)
+    return exact[0] if exact else next(near, None)
 
 
 def of_form(key: Key, form: str) -> Key:

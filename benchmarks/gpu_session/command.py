@@ -55,6 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         cache=options.cache or output / "compiled",
         keep_going=options.keep_going,
         shared=options.shared,
+        loops=options.loops,
     )
     environ = settings("check", plan.cache, plan.small, plan.shared)
     child = Child("small" if plan.small else "", environ, output / "run.log")
@@ -169,6 +170,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shared", action="store_true",
         help="other calls with the same --cache run beside this one: they use the device in turns, and compile at once",
+    )  # fmt: skip
+    parser.add_argument(
+        "--loops", action="store_true",
+        help="time by loops alone: the profiler serves one process at a time, and of several calls the first to ask",
     )  # fmt: skip
     parser.add_argument("--keep-going", action="store_true", help="go on after a fault in stage 0")
     parser.add_argument("--other-commits", action="store_true", help="go on with a journal of another commit")

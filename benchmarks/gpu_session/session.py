@@ -40,6 +40,7 @@ class Plan:
       cache: the folder of compiled programs.
       keep_going: whether to go on after a fault in stage 0.
       shared: whether other calls use the device too, in turns.
+      loops: whether times are those of loops alone.
     """
 
     small: bool
@@ -51,6 +52,7 @@ class Plan:
     cache: Path
     keep_going: bool
     shared: bool = False
+    loops: bool = False
 
     @property
     def patience(self) -> float:
@@ -175,7 +177,7 @@ class Session:
         request = {
             "do": "run", "task": task.name, "names": list(names), "small": self.plan.small,
             "seconds": self.plan.seconds, "repetitions": self.plan.repetitions if task.stage == 3 else 2,
-            "lock": self.plan.lock,
+            "lock": self.plan.lock, "profile": not (self.plan.small or self.plan.loops),
         }  # fmt: skip
         running, told, own_limit = "", set(), time.monotonic() + min(limit, self.left)
         for answer in self.child.ask(request, own_limit):

@@ -165,7 +165,7 @@ def _copy(send: Send, request: Mapping[str, Any]) -> bool:
     copy = _compiled(lambda x: -x, (array,))
     jax.block_until_ready(copy(array))
     with _turn(request):
-        found = timed({"copy": copy}, (array,), profile=not request["small"])["copy"]
+        found = timed({"copy": copy}, (array,), profile=request["profile"])["copy"]
     assert found.spread is not None
     rate = 2 * array.nbytes / found.spread.median / 1e9
     send("row", {"candidate": "copy", **_figures(found), "gigabytes_per_second": _digits(rate)})
@@ -263,7 +263,7 @@ def _timed(
         if name in failed and not _healthy():
             return True
     send("begin", {"name": ""})
-    found = timed(ready, given, profile=not request["small"], seconds=request["seconds"]) if ready else {}
+    found = timed(ready, given, profile=request["profile"], seconds=request["seconds"]) if ready else {}
     best = next((name for name in ready if name in case.block_sizes), None)
     for name, times in found.items():
         row = rows[name] | _figures(times)
