@@ -108,11 +108,12 @@ def _exact(mask: str, *arguments: Any) -> Any:
     """The result and the gradients in float32, these with the result rounded to the query's dtype.
 
     A row of dS is p (dp - delta), where delta is the row's sum of p dp, or of the cotangent times the result.  Kernels
-    take the second, of the result that they have stored.  Where dq of a row is small, what rounding adds to delta, e,
-    is most of its error, up to 0.23 of the row for D=256.  It is no fault, and part of what is wanted here: the
-    gradient of each row's logsumexp for the scores is p, so that its cotangent is -e.  Where a gradient sums over keys
-    (bias), delta is summed from p dp.
+    take the second, of the result that they have stored, whose weights were rounded too.  Where dq of a row is small,
+    what rounding adds to delta, e, is most of its error, up to 0.23 of the row.  It is no fault, and part of what is
+    wanted here: the gradient of each row's logsumexp for the scores is p, so that its cotangent is -e.  Where a
+    gradient sums over keys (bias), delta is summed from p dp.
     """
+    kept = jnp.finfo(arguments[0].dtype)
     wide = [x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in arguments]
     with jax.default_matmul_precision("highest"):
 
@@ -120,11 +121,19 @@ def _exact(mask: str, *arguments: Any) -> Any:
             out = naive(mask, query, key, value, *rest)
             return out, jax.nn.logsumexp(_scores(mask, query, key, *rest), axis=-1)  # [B, N, T]
 
+        def rounded(x: Any) -> Any:
+            # Casts there and back would be taken out by XLA on GPUs, which keeps what is more precise.
+            return lax.reduce_precision(x, kept.nexp, kept.nmant)
+
         def cotangents(results: Any) -> Any:
             out, logsumexp = results
-            kept = jnp.finfo(arguments[0].dtype)
-            # Casts there and back would be taken out by XLA on GPUs, which keeps what is more precise.
-            added = lax.reduce_precision(out, kept.nexp, kept.nmant) - out
+            scores = _scores(mask, *wide[:2], *wide[3:-1])
+            largest = jnp.max(scores, axis=-1, keepdims=True)
+            weights = jnp.exp(scores - jnp.where(jnp.isfinite(largest), largest, 0.0))
+            sums = jnp.moveaxis(weights.sum(-1, keepdims=True), 1, 2)
+            value = jnp.repeat(wide[2], out.shape[2] // wide[2].shape[2], axis=2)
+            stored = rounded(jnp.einsum("bnts,bsnd->btnd", rounded(weights), value) / jnp.where(sums > 0, sums, 1.0))
+            added = jnp.where(jnp.isfinite(out), stored - out, 0.0)
             return wide[-1], jnp.zeros_like(logsumexp) if "bias" in mask else -jnp.einsum(
                 "btnd,btnd->bnt", wide[-1], added
             )

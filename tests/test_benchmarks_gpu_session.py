@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tarfile
+import threading
 import time
 from dataclasses import replace
 from types import MappingProxyType
@@ -16,6 +17,7 @@ import pytest
 
 from autopallas import compat
 from autopallas.compile.gpu import H100
+from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.tuned_block_sizes import TABLE
 from autopallas.kernels.gpu import too_few_threads
 from autopallas.sites.interpret import mode
@@ -27,7 +29,7 @@ from benchmarks import cli
 from benchmarks.gpu_attention import _named, _spec
 from benchmarks.gpu_benchmark import ORIGINAL
 from benchmarks.gpu_declared import DECLARED, DeclaredGpuBenchmark
-from benchmarks.gpu_session import command, session
+from benchmarks.gpu_session import command, session, worker
 from benchmarks.gpu_session.errors import ROW_TOLERANCE, compared, same_bits
 from benchmarks.gpu_session.journal import ARCHIVE, JOURNAL, Identity, Journal, read
 from benchmarks.gpu_session.session import Plan, Session
@@ -203,6 +205,70 @@ def test_what_times_is_alone_on_the_device_and_has_xla_choose_its_products(run):
     assert "autotune_level=0" in checks["XLA_FLAGS"]
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in times
     assert "autotune_level" not in times.get("XLA_FLAGS", "")
+
+
+def test_a_call_that_shares_the_device_leaves_memory_and_waits_longer_for_its_turn(run, tmp_path):
+    own, Scripted.environments, requests = run(), [], []
+    own.plan = replace(own.plan, shared=True, loops=True)
+
+    class Asked(Scripted):
+        def ask(self, request, until):
+            requests.append((request, until - time.monotonic()))
+            yield from super().ask(request, until)
+
+    session.Child = Asked  # the fixture sets it back
+    own.run([case_of(["matmul"])], [])
+    ((request, seconds),) = requests
+    assert request["lock"] == str(tmp_path / "device.lock")
+    assert request["profile"] is False
+    assert seconds > 400
+    (times,) = Scripted.environments
+    assert times["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    assert "autotune_level" not in times.get("XLA_FLAGS", "")
+
+
+def test_candidates_can_be_chosen_and_of_ours_one_stays():
+    names = ["xla", "matmul", "pallas_gpu (128, 128)", "pallas_gpu (128, 128, persistent)", "cudnn", "streaming"]
+    task = case_of(names)
+    task = replace(task, case=replace(task.case, block_sizes={n: n for n in names if n.startswith("pallas")}))
+    chosen = [list(task.limited(words).case.candidates) for words in (["persistent", "cudnn"], ["mat"])]
+    assert chosen[0] == ["xla", "pallas_gpu (128, 128, persistent)", "cudnn", "streaming"]
+    assert chosen[1] == ["xla", "matmul", "pallas_gpu (128, 128)", "streaming"]
+
+
+def test_turns_exclude_each_other(tmp_path):
+    """A second turn begins when the first has ended; without a lock nobody waits."""
+    order, lock = [], str(tmp_path / "device.lock")
+
+    def second():
+        with worker._turn({"lock": lock}):
+            order.append("second")
+
+    with worker._turn({"lock": lock}):
+        other = threading.Thread(target=second)
+        other.start()
+        with worker._turn({"lock": ""}):
+            order.append("without")
+        time.sleep(0.2)
+        order.append("first")
+    other.join()
+    assert order == ["without", "first", "second"]
+
+
+def test_kernels_of_two_operations_whose_cases_have_one_name_are_told_apart(monkeypatch):
+    """LayerNorm and RMSNorm have cases of the same name; what is kept compiled of one is not timed for the other."""
+    monkeypatch.setattr(worker, "_KEPT", {})
+    rows, x = [], np.arange(8.0, dtype=np.float32)
+    for operation, factor in (("layer_norm", 1.0), ("rms_norm", 2.0)):
+        functions = {ORIGINAL: lambda x, factor=factor: x * factor, "pallas_gpu": lambda x, factor=factor: factor * x}
+        case = replace(
+            case_of([]).case, candidates=functions, block_sizes={"pallas_gpu": BlockSizes(64, 64)}, arguments=(x,)
+        )
+        task = replace(case_of([]), operation=operation, case=case)
+        request = {"names": list(functions), "lock": "", "profile": False, "seconds": 0.01}
+        worker._time(task, case, request, lambda event, content: rows.append((event, content)))
+    errors = [content["row_error"] for event, content in rows if event == "row" and "row_error" in content]
+    assert errors == [0.0, 0.0]
 
 
 def test_a_later_call_runs_what_has_no_row_yet(run):

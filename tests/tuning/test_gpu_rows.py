@@ -221,26 +221,32 @@ def test_where_one_implementation_has_a_row_no_other_is_searched_for_unasked(mon
 
 
 @pytest.mark.parametrize(
-    "autotune, kernel_us, wanted",
+    "autotune, objective, kernel_us, wanted",
     [
-        (None, 500.0, ["pallas_gpu", "cudnn"]),
-        (None, 990.0, ["pallas_gpu", "cudnn", "xla"]),
-        (True, 500.0, ["pallas_gpu", "cudnn", "xla"]),
+        (None, "time", 500.0, ["pallas_gpu", "cudnn"]),
+        (None, "time", 990.0, ["pallas_gpu", "cudnn"]),
+        (None, "time", None, ["pallas_gpu", "cudnn", "xla"]),
+        (None, "memory", 1400.0, ["pallas_gpu", "cudnn", "xla"]),
+        (True, "time", 500.0, ["pallas_gpu", "cudnn", "xla"]),
     ],
 )
 @pytest.mark.usefixtures("user_cache")
-def test_plain_jax_is_searched_for_unasked_where_no_kernel_gains(monkeypatch, autotune, kernel_us, wanted):
+def test_plain_jax_is_searched_for_unasked_where_no_kernel_works(monkeypatch, autotune, objective, kernel_us, wanted):
+    """Under objective "memory" where none gains: a kernel that takes more than 1.3 times as long does not count."""
     match, searched = attention_match(), []
     sizes = attention.TABLE.files.read("NVIDIA H100")[0][1].block_sizes
 
     def found(match, implementation, key, *rest, **settings):
         searched.append(implementation)
+        if kernel_us is None:
+            return Entry(key.description, "failed", reason="none works", seconds=1.0)
         row = measured(sizes.to_dict(), kernel_us)
         return Entry(key.description, "tuned", row=row, seconds=1.0, block_sizes=sizes.to_dict())
 
     monkeypatch.setattr(attention.TABLE, "rows", {"NVIDIA H100": {}})
     monkeypatch.setattr(tuners, "search", found)
-    chosen = Tuner(H100, resolve({"autotune": autotune})).choices(match, ("pallas_gpu", "cudnn", "xla"))
+    options = resolve({"autotune": autotune, "objective": objective})
+    chosen = Tuner(H100, options).choices(match, ("pallas_gpu", "cudnn", "xla"))
     assert searched == wanted
     assert chosen["pallas_gpu"].source == "autotune"
     assert set(chosen) == {"pallas_gpu", "cudnn", "xla"}

@@ -101,10 +101,27 @@ def test_rows_of_the_generic_device_are_never_exact():
     generic = lookup(table, "NVIDIA", key("b"), BUCKETS)
     assert (generic.row.block_sizes.query_block, generic.source) == (16, "nearest")
     assert lookup({"NVIDIA": table["NVIDIA"]}, "NVIDIA H100", key("b"), BUCKETS).source == "nearest"
-    assert lookup(table, "NVIDIA H200", key("a"), BUCKETS) == dataclasses.replace(
-        lookup(table, "NVIDIA H100", key("a"), BUCKETS), source="nearest"
-    )
     assert lookup(table, "TPU v4", key("a"), BUCKETS) is None
+
+
+@pytest.mark.parametrize("here, other", [("NVIDIA H200", "NVIDIA H100"), ("NVIDIA H100", "NVIDIA GH200")])
+def test_hopper_gpus_serve_each_other_with_measured_rows_that_gain_much(here, other):
+    """The rows are of 8, 16 and 32 queries, by which they are told apart."""
+    much, little = (dataclasses.replace(row(8, 8), original_us=gain, kernel_us=1.0) for gain in (1.5, 1.49))
+    guess, own = dataclasses.replace(row(16, 16), evidence="estimated"), row(32, 32)
+
+    def found(bucket, **rows):
+        table = {other: {key("a"): rows["there"]}, here: {key("a"): rows["here"]} if "here" in rows else {}}
+        answer = lookup(table, here, key(bucket), BUCKETS)
+        return answer.row.block_sizes.query_block, answer.source
+
+    assert found("a", there=much) == (8, "table")
+    assert found("a", there=little) == found("b", there=much) == (8, "nearest")
+    assert found("a", there=dataclasses.replace(much, evidence="estimated")) == (8, "nearest")
+    assert found("a", there=much, here=guess) == (8, "table")
+    assert found("a", there=little, here=guess) == (16, "table")
+    assert found("a", there=much, here=own) == (32, "table")
+    assert lookup({other: {key("a"): much}}, "NVIDIA", key("a"), BUCKETS) is None
 
 
 SIZES = {

@@ -203,14 +203,37 @@ def test_quick_searches_of_one_program_share_ten_seconds(searches, long, user_ca
     assert [round(seconds, 1) for _, _, seconds, _ in searches] == [3.0, 3.0, 3.0, 3.0, 3.0, 2.5, 1.0]
 
 
-@pytest.mark.parametrize(("asked", "seconds"), [(None, [30.0, 29.0, None]), (True, [30.0, 30.0, 30.0])])
-def test_searches_of_one_program_on_an_accelerator_share_a_minute_unless_they_are_asked_for(
-    searches, long, user_cache, monkeypatch, asked, seconds
+@pytest.mark.parametrize(
+    ("platform", "budget", "evidence"),
+    [("cpu", 3.0, "quickly measured"), ("gpu", 15.0, "quickly measured"), ("tpu", 30.0, "measured")],
+)
+def test_searches_that_nobody_asked_for_are_quick_on_cpus_and_gpus(
+    searches, long, user_cache, monkeypatch, platform, budget, evidence
+):
+    monkeypatch.setattr(Device, "here", True)
+    tuner = Tuner(Device(platform, "some kind"), resolve({}), runs=True)
+    choice = tuner.choose(match_of(attend, *qkv(8)), "xla")
+    ((_, _, seconds, _),) = searches
+    assert seconds == budget
+    assert choice.row.evidence == evidence
+
+
+@pytest.mark.parametrize(
+    ("platform", "asked", "seconds"),
+    [
+        ("tpu", None, [30.0, 29.0, None]),
+        ("tpu", True, [30.0, 30.0, 30.0]),
+        ("gpu", None, [30.0, None, None]),
+        ("gpu", True, [30.0, 30.0, 30.0]),
+    ],
+)
+def test_searches_of_one_program_on_an_accelerator_share_a_time_unless_they_are_asked_for(
+    searches, long, user_cache, monkeypatch, platform, asked, seconds
 ):
     """Each takes longer than its budget, as a step that has begun is not broken off."""
     now = iter(range(0, 1000, 31))
     monkeypatch.setattr(module.time, "monotonic", lambda: next(now))
-    tuner = Tuner(Device("gpu", "some kind"), resolve({"autotune": asked}))
+    tuner = Tuner(Device(platform, "some kind"), resolve({"autotune": asked}))
     for length in (8, 16, 24):
         tuner.choose(match_of(attend, *qkv(length)), "xla")
     assert [own[2] for own in searches] == [one for one in seconds if one is not None]

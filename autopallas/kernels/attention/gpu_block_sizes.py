@@ -235,22 +235,25 @@ def schedule_of(spec: AttentionSpec, block_sizes: BlockSizes, device: Device | N
 
 
 def schedules(spec: AttentionSpec) -> tuple[Schedule, ...]:
-    """Returns the further schedules that may be faster.
+    """Returns the schedules that may be the fastest, the best guess first.
 
-    Where blocks visit what side inputs show at run time, none are: a processor that takes the next block whenever it
-    has finished one is better than lists that do not know.  Sections matter where blocks visit different numbers.
+    Where blocks visit what side inputs show at run time, there is one: a processor that takes the next block whenever
+    it has finished one is better than lists that do not know.  Sections matter where blocks visit different numbers.
+
+    On an H200 persistent blocks of threads had 0.85 to 0.99 of the time of the plain order forward under causal masks,
+    and with gradients 0.92 to 0.99; without a mask 0.95 to 0.98 forward, and 1.14 with gradients (B1 T16384 N16 D128).
     """
     if spec.mask_class not in ("full", "causal", "static"):
-        return ()
-    return (PERSISTENT,) if spec.mask_class == "full" else (PERSISTENT, SECTIONS)
+        return ("",)
+    return ("", PERSISTENT) if spec.mask_class == "full" else (PERSISTENT, "", SECTIONS)
 
 
 def candidates(spec: AttentionSpec, device: Device | None = None) -> tuple[BlockSizes, ...]:
-    """Returns different block sizes to try, best guess first; further schedules of those that are most often best."""
+    """Returns different block sizes to try, best guess first; every schedule of those that are most often best."""
     found = [fitting(spec, sizes, device) for sizes in _DIVIDED] if _gains_by_division(spec, device) else []
     for n, pair in enumerate(_PREFERRED):
-        further = schedules(spec) if n < _SCHEDULED else ()
-        found += [fitting(spec, BlockSizes(*pair, schedule), device) for schedule in ("", *further)]
+        tried = schedules(spec) if n < _SCHEDULED else ("",)
+        found += [fitting(spec, BlockSizes(*pair, schedule), device) for schedule in tried]
     return tuple(dict.fromkeys(found))
 
 
