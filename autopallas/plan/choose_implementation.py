@@ -420,4 +420,5 @@ def _go_or_no_go(
     if evidence is None:
         reason = f"there is only an estimate for this device, dtype and size, so the original stays{tried}"
         return decision("kept", reason)
-    return decision("applied" if evidence.licenses else "kept", evidence.reason)
+    whose = f", on an {choice.owner}" if choice.owner else ""
+    return decision("applied" if evidence.licenses else "kept", f"{evidence.reason}{whose}")

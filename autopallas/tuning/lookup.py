@@ -10,7 +10,7 @@ from autopallas.sites.operation import operation_named
 from autopallas.sites.spec import BlockSizes
 from autopallas.sites.workload import Workload
 from autopallas.tuning import coverage
-from autopallas.tuning.table import Row
+from autopallas.tuning.table import Row, table_device
 
 __all__ = ["Choice", "of_table"]
 
@@ -25,6 +25,7 @@ class Choice:
       row: the row that they come from, or None.
       failure: None, or why the implementation does not work for this site.
       gap: why the table's row of this bucket does not hold for this site, or an empty string.
+      owner: the device that the table has the row for, if it is another one; else an empty string.
       note: why a search found nothing, or an empty string.
     """
 
@@ -34,6 +35,7 @@ class Choice:
     failure: str | None = None
     note: str = ""
     gap: str = ""
+    owner: str = ""
 
     @property
     def exact(self) -> bool:
@@ -52,4 +54,5 @@ def of_table(match: Workload, implementation: str, device: Device, objective: st
     uncovered = ""
     if found.source == "table":
         uncovered = coverage.gap_of_work(match, device) or coverage.gap(found.row, match, device, found.own_form)
-    return Choice(sizes, found.source, found.row, gap=uncovered)
+    owner = found.owner if found.owner != table_device(device) else ""
+    return Choice(sizes, found.source, found.row, gap=uncovered, owner=owner)

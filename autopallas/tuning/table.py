@@ -75,12 +75,14 @@ class Found:
 
     Attributes:
       own_form: whether it was measured for originals of the requested form (:class:`~.coverage.Conditions`).
+      owner: the device whose row it is, as tables name it.
     """
 
     row: Row[BlockSizes]
     bucket: str
     source: Literal["table", "nearest"]
     own_form: bool = False
+    owner: str = ""
 
 
 def lookup(
@@ -126,7 +128,7 @@ def lookup(
             return None
         own = owner == device and owner != _GENERIC
         holds = own or (owner in kin and row.evidence == "measured" and row.assured_gain >= _KIN_FROM)
-        return Found(row, name, "table" if holds and name == bucket else "nearest")
+        return Found(row, name, "table" if holds and name == bucket else "nearest", owner=owner)
 
     exact = [answer for owner in owners if (answer := found(owner, bucket)) is not None and answer.source == "table"]
     exact.sort(key=lambda answer: answer.row.evidence == "estimated")

@@ -113,6 +113,7 @@ def test_hopper_gpus_serve_each_other_with_measured_rows_that_gain_much(here, ot
     def found(bucket, **rows):
         table = {other: {key("a"): rows["there"]}, here: {key("a"): rows["here"]} if "here" in rows else {}}
         answer = lookup(table, here, key(bucket), BUCKETS)
+        assert answer.owner == (other if answer.row is rows["there"] else here)
         return answer.row.block_sizes.query_block, answer.source
 
     assert found("a", there=much) == (8, "table")
