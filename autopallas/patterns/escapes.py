@@ -19,11 +19,12 @@ from autopallas.graph import Body, Graph, Node
 from autopallas.graph.body_links import homes_of, may_be_given
 from autopallas.graph.edit import surviving
 from autopallas.graph.extract import with_further_inputs
-from autopallas.patterns.backward import Backward, Lookup, Search, settle
+from autopallas.patterns.backward import Backward, Lookup
 from autopallas.patterns.carry import is_available
 from autopallas.patterns.examples import of_examples
 from autopallas.patterns.forward import COPIES, Forward, PerExample, RectifiedApart
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss
+from autopallas.patterns.settling import Search, settle
 from autopallas.sites.declared import DeclaredSite
 
 __all__ = ["CALLS", "Beside", "complete"]

@@ -27,16 +27,7 @@ from autopallas.kernels.attention.fill_proofs import Proof
 from autopallas.kernels.attention.gpu_backward_plan import Block, Memory, Plan, home_of
 from autopallas.kernels.attention.gpu_block_sizes import backward_tiles, schedule_of
 from autopallas.kernels.attention.gpu_elements import Value, backward_elements
-from autopallas.kernels.attention.gpu_forward import (
-    drain,
-    fill,
-    multiply,
-    normalizers,
-    parts,
-    share_registers,
-    started,
-    vectors,
-)
+from autopallas.kernels.attention.gpu_forward import normalizers
 from autopallas.kernels.attention.gpu_grid import (
     WARPGROUP_ROWS,
     Loop,
@@ -50,6 +41,7 @@ from autopallas.kernels.attention.gpu_layout import Layout
 from autopallas.kernels.attention.gpu_order import list_length
 from autopallas.kernels.attention.gpu_score_units import F16, Units, fit, norm, unit_of
 from autopallas.kernels.attention.gpu_side_gradient import tile_gradient
+from autopallas.kernels.attention.gpu_warpgroups import drain, fill, multiply, parts, share_registers, started, vectors
 from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Residuals, ScaledRows
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.gpu import mosaic, store

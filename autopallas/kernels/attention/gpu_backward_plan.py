@@ -16,7 +16,6 @@ from autopallas.kernels.attention.block_sizes import Schedule
 from autopallas.kernels.attention.fill_proofs import Proof
 from autopallas.kernels.attention.gpu_block_sizes import Tiles
 from autopallas.kernels.attention.gpu_elements import Value
-from autopallas.kernels.attention.gpu_forward import ring
 from autopallas.kernels.attention.gpu_grid import (
     WARPGROUP_ROWS,
     Loop,
@@ -31,6 +30,7 @@ from autopallas.kernels.attention.gpu_grid import (
 from autopallas.kernels.attention.gpu_layout import Layout, Turned, padded
 from autopallas.kernels.attention.gpu_order import Order, entry
 from autopallas.kernels.attention.gpu_score_units import F16, Units, fit, halves
+from autopallas.kernels.attention.gpu_warpgroups import ring
 from autopallas.kernels.attention.operands import Operands, ScaledRows
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.gpu import mosaic, rounded, tile

@@ -31,7 +31,6 @@ from autopallas.kernels import gpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.dynamic_tiles import run_time_states
 from autopallas.kernels.attention.gpu_block_sizes import Tiles, divided
-from autopallas.kernels.attention.gpu_forward import fill, multiplied, parts, products, ring, share_registers, vectors
 from autopallas.kernels.attention.gpu_grid import (
     WARPGROUP_ROWS,
     Loop,
@@ -43,6 +42,15 @@ from autopallas.kernels.attention.gpu_grid import (
 )
 from autopallas.kernels.attention.gpu_layout import Layout, Turned
 from autopallas.kernels.attention.gpu_softmax import Running, advanced
+from autopallas.kernels.attention.gpu_warpgroups import (
+    fill,
+    multiplied,
+    parts,
+    products,
+    ring,
+    share_registers,
+    vectors,
+)
 from autopallas.kernels.attention.operands import Operands, Results
 from autopallas.kernels.attention.spec import AttentionSpec, Layouts, SideSpec
 from autopallas.kernels.attention.tiles import DEAD

@@ -22,7 +22,6 @@ from autopallas.kernels import gpu
 from autopallas.kernels.attention.fill_proofs import Proof
 from autopallas.kernels.attention.fills import TileStates, tile_states
 from autopallas.kernels.attention.gpu_elements import Elements, Value, backward_elements
-from autopallas.kernels.attention.gpu_forward import ring, share_registers, started
 from autopallas.kernels.attention.gpu_grid import (
     WARPGROUP_ROWS,
     Place,
@@ -32,6 +31,7 @@ from autopallas.kernels.attention.gpu_grid import (
     vector,
 )
 from autopallas.kernels.attention.gpu_layout import Layout, Turned, padded
+from autopallas.kernels.attention.gpu_warpgroups import ring, share_registers, started
 from autopallas.kernels.attention.operands import Operands, ScaledRows
 from autopallas.kernels.attention.schedule import TilePrograms, edges
 from autopallas.kernels.attention.spec import AttentionSpec

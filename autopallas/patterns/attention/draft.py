@@ -20,11 +20,12 @@ from autopallas.kernels.attention.sum_site import AttentionSum
 from autopallas.patterns.advice import AT_HAND, IN_THE_BODY, QUERIES_ONCE, SIDE_EFFECTS, SIDE_INPUT_ONCE, WHOLE_GRADIENT
 from autopallas.patterns.attention.score_terms import Product
 from autopallas.patterns.attention.site import ProvedAttention
-from autopallas.patterns.backward import Backward, Level, Search
+from autopallas.patterns.backward import Backward, Level
 from autopallas.patterns.carry import fewest_side_elements, is_available
 from autopallas.patterns.expressions import computed_from
 from autopallas.patterns.forward import LAYOUT, Forward, differentiable
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, refuse_quantised
+from autopallas.patterns.settling import Search
 
 __all__ = ["AttentionDraft", "Escape", "Proved", "axes_of", "escape_of", "match_of", "original_of"]
 

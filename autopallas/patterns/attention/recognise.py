@@ -27,10 +27,11 @@ from autopallas.patterns.attention.few_keys import few_keys
 from autopallas.patterns.attention.other_weights import other_weights
 from autopallas.patterns.attention.resemblance import Normalised
 from autopallas.patterns.attention.taken_over import TakenOver
-from autopallas.patterns.backward import Lookup, Search, settle
+from autopallas.patterns.backward import Lookup
 from autopallas.patterns.examples import of_examples
 from autopallas.patterns.forward import PerExample, in_backward
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, describe_reason
+from autopallas.patterns.settling import Search, settle
 from autopallas.patterns.softmax_terms import NoNormaliser
 
 _RANDOM = frozenset({"random_bits", "threefry2x32", "random_unwrap", "rng_bit_generator", "rng_uniform"})

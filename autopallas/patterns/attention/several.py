@@ -9,8 +9,8 @@ from typing import Self
 from autopallas.graph import Graph
 from autopallas.patterns.attention.draft import AttentionDraft, Proved
 from autopallas.patterns.attention.score_terms import Product
-from autopallas.patterns.backward import Search
 from autopallas.patterns.forward import Forward, differentiable
+from autopallas.patterns.settling import Search
 
 __all__ = ["SeveralDraft"]
 

@@ -15,10 +15,11 @@ from autopallas.graph import Body, Graph, Node
 from autopallas.graph.body_links import homes_of
 from autopallas.kernels.attention.site import AttentionSite
 from autopallas.patterns.attention.draft import AttentionDraft, Proved, original_of
-from autopallas.patterns.backward import Backward, Search
+from autopallas.patterns.backward import Backward
 from autopallas.patterns.expressions import computed_from
 from autopallas.patterns.forward import Forward, PerExample
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch
+from autopallas.patterns.settling import Search
 
 __all__ = ["TakenOver"]
 

@@ -28,7 +28,7 @@ from autopallas.graph.proof_cache import ProofCache
 from autopallas.kernels.mixture_of_experts.operation import OPERATION
 from autopallas.numerics.casts import is_floating, kind_of
 from autopallas.patterns.advice import AT_HAND, EXPERTS_APART, SIDE_EFFECTS, WHOLE_GRADIENT
-from autopallas.patterns.backward import Backward, Lookup, Search, settle
+from autopallas.patterns.backward import Backward, Lookup
 from autopallas.patterns.carry import is_available
 from autopallas.patterns.forward import (
     Dissolved,
@@ -49,6 +49,7 @@ from autopallas.patterns.mixture_of_experts.site import NoMixture, Sites
 from autopallas.patterns.mixture_of_experts.slots import DISPATCHED, SCATTERED
 from autopallas.patterns.mixture_of_experts.token_loops import one_by_one
 from autopallas.patterns.mixture_of_experts.written_out import written_out
+from autopallas.patterns.settling import Search, settle
 
 __all__ = ["find"]
 

@@ -22,7 +22,13 @@ import autopallas
 from autopallas import compat
 from autopallas.compile import gpu as compile_gpu
 from autopallas.kernels import gpu
-from autopallas.kernels.attention import gpu_block_sizes, gpu_forward, gpu_side_gradient, pallas_gpu, reference
+from autopallas.kernels.attention import (
+    gpu_block_sizes,
+    gpu_side_gradient,
+    gpu_warpgroups,
+    pallas_gpu,
+    reference,
+)
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.gpu_elements import primitives, scale_of
 from autopallas.kernels.attention.gpu_grid import Visits, turned_sides
@@ -586,14 +592,14 @@ def test_the_backward_has_two_warpgroups_where_there_is_work_for_both(kernel, le
 @pytest.mark.parametrize("precision, count", [(None, 2), ("HIGHEST", 3)])
 def test_a_tile_is_a_sum_of_parts_of_fewer_bits(precision, count, dtype, bits):
     x = jnp.asarray(np.random.default_rng(0).normal(size=1000) * 2.0 ** np.arange(-5, 5).repeat(100), np.float32)
-    found = gpu_forward.parts(x, F32, dtype, precision)
+    found = gpu_warpgroups.parts(x, F32, dtype, precision)
     assert [part.dtype for part in found] == [dtype] * count
     rest = np.asarray(x, np.float64) - sum(np.asarray(part, np.float64) for part in found)
     least = 0.0 if dtype == jnp.bfloat16 else 2.0**-25  # half of the smallest number of float16
     assert np.all(np.abs(rest) <= np.maximum(2.0 ** -(bits * count) * np.abs(x), least))
-    assert [part.tolist() for part in gpu_forward.parts(x, dtype, dtype, precision)] == [x.astype(dtype).tolist()]
+    assert [part.tolist() for part in gpu_warpgroups.parts(x, dtype, dtype, precision)] == [x.astype(dtype).tolist()]
     for number in (np.inf, np.nan):
-        found = gpu_forward.parts(jnp.full(1, number, F32), F32, dtype, None)
+        found = gpu_warpgroups.parts(jnp.full(1, number, F32), F32, dtype, None)
         assert np.isnan(sum(np.asarray(part, np.float32) for part in found))
 
 
