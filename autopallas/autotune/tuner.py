@@ -208,11 +208,12 @@ class Tuner:
     def _cannot_pay(self, match: Workload, implementation: str, seconds: float) -> bool:
         """Returns whether a search of so many seconds that nobody asked for would find nothing worth its time."""
         operation = operation_named(match.op)
+        objective, platform = self._options.objective, self._device.platform
         hopeless = operation.only_restates(implementation)
-        hopeless = hopeless or not operation.may_gain(implementation, self._options.objective, match.spec)
-        if self._device.platform != "cpu":  # where small rewrites, which come last, gain by a row alone
+        hopeless = hopeless or not operation.may_gain(implementation, objective, match.spec, platform)
+        if platform != "cpu":  # where small rewrites, which come last, gain by a row alone
             hopeless = hopeless or operation.priority < 0
-        return seconds < self._limits.least or hopeless or not takes_long(match, self._device.platform)
+        return seconds < self._limits.least or hopeless or not takes_long(match, platform)
 
     def _of_another(self, choice: Choice, match: Workload) -> bool:
         """Returns whether a result was measured quickly against another original, which may compile differently.

@@ -265,14 +265,15 @@ class Operation:
         """Returns whether an implementation is the reference under another name, from which nothing is to be gained."""
         return name == "reference"
 
-    def may_gain(self, name: str, objective: str, spec: SiteSpec) -> bool:
+    def may_gain(self, name: str, objective: str, spec: SiteSpec, platform: str = "") -> bool:
         """Returns whether an implementation may gain what an objective asks for, so that a first step may wait for a
-        measurement: its module states as ``GAINS``, or as ``gains(spec)``, what it is written for; where it states
-        nothing, it may gain anything."""
+        measurement: its module states as ``GAINS``, or as ``gains(spec)``, what it is written for, and as ``GAINS_ON``
+        by platform where that is something else; where it states nothing, it may gain anything."""
         module = self.implementation(name)
         own: Callable[[SiteSpec], Sequence[str]] | None = getattr(module, "gains", None)
         stated: Sequence[str] = getattr(module, "GAINS", (objective,))
-        return objective in (stated if own is None else own(spec))
+        elsewhere: Mapping[str, Sequence[str]] = getattr(module, "GAINS_ON", {})
+        return objective in elsewhere.get(platform, stated if own is None else own(spec))
 
     def supports(self, name: str, spec: SiteSpec, device: Device) -> Supported | Unsupported:
         """Returns whether the named implementation can compute ``spec`` on ``device``."""

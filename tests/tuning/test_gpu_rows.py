@@ -14,6 +14,7 @@ from autopallas.autotune import tuner as tuners
 from autopallas.autotune.tuner import Tuner
 from autopallas.compile.gpu import H100
 from autopallas.kernels.attention import tuned_block_sizes as attention
+from autopallas.kernels.attention import xla
 from autopallas.kernels.grouped_matmul import tuned_block_sizes as grouped_matmul
 from autopallas.kernels.recurrence import tuned_block_sizes as recurrence
 from autopallas.kernels.recurrence.spec import RecurrenceSpec
@@ -245,11 +246,19 @@ def test_plain_jax_is_searched_for_unasked_where_no_kernel_works(monkeypatch, au
 
     monkeypatch.setattr(attention.TABLE, "rows", {"NVIDIA H100": {}})
     monkeypatch.setattr(tuners, "search", found)
+    monkeypatch.setattr(xla, "GAINS_ON", {})
     options = resolve({"autotune": autotune, "objective": objective})
     chosen = Tuner(H100, options).choices(match, ("pallas_gpu", "cudnn", "xla"))
     assert searched == wanted
     assert chosen["pallas_gpu"].source == "autotune"
     assert set(chosen) == {"pallas_gpu", "cudnn", "xla"}
+
+
+@pytest.mark.parametrize("operation", ["attention", "cross_entropy"])
+def test_tiles_in_plain_jax_are_for_memory_on_gpus(operation):
+    own, spec = operation_named(operation), attention_match().spec
+    found = {(p, o): own.may_gain("xla", o, spec, p) for p in ("cpu", "gpu") for o in ("time", "memory")}
+    assert [place for place, may in found.items() if not may] == [("gpu", "time")]
 
 
 @pytest.mark.parametrize("autotune, kernel_us, searches", [(None, 1300.0, 0), (None, 990.0, 1), (True, 1300.0, 1)])
@@ -258,9 +267,9 @@ def test_plain_jax_is_searched_for_unasked_where_no_kernel_works(monkeypatch, au
 def test_what_was_slower_in_the_nearest_bucket_is_not_searched_for_unasked(monkeypatch, autotune, kernel_us, searches):
     match, searched = attention_match(), []
     sizes = attention.TABLE.files.read("NVIDIA H100")[0][1].block_sizes
-    key = attention.table_key(match.spec, "xla", "forward")
+    key = attention.table_key(match.spec, "pallas_gpu", "forward")
     near = (*key[:3], "T16384" if key[3] != "T16384" else "T8192", key[4])
     monkeypatch.setattr(attention.TABLE, "rows", {"NVIDIA H100": {near: measured(sizes, kernel_us)}})
     monkeypatch.setattr(tuners, "isolated", lambda function: searched.append(function) or 1 / 0)
-    Tuner(H100, resolve({"autotune": autotune})).choices(match, ("xla",))
+    Tuner(H100, resolve({"autotune": autotune})).choices(match, ("pallas_gpu",))
     assert len(searched) == searches

@@ -14,6 +14,7 @@ import autopallas
 from autopallas.autotune import tuner as module
 from autopallas.autotune.tuner import Tuner
 from autopallas.errors import AutopallasWarning, UnsupportedError
+from autopallas.kernels.attention import xla
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.options import resolve
 from autopallas.sites.device import Device
@@ -211,6 +212,7 @@ def test_searches_that_nobody_asked_for_are_quick_on_cpus_and_gpus(
     searches, long, user_cache, monkeypatch, platform, budget, evidence
 ):
     monkeypatch.setattr(Device, "here", True)
+    monkeypatch.setattr(xla, "GAINS_ON", {})
     tuner = Tuner(Device(platform, "some kind"), resolve({}), runs=True)
     choice = tuner.choose(match_of(attend, *qkv(8)), "xla")
     ((_, _, seconds, _),) = searches
@@ -231,6 +233,7 @@ def test_searches_of_one_program_on_an_accelerator_share_a_time_unless_they_are_
     searches, long, user_cache, monkeypatch, platform, asked, seconds
 ):
     """Each takes longer than its budget, as a step that has begun is not broken off."""
+    monkeypatch.setattr(xla, "GAINS_ON", {})
     now = iter(range(0, 1000, 31))
     monkeypatch.setattr(module.time, "monotonic", lambda: next(now))
     tuner = Tuner(Device(platform, "some kind"), resolve({"autotune": asked}))

@@ -47,10 +47,14 @@ from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.operation import Supported, Unsupported
 from autopallas.sites.spec import Sizes
 
-__all__ = ["NUMERICS", "backward", "forward", "running_sizes", "supports"]
+__all__ = ["GAINS_ON", "NUMERICS", "backward", "forward", "running_sizes", "supports"]
 
 NUMERICS: Numerics = "tolerance"
 """How its results relate to the original's."""
+
+GAINS_ON = {"gpu": ("memory",)}
+"""What it gains by platform, if that is not everything: on an H200 its loops had 0.31 of the original's speed (B8 T1024
+N12 D64, causal, bfloat16, with gradients)."""
 
 Array: TypeAlias = jax.Array
 
