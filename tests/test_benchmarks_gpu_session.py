@@ -266,7 +266,7 @@ def test_kernels_of_two_operations_whose_cases_have_one_name_are_told_apart(monk
         )
         task = replace(case_of([]), operation=operation, case=case)
         request = {"names": list(functions), "lock": "", "profile": False, "seconds": 0.01}
-        worker._time(task, case, request, lambda event, content: rows.append((event, content)))
+        worker._Timing(task, case, request, lambda event, content: rows.append((event, content))).run()
     errors = [content["row_error"] for event, content in rows if event == "row" and "row_error" in content]
     assert errors == [0.0, 0.0]
 
@@ -350,7 +350,7 @@ def test_each_implementation_has_a_row_beside_the_same_original():
 
 def test_a_faster_schedule_becomes_the_row_that_sites_take(monkeypatch, tmp_path):
     """The row of a journal, written into the table's file and read from there, gives a site its block sizes."""
-    names = ["(128, 128)", "(128, 128, persistent)", "(128, 128, sections)"]
+    names = ["(128, 128, persistent)", "(128, 128)", "(128, 128, sections)"]
     (case,) = [t.case for t in tasks(False, H100) if t.name == f"2 {CAUSAL.format('time', 128)}"]
     assert [name for name in case.candidates if name.startswith("pallas_gpu")] == [f"pallas_gpu {n}" for n in names]
     monkeypatch.setattr(table_files, "DATA", tmp_path)
@@ -359,7 +359,7 @@ def test_a_faster_schedule_becomes_the_row_that_sites_take(monkeypatch, tmp_path
         ours = {f"pallas_gpu {name}": 300.0 - 50 * (name == fastest) for name in names}
         found = tuned_rows(of_case(CAUSAL.replace("D{}", "D128"), ours, 100.0, 9999.0)).rows["attention", "NVIDIA H100"]
         text = TABLE.files.write("NVIDIA H100", found).read_text()
-        assert ("schedule" in text.splitlines()[0]) == (fastest != names[0])
+        assert ("schedule" in text.splitlines()[0]) == (fastest != "(128, 128)")
         with H100.targeted():
             assert _named(TABLE.infer_block_sizes(spec, H100, "pallas_gpu")) == fastest
             few = replace(spec, batch=1, key_heads=2)

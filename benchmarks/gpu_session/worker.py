@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -146,7 +147,7 @@ def _run(task: Task, request: Mapping[str, Any], send: Send) -> bool:
     if task.check is not None:
         return _check(task.check, request, send)
     assert task.case is not None
-    return _time(task, task.case, request, send)
+    return _Timing(task, task.case, request, send).run()
 
 
 @contextmanager
@@ -202,85 +203,95 @@ _KEPT: dict[tuple[str, str], tuple[Any, float]] = {}
 beside them."""
 
 
-def _time(task: Task, case: Timed, request: Mapping[str, Any], send: Send) -> bool:
-    """Times the candidates that are asked for; each is compiled, and runs once, before any is timed.
+@dataclass
+class _Timing:
+    """Times the candidates of a case that are asked for; each is compiled, and runs once, before any is timed.
 
     What XLA has no products of is compiled before the turn: where it has, it times their forms while it compiles.
-    """
-    rows: dict[str, dict[str, Any]] = {}
-    failed: set[str] = set()
 
-    def compiled(name: str) -> Any:
-        place = f"{task.operation} {case.name} {case.dtype} {case.direction}", name
+    Attributes:
+      task, case, request: what is timed.
+      send: tells what happens.
+      rows: by candidate.
+      failed: the candidates whose row was sent with a failure.
+    """
+
+    task: Task
+    case: Timed
+    request: Mapping[str, Any]
+    send: Send
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
+
+    def run(self) -> bool:
+        """Returns whether the device is sick."""
+        for name in self.request["names"]:
+            self.rows[name] = {"candidate": name, "ours": name in self.case.block_sizes}
+            if name in self.case.block_sizes:
+                self.rows[name]["block_sizes"] = self.case.block_sizes[name].to_dict()
+                if not has_products(self.task.operation):
+                    self._attempt(name, self._compiled)
+        with _turn(self.request):
+            return self._timed()
+
+    def _attempt(self, name: str, run: Callable[[str], Any]) -> Any:
+        self.send("begin", {"name": name})
+        try:
+            return run(name)
+        except Exception as problem:
+            traceback.print_exc()
+            self.failed.add(name)
+            self.send("row", self.rows[name] | {"failure": _words(problem), "wrong": self.rows[name]["ours"]})
+            return None
+
+    def _compiled(self, name: str) -> Any:
+        case = self.case
+        place = f"{self.task.operation} {case.name} {case.dtype} {case.direction}", name
         if place not in _KEPT:
             begin = time.monotonic()
             made = _compiled(case.candidates[name], case.arguments)
             _KEPT[place] = made, time.monotonic() - begin
         made, seconds = _KEPT[place] if name in case.block_sizes else _KEPT.pop(place)
-        rows[name]["compile_seconds"] = round(seconds, 2)
+        self.rows[name]["compile_seconds"] = round(seconds, 2)
         return made
 
-    def attempt(name: str, run: Callable[[], None]) -> None:
-        send("begin", {"name": name})
-        try:
-            run()
-        except Exception as problem:
-            traceback.print_exc()
-            failed.add(name)
-            send("row", rows[name] | {"failure": _words(problem), "wrong": rows[name]["ours"]})
+    def _timed(self) -> bool:
+        case, rows = self.case, self.rows
+        given = case.arguments() if callable(case.arguments) else case.arguments
 
-    for name in request["names"]:
-        rows[name] = {"candidate": name, "ours": name in case.block_sizes}
-        if name in case.block_sizes:
-            rows[name]["block_sizes"] = case.block_sizes[name].to_dict()
-            if not has_products(task.operation):
-                attempt(name, lambda name=name: compiled(name))  # type: ignore[misc]
-    with _turn(request):
-        return _timed(case, request, send, rows, failed, compiled, attempt)
+        def once(name: str) -> Any:
+            made = self._compiled(name)
+            rows[name]["temporary_bytes"] = int(made.memory_analysis().temp_size_in_bytes)
+            jax.block_until_ready(made(*given))
+            return made
 
-
-def _timed(
-    case: Timed,
-    request: Mapping[str, Any],
-    send: Send,
-    rows: dict[str, dict[str, Any]],
-    failed: set[str],
-    compiled: Callable[[str], Any],
-    attempt: Callable[[str, Callable[[], None]], None],
-) -> bool:
-    given = case.arguments() if callable(case.arguments) else case.arguments
-    ready: dict[str, Any] = {}
-
-    def once(name: str) -> None:
-        made = compiled(name)
-        rows[name]["temporary_bytes"] = int(made.memory_analysis().temp_size_in_bytes)
-        jax.block_until_ready(made(*given))
-        ready[name] = made
-
-    for name in rows:
-        if name not in failed:
-            attempt(name, lambda name=name: once(name))  # type: ignore[misc]
-        if name in failed and not _healthy():
-            return True
-    send("begin", {"name": ""})
-    found = timed(ready, given, profile=request["profile"], seconds=request["seconds"]) if ready else {}
-    best = next((name for name in ready if name in case.block_sizes), None)
-    for name, times in found.items():
-        row = rows[name] | _figures(times)
-        spread = times.spread
-        assert spread is not None
-        row["teraflops"] = _digits(case.operations / spread.median / 1e12)
-        if case.bytes_moved / BYTES_PER_SECOND > case.operations / OPERATIONS_PER_SECOND:
-            row["gigabytes_per_second"] = _digits(case.bytes_moved / spread.median / 1e9)
-        if name == ORIGINAL and best is not None:
-            ours = found[best].spread
-            assert ours is not None
-            kernels, originals = (jax.tree.leaves(ready[n](*given)) for n in (best, ORIGINAL))
-            errors = compared(kernels, originals, smallest=1.0)
-            row |= {"best": best, "times_as_fast": _digits(spread.median / ours.median), "row_error": errors.row}
-            row["wrong"] = errors.row > _AGAINST_ORIGINAL
-        send("row", row)
-    return False
+        ready: dict[str, Any] = {}
+        for name in rows:
+            if name not in self.failed:
+                made = self._attempt(name, once)
+                ready |= {} if made is None else {name: made}
+            if name in self.failed and not _healthy():
+                return True
+        self.send("begin", {"name": ""})
+        settings: Any = {"profile": self.request["profile"], "seconds": self.request["seconds"]}
+        found = timed(ready, given, **settings) if ready else {}
+        best = next((name for name in ready if name in case.block_sizes), None)
+        for name, times in found.items():
+            row = rows[name] | _figures(times)
+            spread = times.spread
+            assert spread is not None
+            row["teraflops"] = _digits(case.operations / spread.median / 1e12)
+            if case.bytes_moved / BYTES_PER_SECOND > case.operations / OPERATIONS_PER_SECOND:
+                row["gigabytes_per_second"] = _digits(case.bytes_moved / spread.median / 1e9)
+            if name == ORIGINAL and best is not None:
+                ours = found[best].spread
+                assert ours is not None
+                kernels, originals = (jax.tree.leaves(ready[n](*given)) for n in (best, ORIGINAL))
+                errors = compared(kernels, originals, smallest=1.0)
+                row |= {"best": best, "times_as_fast": _digits(spread.median / ours.median), "row_error": errors.row}
+                row["wrong"] = errors.row > _AGAINST_ORIGINAL
+            self.send("row", row)
+        return False
 
 
 def _figures(times: Times) -> dict[str, Any]:
