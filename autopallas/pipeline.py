@@ -39,6 +39,7 @@ from autopallas.plan.allowed_places import deny_places, selecting_nothing
 from autopallas.plan.choose_implementation import plan
 from autopallas.plan.decision import Decision, size_unknown
 from autopallas.plan.exclusions import leaving_out, without_left_out
+from autopallas.plan.neighbours import without_lonely
 from autopallas.plan.nested_sites import without_nested
 from autopallas.report import Failure, Rematerialised, Report, Site
 from autopallas.report import NearMiss as NearMissRecord
@@ -142,6 +143,7 @@ def rewritten(
                 decisions = run("plan", "leave out suspects", only_allowed, matches, decisions, device)
                 decisions = run("plan", "leave out disabled", _without_disabled, matches, decisions, disabled)
                 decisions = run("plan", "leave out sites", without_left_out, matches, decisions)
+                decisions = run("plan", "leave out lonely sites", without_lonely, matches, decisions, options)
             wanted = wanted_extent(program, options, graph, device, shardings)
             if added := parts & _added(graph, matches, decisions, bool(wanted)):
                 return rewritten(program, options, probes, shardings, disabled, parts & ~added)

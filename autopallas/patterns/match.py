@@ -151,6 +151,8 @@ class Match:
     measured: Match | None = None
     """The same site as one computation, to measure, where its passes leave each other what the original lacks."""
 
+    neighbours: tuple[int, ...] = ()
+    """Results of equations that read what the site reads in the same way, and beside which it may gain nothing."""
     own_results: int | None = None
     """How many of the results are values of the forward, where one computation of both passes is measured; the others
     are gradients."""

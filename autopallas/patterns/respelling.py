@@ -97,6 +97,7 @@ def _match(graph: Graph, node: Node, kind: Kind, place: Found) -> Match | None:
         body=node.body,
         location=jaxprs.location(node.equation),
         homes=() if place.home is None else (place.home,),
+        neighbours=place.neighbours,
     )
 
 

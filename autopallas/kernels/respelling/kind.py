@@ -25,12 +25,14 @@ class Found:
       operands: the numbers of the values that it reads.
       results: the numbers of the values that it gives.
       home: a body that has those of the operands which the body with the results lacks and can be given.
+      neighbours: the results of equations that read what it reads likewise, and beside which it may gain nothing.
     """
 
     parameters: Parameters
     operands: tuple[int, ...]
     results: tuple[int, ...]
     home: Body | None = None
+    neighbours: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

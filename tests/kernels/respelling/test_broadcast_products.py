@@ -13,7 +13,10 @@ import autopallas
 from autopallas import compat
 from autopallas.autotune.trial import Trial
 from autopallas.graph import Graph, flatten
+from autopallas.options import resolve
 from autopallas.patterns import find
+from autopallas.plan.decision import Decision
+from autopallas.plan.neighbours import without_lonely
 
 X, Y = random(150, 20), random(140, 20, seed=1)
 
@@ -131,3 +134,40 @@ def test_a_search_measures_what_a_program_with_others_pays():
         assert alone.memory_analysis().temp_size_in_bytes < every <= measured.memory_analysis().temp_size_in_bytes
         kernel = trial.kernel("xla", None)
         np.testing.assert_allclose(trial.original()(*trial.arguments)[0], kernel(*trial.arguments)[0], 1e-4, 1e-5)
+
+
+def matches_of(function, *arrays):
+    return find(Graph(flatten(jax.make_jaxpr(function)(*arrays))), ("broadcast_product",), True)[0]
+
+
+def test_products_know_which_sums_read_the_same_factors():
+    """With 64 rows in x the gradient of y is a sum of few numbers, which is another kind's, and a neighbour too."""
+    three = matches_of(gradients(products), X, Y)
+    results = {number for match in three for number in match.results}
+    assert len(results) == len(three) == 3
+    assert all(set(match.neighbours) == results - set(match.results) for match in three)
+    two = matches_of(gradients(products), X[:64], Y)
+    assert [len(match.neighbours) for match in two] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("applied", "objective", "left"),
+    [
+        ([True, True, True], "time", [True, True, True]),
+        ([True, True, False], "time", [True, True, False]),
+        ([False, True, True], "time", [False, True, True]),
+        ([True, False, False], "time", [False, False, False]),
+        ([False, False, True], "time", [False, False, False]),
+        ([True, False, False], "memory", [False, False, False]),
+        ([True, False, False], "always", [True, False, False]),
+    ],
+)
+def test_a_product_stays_where_two_that_share_its_factors_do(applied, objective, left):
+    """Respelt alone, the product had 0.14 of the program's speed, and each of the two gradients saves nothing."""
+    decisions = [
+        Decision("applied" if one else "kept", "measured: 40.00x the original's speed", "cpu", "xla") for one in applied
+    ]
+    found = without_lonely(matches_of(gradients(products), X, Y), decisions, resolve({"objective": objective}))
+    assert [one.verdict == "applied" for one in found] == left
+    dropped = [now.reason for was, now in zip(decisions, found, strict=True) if now is not was]
+    assert all("2 equations that read the same operand stay" in reason for reason in dropped)

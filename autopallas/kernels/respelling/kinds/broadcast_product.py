@@ -58,7 +58,9 @@ def _match(graph: Graph, node: Node) -> Found | None:
     if not shared:
         return None
     parameters = (("axes", axes), ("shape", shape), ("shared", shared[0]), ("summed", tuple(node.params["axes"])))
-    return Found(parameters, operands, node.outputs)
+    around = dict.fromkeys(n for number in product.inputs for n in _products_of(graph, number, shape))
+    neighbours = tuple(number for number in around if number not in node.outputs)
+    return Found(parameters, operands, node.outputs, neighbours=neighbours)
 
 
 def _narrow(graph: Graph, number: int, rank: int) -> tuple[int, _Axes]:
@@ -76,6 +78,16 @@ def _is_shared(graph: Graph, number: int, shape: Sequence[int]) -> bool:
     users = graph.users[number]
     graph.steps.spend(len(users))
     return len({user for user in users if tuple(shape) in map(graph.shape, user.outputs)}) > 1
+
+
+def _products_of(graph: Graph, number: int, shape: Sequence[int]) -> Iterator[int]:
+    """Yields the sums of products of a factor, of that shape."""
+    for user in graph.users[number]:
+        graph.steps.spend(1)
+        if user.name == "mul" and graph.shape(user.outputs[0]) == tuple(shape):
+            yield from (
+                n for reader in graph.users[user.outputs[0]] if reader.name == "reduce_sum" for n in reader.outputs
+            )
 
 
 # ---------------------------------------------------------------------- the two ways
