@@ -27,6 +27,14 @@ _INDICES = frozenset(
     """reshape transpose broadcast_in_dim squeeze expand_dims slice concatenate select_n add lt convert_element_type
     copy""".split()
 )
+_READ_AS = _INDICES | {
+    "copy_p", "name", "sharding_constraint", "optimization_barrier", "pvary", "pcast", "layout_constraint", "reshard",
+    "split", "tile", "stack", "unstack", "reduce_precision",
+}  # fmt: skip
+"""Operations between an index and the gather that reads rows by it."""
+_FACTORS = frozenset("mul div and select_n convert_element_type neg".split())
+"""Operations that leave a one-hot vector zero where it is zero.  Sums are none: a walk through them would see all the
+layers before, by what they add to a residual stream."""
 
 
 def refuse_chosen(graph: Graph, number: int) -> None:
@@ -90,12 +98,14 @@ def _one_hot(scope: Scope, ref: Ref, summed: frozenset[Atom]) -> Iterator[Ref]:
         if key in seen or scope.node(found) is None:
             continue
         seen.add(key)
-        operands = space.operands(found) if scope.name(found) == "eq" else None
+        name = scope.name(found)
+        operands = space.operands(found) if name == "eq" else None
         for positions, index in (operands, operands[::-1]) if operands else ():
             along = positions_along(scope, positions)
             if along is not None and not summed & set(along[1]) and space.atoms(index) & summed:
                 yield space.canonical(index)
-        todo += space.uses(found) or []
+        if name in _FACTORS:
+            todo += space.uses(found) or []
 
 
 def _chain(graph: Graph, number: int) -> list[Node]:
@@ -150,6 +160,8 @@ def _walk(scope: Scope, space: Picking, updates: Ref, index: Ref) -> tuple[bool,
     without matrices)."""
     labels = space.atoms(index)
     wanted = counted_from_zero(scope, index)
+    if not _is_gathered_by(scope.graph, wanted.value):
+        return False, None
     seen: set[Hashable] = set()
     todo, gathered = [updates], False
     expert: frozenset[Atom] | None = None
@@ -175,6 +187,22 @@ def _walk(scope: Scope, space: Picking, updates: Ref, index: Ref) -> tuple[bool,
                 expert = matrices if expert is None else expert & matrices
         todo += sides[:2]
     return gathered, expert
+
+
+def _is_gathered_by(graph: Graph, number: int) -> bool:
+    """Returns whether a gather reads places that an index tells, or the index has more users than are looked at."""
+    seen, todo, looks = {number}, [number], 0
+    while todo:
+        value = todo.pop()
+        for user in graph.users[value]:
+            looks += 1
+            graph.steps.spend()
+            if user.name == "gather" and value == user.inputs[1] or looks > _MADE_OF:
+                return True
+            if user.name in _READ_AS:
+                todo += [output for output in user.outputs if output not in seen]
+                seen.update(user.outputs)
+    return False
 
 
 def _is_chosen(graph: Graph, number: int) -> bool:
