@@ -294,6 +294,11 @@ def labels_of_more_rows_than_there_are(w, x, y):
     return -log_softmax(x @ w)[jnp.arange(2 * N) % N, jnp.tile(y, 2)].mean()
 
 
+@refused("the sigmoid of each logit, not the softmax of each row")
+def binary_without_a_label_that_is_one(w, x, y):
+    return jnp.logaddexp(0.0, x @ w).mean()
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_replaced_is_a_near_miss_with_its_reason_and_exact(name):
     function, reason = REFUSED[name]
@@ -312,7 +317,6 @@ UNRELATED = {
     "sampling": lambda w, x, y: jax.random.categorical(jax.random.key(0), x @ w),
     "a router": lambda w, x, y: lax.top_k(softmax(x @ w), 2),
     "a gated layer": lambda w, x, y: (jax.nn.silu(x @ w) * (x @ w)) @ w.T,
-    "binary": lambda w, x, y: jnp.logaddexp(0.0, x @ w).mean(),
     "an attention": lambda w, x, y: softmax(x @ w) @ array(V, D, seed=4),
 }
 
