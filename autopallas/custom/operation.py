@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas.compat import Shaped
+from autopallas.compile.outside_trace import is_within, within
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.block_sizes import block_sizes_class
 from autopallas.sites.calls import SiteDescription
@@ -121,6 +122,8 @@ class PatternOperation(DeclaredOperation):
         platforms = self.pattern.platforms
         if device.platform not in platforms:
             return Unsupported(f"the pattern is for {', '.join(platforms)}")
+        if is_within((PatternOperation, id(self.pattern))):  # replaced there too, it would call itself without end
+            return Unsupported("the replacement calls it itself")
         if not self.block_sizes.candidates(spec):
             return Unsupported("the pattern has no block sizes for these sizes")
         return Supported()
@@ -143,7 +146,8 @@ class PatternOperation(DeclaredOperation):
         assert isinstance(spec, PatternSpec)
         arrays = [jnp.broadcast_to(operands[name], self.shape(spec, name)) for name in self.operands]
         sizes = {} if block_sizes is None else block_sizes.fitted(spec).to_dict()
-        found: jax.Array = self.pattern.replacement(*arrays, **spec.scalars(), **sizes)
+        with within((PatternOperation, id(self.pattern))):
+            found: jax.Array = self.pattern.replacement(*arrays, **spec.scalars(), **sizes)
         shape, dtype = self.extents(spec, self.result), getattr(spec, "result_dtype")  # noqa: B009
         if (found.shape, found.dtype) != (shape, dtype):
             given, wanted = (f"{d}{list(s)}" for s, d in ((found.shape, found.dtype), (shape, dtype)))

@@ -301,6 +301,21 @@ def test_a_replacement_may_call_an_optimized_function_with_sites_of_patterns(cal
     assert optimized.report().counts()["calls_it"] == 1
 
 
+@pytest.mark.parametrize("first", ["its own", "another"])
+def test_a_replacement_that_calls_its_own_reference_optimized_ends(first):
+    """Its own sites in it are left as they are, in calls of any shape and after a call that replaced them."""
+    inner = autopallas.optimize(softmax)
+
+    @autopallas.pattern(softmax, shapes=[normal(4, 8)])
+    def twice(x):
+        return inner(jnp.concatenate([x, x]))[: x.shape[0]]
+
+    x, another = normal(6, 8), autopallas.optimize(lambda x: softmax(jnp.sin(x)))
+    for function in (inner, another) if first == "its own" else (another, inner):
+        same(function(x), softmax(x if function is inner else jnp.sin(x)))
+    assert another.report().counts()["twice"] == 1
+
+
 def test_another_platforms_pattern_is_kept():
     declare_softmax(platforms=["tpu"])
     assert "the pattern is for tpu" in applied(lambda x: softmax(2 * x), normal(4, 8)).sites[0].reason
