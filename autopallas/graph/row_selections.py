@@ -7,11 +7,16 @@ the gradient among zeros (``pad``) before the products that end the backward.  B
 other axes to the operand of the product, and a value that is put among zeros moves on behind the product.  What
 remains is a loss over all the rows that there are, like any other.
 
+What a gradient written by hand adds to one element of each row, ``probabilities.at[rows, labels].add(-1)``, is added as
+an array of its own, which is zero but for these elements, as in JAX's derivative of a gather.
+
 The equations of a body change only if the body then has no more products than before.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
@@ -35,6 +40,8 @@ __all__ = ["move_selections"]
 
 _PUTS = frozenset({"pad", "dynamic_update_slice", "scatter-add", "rev"})
 """Primitives that put the gradient of a selection among zeros, or in the order of what it selected from."""
+_ADDS = frozenset({"scatter-add", "scatter-sub"})
+"""Primitives that add to elements of an array."""
 _MOST = 32
 """Largest number of selections to move in one body; a loss has a few."""
 
@@ -59,7 +66,7 @@ def move_selections(root: Body, assume_finite: bool = True, divided: bool = Fals
 
 def _may_select(body: Body, choices: set[tuple[Hashable, ...]]) -> bool:
     names = {e.primitive.name for e in body.equations}
-    selects = not names.isdisjoint(SELECTIONS) and not names.isdisjoint(("exp", "exp2"))
+    selects = not names.isdisjoint(SELECTIONS | _ADDS) and not names.isdisjoint(("exp", "exp2"))
     puts = bool(choices) and not names.isdisjoint(_PUTS)
     return "dot_general" in names and (selects or puts)
 
@@ -86,6 +93,21 @@ def _written_out(body: Body) -> set[Var]:
         if len(set(columns.values())) == source.aval.shape[axis]
         for variable in columns
     }
+
+
+def _added(equation: JaxprEqn, array: jax.Array, indices: jax.Array, updates: jax.Array) -> jax.Array:
+    """Computes what a scatter adds to some elements as the sum of the array and of one that has these elements only."""
+    params = equation.params
+    apart = lax.scatter_add(
+        lax.full_like(array, 0),
+        indices,
+        lax.neg(updates) if equation.primitive.name == "scatter-sub" else updates,
+        params["dimension_numbers"],
+        indices_are_sorted=params["indices_are_sorted"],
+        unique_indices=params["unique_indices"],
+        mode=params["mode"],
+    )
+    return lax.add(array, apart)
 
 
 class _Mover(SpreadRows):
@@ -160,6 +182,8 @@ class _Mover(SpreadRows):
         scores = set(self._own)
         for equation in self.body.equations if scores else ():
             name = equation.primitive.name
+            if name in _ADDS and isinstance(first := equation.invars[0], Var) and first in scores:
+                return True
             if name in KEEPS_ROWS and not scores.isdisjoint([a for a in equation.invars if isinstance(a, Var)]):
                 if selection(equation) is not None:
                     return True
@@ -167,6 +191,15 @@ class _Mover(SpreadRows):
                     return True
                 scores.add(equation.outvars[0])
         return False
+
+    def _adds_to_labels(self, equation: JaxprEqn) -> bool:
+        """Returns whether an equation adds to one element of each row of what is computed from logits row by row, as a
+        gradient that is written by hand does: ``probabilities.at[rows, labels].add(-1)``."""
+        first, _, updates = equation.invars
+        if not isinstance(first, Var) or first not in self.scores or len(self.names) >= _MOST:
+            return False
+        shape, added = first.aval.shape, math.prod(updates.aval.shape)
+        return jnp.issubdtype(first.aval.dtype, jnp.floating) and any(added * n == math.prod(shape) for n in shape)
 
     # ------------------------------------------------------------------ selections move back
 
@@ -179,6 +212,8 @@ class _Mover(SpreadRows):
             several = self._label_set(equation) or self._label_window(equation)
             if several is not None:
                 return several
+        if name in _ADDS and self._adds_to_labels(equation):
+            return self._emit(equation, functools.partial(_added, equation), *equation.invars)
         if name == "concatenate":
             pieces = [self.pieces.get(a) if isinstance(a, Var) else None for a in equation.invars]
             found = rolled(pieces, equation.params["dimension"])

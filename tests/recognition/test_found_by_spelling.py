@@ -93,6 +93,80 @@ def test_what_is_nearly_an_attention_is_no_loss(looks_alike, differentiated):
 
 # --- Losses ----------------------------------------------------------------------------------------------------------
 
+EACH_ROW, PICKED = jnp.arange(T), jnp.arange(T) * 5 % V
+
+
+def with_the_gradient_by_hand(added):
+    """A loss and the gradient of its logits, which adds to the probability of each row's label."""
+
+    def loss(x, w):
+        probabilities = softmax(x @ w)
+        d = added(probabilities) / T
+        return -jnp.log(probabilities[EACH_ROW, PICKED]).mean(), d @ w.T, x.T @ d
+
+    return loss
+
+
+def with_a_rule_by_hand(x, w):
+    """A loss that keeps its probabilities for a derivative of its own."""
+
+    @jax.custom_vjp
+    def losses(z):
+        return forward(z)[0]
+
+    def forward(z):
+        e = jnp.exp(z - z.max(-1, keepdims=True))
+        total = e.sum(-1, keepdims=True)
+        return (jnp.log(total) - (z - z.max(-1, keepdims=True))[EACH_ROW, PICKED][:, None])[:, 0], e / total
+
+    def backward(probabilities, g):
+        return ((probabilities * g[:, None]).at[EACH_ROW, PICKED].subtract(g),)
+
+    losses.defvjp(forward, backward)
+    return jax.value_and_grad(lambda x, w: losses(x @ w).mean(), (0, 1))(x, w)
+
+
+def without_a_gather(x, w):
+    z = x @ w
+    picked = (z * jax.nn.one_hot(PICKED, V)).sum(-1)
+    d = softmax(z).at[EACH_ROW, PICKED].add(-1.0)
+    return (logsumexp(z, -1) - picked).sum(), d @ w.T, x.T @ d
+
+
+GRADIENTS_BY_HAND = [
+    with_the_gradient_by_hand(lambda p: p.at[EACH_ROW, PICKED].add(-1.0)),
+    with_the_gradient_by_hand(lambda p: p.at[EACH_ROW, PICKED].subtract(1.0)),
+    with_the_gradient_by_hand(lambda p: jax.vmap(lambda row, label: row.at[label].add(-1.0))(p, PICKED)),
+    with_a_rule_by_hand,
+    without_a_gather,
+]
+
+
+@pytest.mark.parametrize("loss", GRADIENTS_BY_HAND)
+@pytest.mark.parametrize("mapped", [False, True])
+def test_gradients_by_hand_add_to_the_label_of_each_row(loss, mapped):
+    args = [array(T, D, seed=1), array(D, V, seed=2, scale=0.5)]
+    if mapped:
+        args[0] = array(B, T, D, seed=1)
+    compared = compare(jax.vmap(loss, (0, None)) if mapped else loss, args, gradients=False)
+    assert compared.complaints == []
+    assert compared.counts("cross_entropy") == 1
+
+
+ELSEWHERE = [
+    lambda p: p.at[EACH_ROW * 0, PICKED].add(-1.0),
+    lambda p: p.at[EACH_ROW[::-1], PICKED].add(-1.0),
+    lambda p: p.at[EACH_ROW, PICKED + 4].add(-1.0),
+    lambda p: p.at[EACH_ROW, PICKED].add(-1.0).at[EACH_ROW, PICKED[::-1]].add(p[:, 0]),
+]
+
+
+@pytest.mark.parametrize("added", ELSEWHERE)
+def test_gradients_by_hand_may_add_elsewhere(added):
+    args = [array(T, D, seed=1), array(D, V, seed=2, scale=0.5)]
+    assert compare(with_the_gradient_by_hand(added), args, gradients=False).complaints == []
+
+
 ITEMS = jnp.arange(T) * 5 % V
 
 

@@ -86,11 +86,13 @@ def _in_jax(equation: Any, *arguments: Any) -> Any:
         return promoted(results)
 
 
-def _scatter_add(equation: Any, *arguments: Any) -> Any:
+def _scatter(equation: Any, *arguments: Any) -> Any:
+    """A scatter that adds or subtracts, of numbers that are promoted."""
     params = equation.params
+    scatter = jax.lax.scatter_sub if equation.primitive.name == "scatter-sub" else jax.lax.scatter_add
     with jax.enable_x64(True):
         return promoted(
-            jax.lax.scatter_add(
+            scatter(
                 *map(jnp.asarray, arguments), params["dimension_numbers"], mode=params["mode"],
                 indices_are_sorted=params["indices_are_sorted"], unique_indices=params["unique_indices"],
             )
@@ -248,7 +250,8 @@ _RULES |= {
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "split": _split,
-    "scatter-add": _scatter_add,
+    "scatter-add": _scatter,
+    "scatter-sub": _scatter,
     "reduce_sum": _reduction(np.sum),
     "reduce_max": _reduction(np.max),
     "reduce_min": _reduction(np.min),
