@@ -10,7 +10,7 @@ from autopallas.graph import Body, Graph, Ref
 from autopallas.graph.body_links import is_at_hand
 from autopallas.graph.labels import Atom, Dimension
 from autopallas.numerics.casts import counts_exactly
-from autopallas.patterns.advice import DIAGONAL, IN_THE_BODY
+from autopallas.patterns.advice import DIAGONAL, IN_THE_BODY, OWN_DERIVATIVE
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Match, Mismatch
 from autopallas.sites.index_notation import Operand, Positions
@@ -94,10 +94,19 @@ class Carrier:
         given one."""
         return all(is_available(self.scope.graph, value, self.homes, body, self.across) for body in self.bodies)
 
+    def _advice(self, value: int) -> str:
+        """Returns what helps where a value and the site are in different bodies, perhaps one of a custom rule."""
+        node = self.scope.graph.definitions.get(value)
+        bodies = [*self.bodies, *(() if node is None else (node.body,))]
+        ruled = any(step.startswith("custom_") for body in bodies for step in body.path)
+        return OWN_DERIVATIVE if ruled else IN_THE_BODY
+
     def further(self, value: int) -> None:
         """Adds an operand that no program reads, only the original equations do."""
         if not self.available(value):
-            raise Mismatch("an operand is computed in an enclosing body and not passed in", value, advice=IN_THE_BODY)
+            raise Mismatch(
+                "an operand is computed in an enclosing body and not passed in", value, advice=self._advice(value)
+            )
         self.operands.append(value)
 
     def role(self, ref: Ref, value: int | None = None, name: str = "") -> Operand:
@@ -149,7 +158,9 @@ class Carrier:
         else:
             found = next((step for step in space.chain(ref) if step.value == value), None)
         if found is None:
-            raise Mismatch(f"{what} computed in an enclosing body and not passed in", ref.value, advice=IN_THE_BODY)
+            raise Mismatch(
+                f"{what} computed in an enclosing body and not passed in", ref.value, advice=self._advice(ref.value)
+            )
         view = space.view(found.view)
         labels = [a for _, atoms in view for a in atoms]
         if len(set(labels)) != len(labels):
