@@ -39,7 +39,7 @@ def without_allocator_settings() -> dict[str, str]:
 def flags() -> dict[str, str]:
     """The variables in force that decide how fast programs are or which run, without folders of this machine."""
     named = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_RECORDED)}
-    return {name: value for name, value in named.items() if not name.endswith("_DIR")}
+    return {name: value for name, value in named.items() if not name.endswith(("_DIR", "_HOME"))}
 
 
 def versions() -> dict[str, str]:

@@ -117,14 +117,15 @@ class Files(Mapping[str, Rows]):
         self._operation = operation
         self._block_sizes = block_sizes
         self._buckets = [bucket.name for bucket in buckets]
-        self._views: dict[tuple[str, str | None, str], Rows] = {}
+        self._views: dict[tuple[Path, str | None, str], Rows] = {}
 
     def __getitem__(self, device: str) -> Rows:
         here = processor.vector_extensions() if device == "cpu" else None
         line = jax_line(running_jax())
-        view = self._views.get((device, here, line))
+        place = self.path(device), here, line
+        view = self._views.get(place)
         if view is None:
-            view = self._views[device, here, line] = _RowsHere(self._lines(device), self._row, here, line)
+            view = self._views[place] = _RowsHere(self._lines(device), self._row, here, line)
         if not view:
             raise KeyError(device)
         return view
