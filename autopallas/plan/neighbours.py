@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -30,16 +31,23 @@ def without_lonely(matches: Sequence[Match], decisions: Sequence[Decision], opti
     around = [n for n, match in enumerate(matches) if match.neighbours]
     if options.objective == "always" or not around:
         return found
-    while True:
-        applied = [match for match, decision in zip(matches, found, strict=True) if decision.verdict == "applied"]
-        given = {number for match in applied for number in match.results}
-        lonely = {
-            n: left
-            for n in around
-            if found[n].verdict == "applied" and (left := len(set(matches[n].neighbours) - given)) > _MOST_LEFT
-        }
-        if not lonely:
-            return found
-        for n, left in lonely.items():
-            reason = f"{left} equations that read the same operand stay as they are, beside which it gains nothing"
-            found[n] = replace(found[n], verdict="kept", reason=reason)
+    applied = [match for match, decision in zip(matches, found, strict=True) if decision.verdict == "applied"]
+    given = Counter(number for match in applied for number in match.results)
+    left = {n: sum(not given[number] for number in set(matches[n].neighbours)) for n in around}
+    beside: dict[int, list[int]] = defaultdict(list)
+    for n in around:
+        for number in set(matches[n].neighbours):
+            beside[number].append(n)
+    todo = list(around)
+    while todo:
+        n = todo.pop()
+        if found[n].verdict != "applied" or left[n] <= _MOST_LEFT:
+            continue
+        reason = f"{left[n]} equations that read the same operand stay as they are, beside which it gains nothing"
+        found[n] = replace(found[n], verdict="kept", reason=reason)
+        for number in matches[n].results:
+            given[number] -= 1
+            for other in beside[number] if not given[number] else ():
+                left[other] += 1
+                todo.append(other)
+    return found

@@ -83,11 +83,11 @@ def _is_shared(graph: Graph, number: int, shape: Sequence[int]) -> bool:
 def _products_of(graph: Graph, number: int, shape: Sequence[int]) -> Iterator[int]:
     """Yields the sums of products of a factor, of that shape."""
     for user in graph.users[number]:
-        graph.steps.spend(1)
+        graph.steps.spend()
         if user.name == "mul" and graph.shape(user.outputs[0]) == tuple(shape):
-            yield from (
-                n for reader in graph.users[user.outputs[0]] if reader.name == "reduce_sum" for n in reader.outputs
-            )
+            readers = graph.users[user.outputs[0]]
+            graph.steps.spend(len(readers))
+            yield from (n for reader in readers if reader.name == "reduce_sum" for n in reader.outputs)
 
 
 # ---------------------------------------------------------------------- the two ways
