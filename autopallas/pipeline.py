@@ -28,6 +28,7 @@ from autopallas.graph import (
     move_selections,
     part_columns,
     part_gradients,
+    select_fills,
     take_logits_apart,
 )
 from autopallas.numerics.classes import allows
@@ -255,6 +256,7 @@ def _recognised(
         body = run("graph", "flatten", flatten, program)
         if moves:
             body = run("graph", "move heads out of checkpoints", move_heads_out, body)
+            body = run("graph", "select fills of columns", select_fills, body)
             body = run("graph", "take joined logits apart", take_logits_apart, body)
             body = run("graph", "move row selections", move_selections, body, options.assume_finite, divided)
             if Parting.SUMS in parts:

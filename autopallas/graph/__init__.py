@@ -1,6 +1,7 @@
 """Represents a jaxpr, with all its nested bodies, as one value-numbered graph; axis labels; provenance."""
 
 from autopallas.graph.checkpoint_heads import move_heads_out
+from autopallas.graph.column_fills import select_fills
 from autopallas.graph.equation_keys import Node
 from autopallas.graph.flatten import Body, flatten
 from autopallas.graph.joined_logits import take_logits_apart
@@ -24,5 +25,6 @@ __all__ = [
     "move_selections",
     "part_columns",
     "part_gradients",
+    "select_fills",
     "take_logits_apart",
 ]

@@ -1,0 +1,240 @@
+"""Numbers that are written into columns of logits or scores are masks: found in any spelling, and right."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.nn import log_softmax, softmax
+from support.catalogue import array, registry
+from support.compare import compare, with_gradients
+
+import autopallas
+from autopallas.graph import flatten, select_fills
+
+N, D, V, LEFT = 12, 5, 33, 28
+"""Rows, features, columns, and the columns that are no padding."""
+LABELS = jnp.arange(N) % LEFT
+
+
+def arguments(dtype=jnp.float32):
+    """Rows x [N, D] and weights w [D, V]."""
+    return [array(*shape, dtype=dtype, seed=seed, scale=0.8) for seed, shape in enumerate(((N, D), (D, V)), 1)]
+
+
+def loss_of(z):
+    return -jnp.take_along_axis(log_softmax(z.astype(jnp.float32), -1), LABELS[: len(z), None], -1).mean()
+
+
+LOSSES, found = registry()
+
+
+@found
+def a_padded_vocabulary(x, w):
+    return loss_of((x @ w).at[:, LEFT:].set(-1e9))
+
+
+@found
+def a_padded_vocabulary_of_infinities(x, w):
+    return loss_of((x @ w).at[..., LEFT:].set(-jnp.inf))
+
+
+@found
+def columns_in_the_middle(x, w):
+    return loss_of((x @ w).at[:, 20:22].set(-1e4))
+
+
+@found
+def one_column(x, w):
+    return loss_of((x @ w).at[:, 30].set(-jnp.inf))
+
+
+@found
+def the_last_column(x, w):
+    return loss_of((x @ w).at[:, -1].set(-jnp.inf))
+
+
+@found
+def several_writes(x, w):
+    return loss_of((x @ w).at[:, LEFT:].set(-jnp.inf).at[:, 30].set(-1e30).at[:, 17].set(0.5))
+
+
+@found
+def a_slice_that_is_updated(x, w):
+    return loss_of(lax.dynamic_update_slice(x @ w, jnp.full((N, V - LEFT), -1e9, x.dtype), (0, LEFT)))
+
+
+@found
+def a_slice_that_is_clamped(x, w):
+    return loss_of(lax.dynamic_update_slice(x @ w, jnp.full((N, 5), -1e9, x.dtype), (0, V)))
+
+
+@found
+def a_column_that_data_tell(x, w):
+    return loss_of((x @ w).at[:, jnp.argmax(x[0]) + LEFT].set(-jnp.inf))
+
+
+@found
+def a_column_that_data_tell_out_of_range(x, w):
+    return loss_of((x @ w).at[:, jnp.argmax(x[0]) + V].set(-jnp.inf))
+
+
+@found
+def a_number_that_data_tell(x, w):
+    return loss_of((x @ w).at[:, LEFT:].set(lax.stop_gradient(x[0, 0]) - 9))
+
+
+@found
+def rows(x, w):
+    return loss_of((x @ w).at[3].set(0.0))
+
+
+@found
+def capped_before(x, w):
+    return loss_of((5 * jnp.tanh((x @ w) / 5)).at[:, LEFT:].set(-1e9))
+
+
+@found
+def each_row_by_itself(x, w):
+    def of_row(row, label):
+        return -log_softmax((row @ w).astype(jnp.float32).at[LEFT:].set(-1e9))[label]
+
+    return jax.vmap(of_row)(x, LABELS).mean()
+
+
+@found
+def checkpointed(x, w):
+    return jax.checkpoint(a_padded_vocabulary)(x, w)
+
+
+@found
+def in_chunks(x, w):
+    def chunk(total, rows):
+        return total + loss_of((rows @ w).at[:, LEFT:].set(-1e9)), None
+
+    return lax.scan(chunk, 0.0, x.reshape(3, -1, D))[0]
+
+
+@found
+def in_checkpointed_chunks(x, w):
+    def chunk(total, rows):
+        return total + loss_of((rows @ w).at[:, LEFT:].set(-1e9)), None
+
+    return lax.scan(jax.checkpoint(chunk), 0.0, x.reshape(3, -1, D))[0]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_found_and_right(name):
+    compared = compare(LOSSES[name], arguments(), gradients=False)
+    assert compared.complaints == []
+    assert compared.counts("cross_entropy") == 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_found_and_right_in_a_train_step(name, dtype):
+    args = arguments(dtype)
+    compared = compare(jax.value_and_grad(LOSSES[name], (0, 1)), args, gradients=False)
+    assert compared.complaints == []
+    assert compared.counts("cross_entropy") == 1
+
+
+def test_columns_of_an_array_are_found_forward():
+    def loss(x, w):
+        return loss_of((x @ w).at[:, jnp.array([30, 29, 30, -1])].set(-jnp.inf))
+
+    compared = compare(loss, arguments(), gradients=False)
+    assert compared.complaints == []
+    assert compared.counts("cross_entropy") == 1
+
+
+SCORES, found_score = registry()
+
+
+@found_score
+def the_first_key(s):
+    return s.at[..., 0].set(-jnp.inf)
+
+
+@found_score
+def the_last_keys(s):
+    return s.at[:, :, :, 7:].set(-1e9)
+
+
+@found_score
+def the_first_key_of_scores_with_a_bias(s):
+    return (s + jnp.arange(s.shape[-1])).at[..., 0].set(jnp.finfo(s.dtype).min)
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_an_attention_is_found_and_right(name):
+    def attend(q, k, v):
+        scores = SCORES[name](jnp.einsum("btnd,bsnd->bnts", q, k) / 2)
+        return jnp.einsum("bnts,bsnd->btnd", softmax(scores, -1), v)
+
+    args = [array(2, n, 3, 4, seed=seed) for seed, n in enumerate((6, 9, 9))]
+    for function in (attend, with_gradients(attend, args)):
+        compared = compare(function, args, gradients=False)
+        assert compared.complaints == []
+        assert compared.counts("attention") == 1
+
+
+OTHERS, other = registry()
+
+
+@other
+def an_array(x, w):
+    return loss_of((x @ w).at[:, LEFT:].set(x[:, : V - LEFT] * 2))
+
+
+@other
+def a_part_of_a_column(x, w):
+    return loss_of((x @ w).at[2:7, LEFT].set(-1e9))
+
+
+@other
+def a_column_of_each_row(x, w):
+    return loss_of((x @ w).at[jnp.arange(N), jnp.arange(N) + 20].set(-1e9))
+
+
+@other
+def numbers_that_are_added(x, w):
+    return loss_of((x @ w).at[:, LEFT:].add(-1e9))
+
+
+@other
+def numbers_with_a_gradient(x, w):
+    return loss_of((x @ w).at[:, LEFT:].set(x[0, 0]))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_looks_alike_is_right(name):
+    for function in (OTHERS[name], jax.value_and_grad(OTHERS[name], (0, 1))):
+        assert compare(function, arguments(), gradients=False).complaints == []
+
+
+def test_writes_far_from_a_softmax_stay():
+    def program(x, w):
+        return jnp.exp(x).sum() + (x @ w).at[:, LEFT:].set(0.0).sum()
+
+    args = arguments()
+    body = select_fills(flatten(jax.make_jaxpr(program)(*args)))
+    assert "scatter" in {e.primitive.name for e in body.equations}
+
+
+def test_a_mesh():
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x, w = arguments()
+        x = jax.device_put(x, jax.NamedSharding(mesh, jax.P("rows")))
+        step = jax.value_and_grad(a_padded_vocabulary, (0, 1))
+        optimized = autopallas.optimize(step, objective="always")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            expected, given = jax.jit(step)(x, w), optimized(x, w)
+        assert jnp.allclose(expected[0], given[0], rtol=1e-5)
+        for one, other in zip(expected[1], given[1], strict=True):
+            assert jnp.allclose(one, other, atol=1e-5)
