@@ -8,7 +8,15 @@ from collections.abc import Mapping
 
 from .writing import Writer
 
-__all__ = ["FIRST_BROADCAST", "FIRST_EXPONENTIALS", "FIRST_NETWORK", "FIRST_OF_EVERY_KIND", "body", "operands"]
+__all__ = [
+    "FIRST_BROADCAST",
+    "FIRST_EXPONENTIALS",
+    "FIRST_NETWORK",
+    "FIRST_OF_EVERY_KIND",
+    "FIRST_UNROLLED",
+    "body",
+    "operands",
+]
 
 FIRST_OF_EVERY_KIND = 230_000
 """From this seed on every kind of respelling has a form."""
@@ -18,6 +26,8 @@ FIRST_NETWORK = 260_000
 """From this seed on there are gradients of weights that loops multiply by."""
 FIRST_BROADCAST = 280_000
 """From here on matrix products are written by broadcasting."""
+FIRST_UNROLLED = 290_000
+"""From here on loops compile several steps as one."""
 
 
 def operands(w: Writer, at: str) -> tuple[dict[str, int], list[str]]:
@@ -55,6 +65,8 @@ def body(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
         steps["summed exponentials"] = _summed_exponentials
     if c.seed >= FIRST_BROADCAST:
         steps["broadcast products"] = _broadcast_products
+    if c.seed >= FIRST_UNROLLED:
+        steps["unrolled loop"] = _unrolled_loop
     for n in range(c.pick(f"{at}.count", [1, 2, 3], 0.6)):
         name = c.pick(f"{at}.step {n}", {name: name for name in steps}, 0.8)
         w.features.add(f"step: {name}")
@@ -686,3 +698,26 @@ def _broadcast_products(w: Writer, at: str, size: dict[str, int], x: str, ids: s
     }  # fmt: skip
     way = ways[c.pick(f"{at}.way", {name: name for name in ways}, 0.5)]
     return f"({x} + (lambda a, b: {way})({rows}, {others})).astype({x}.dtype)"
+
+
+def _unrolled_loop(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """A loop that compiles several steps as one, and its gradient."""
+    c = w.choices
+    steps, unroll = c.pick(f"{at}.steps", [8, 19, 32], 0.6), c.pick(f"{at}.unroll", [4, 8, 16, 3], 0.5)
+    first = w.set("first", f"jnp.tanh({x} / 8).mean(1)")
+    forms = {
+        "elementwise": "jnp.tanh(0.9 * h + a)", "product": f"jnp.tanh(h @ h.T @ {first} * a)",
+        "sum": "jnp.tanh(h + a * h.sum(0))", "gated": "h * jax.nn.sigmoid(a) + jnp.sin(h)",
+        "checkpoint": "jax.checkpoint(lambda h: jnp.sin(h + a))(h)", "largest": "h - a * h.max(1, keepdims=True)",
+        "swapped": "jnp.flip(h, 0) * jnp.cos(a)", "branch": "lax.cond(a > 0, jnp.sin, jnp.cos, h + a)",
+    }  # fmt: skip
+    step = c.pick(f"{at}.step", forms, 0.7)
+    stacked = c.pick(f"{at}.stacked", ["h", "(h, a)", "h.sum()", "(h > 0, h.astype(jnp.float16))"], 0.5)
+    slices = f"jnp.cos(jnp.arange({steps}.0))"
+    loop = (
+        f"lax.scan(lambda h, a: (lambda h: (h, {stacked}))(({step}).astype(h.dtype)), h, {slices}, "
+        f"reverse={c.chance(f'{at}.reverse', 0.3)}, unroll={unroll})"
+    )
+    total = f"lambda h: sum(jnp.sin(1.0 * y).mean() for y in jax.tree.leaves({loop}))"
+    ways = {"value": f"({total})({first})", "gradient": f"jax.grad({total})({first}).mean()"}
+    return f"{x} + ({ways[c.pick(f'{at}.way', {name: name for name in ways}, 0.6)]}).astype({x}.dtype)"

@@ -20,7 +20,7 @@ from .judge import Verdict, judge, kinds_found
 from .mutations import FAULTS, put_back
 from .program import RandomProgram, random_program
 from .record import clean_ranges
-from .respellings import FIRST_BROADCAST, FIRST_EXPONENTIALS, FIRST_NETWORK, FIRST_OF_EVERY_KIND
+from .respellings import FIRST_BROADCAST, FIRST_EXPONENTIALS, FIRST_NETWORK, FIRST_OF_EVERY_KIND, FIRST_UNROLLED
 from .shrink import shrunk
 from .tolerance import roundings
 from .writing import Argument
@@ -162,6 +162,7 @@ _DRAWN = {
     "summed_products": "step: network",
     "threefry": "step: dropout",
     "triangular_solve": "step: triangular solve",
+    "unrolled_scan": "step: unrolled loop",
     "weight_gradient": "step: volumes",
 }
 """What the programs have in which each kind of respelling is found."""
@@ -173,9 +174,11 @@ def test_every_kind_of_respelling_is_drawn():
 
 @pytest.mark.parametrize("kind", sorted(_DRAWN))
 def test_a_respelling_is_found_in_programs_that_are_drawn_for_it(kind):
-    later = {"broadcast_product": FIRST_BROADCAST, "summed_products": FIRST_NETWORK} | dict.fromkeys(
-        ("summed_exponentials", "summed_exponentials_gradient"), FIRST_EXPONENTIALS
-    )
+    later = {
+        "broadcast_product": FIRST_BROADCAST,
+        "summed_products": FIRST_NETWORK,
+        "unrolled_scan": FIRST_UNROLLED,
+    } | dict.fromkeys(("summed_exponentials", "summed_exponentials_gradient"), FIRST_EXPONENTIALS)
     first = later.get(kind, FIRST_OF_EVERY_KIND)
     programs = (random_program(seed) for seed in range(first + 2, first + 5_000, 10))
     drawn = (program for program in programs if _DRAWN[kind] in program.features)
