@@ -31,6 +31,7 @@ from autopallas.graph.loop_slices import is_zero
 from autopallas.graph.program_digests import bits, digest
 from autopallas.graph.tables import Table
 from autopallas.kernels.respelling.bfloat16_bits import as_bits, with_dtype
+from autopallas.kernels.respelling.plain_steps import at_a_time
 from autopallas.kernels.respelling.spec import RespellingSpec
 
 __all__ = ["IndexedLoop", "as_written", "chosen", "evaluated", "key_of", "loop_in", "loop_of", "planned", "results_of"]
@@ -156,8 +157,9 @@ class IndexedLoop:
             return (step.ends(kept), left), jax.tree.map(as_bits, (written, step.added(), step.results()))
 
         (ends, left), (written, added, results) = lax.scan(
-            one, ([first[i] for i in kept], rows), (own, given[last:]), self.length, self.reverse, unroll=self.unroll
-        )
+            one, ([first[i] for i in kept], rows), (own, given[last:]), self.length, self.reverse,
+            unroll=at_a_time(self.unroll, self.length),
+        )  # fmt: skip
         found = dict(zip(kept, ends, strict=True))
         for i, table in tables.items():
             found[i] = with_slices(first[i], table.place(table.last), with_dtype(written[i], first[i].dtype))

@@ -1,5 +1,5 @@
-"""Steps of loops: those that gain nothing by themselves, so that the loop may be respelt as a whole, and steps without
-checkpoints."""
+"""Steps of loops: those that gain nothing by themselves, so that the loop may be respelt as a whole, how many of them a
+respelt loop compiles as one, and steps without checkpoints."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from autopallas import jaxprs
 from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn, JaxprLike, Literal, Var
 from autopallas.graph.numbering import CUSTOM_RULES
+from autopallas.sites.device import Device
 
-__all__ = ["is_plain", "without_checkpoints"]
+__all__ = ["at_a_time", "is_plain", "without_checkpoints"]
 
 _APART = frozenset(
     """conv_general_dilated cummax cummin cumprod cumsum cumlogsumexp random_bits reduce_window reduce_window_max
@@ -26,6 +27,14 @@ def is_plain(program: JaxprLike) -> bool:
     return not any(e.primitive.name in _APART or e.effects for e in jaxpr.eqns) and all(
         e.primitive.name in _CALLS and is_plain(inner) for e in jaxpr.eqns for _, _, inner in jaxprs.bodies(e)
     )
+
+
+def at_a_time(unroll: int, length: int) -> int:
+    """Returns how many steps a respelt loop compiles as one, where the program compiles ``unroll``.
+
+    On CPUs it is one, which takes less time there (:mod:`autopallas.kernels.respelling.kinds.unrolled_scan`).
+    """
+    return 1 if Device.current().platform == "cpu" else min(unroll, length)
 
 
 def without_checkpoints(step: ClosedJaxpr) -> ClosedJaxpr:

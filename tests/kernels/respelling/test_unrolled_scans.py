@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,10 @@ from support.compare import compare
 from support.respellings import random
 
 import autopallas
+from autopallas.graph import Graph, flatten
+from autopallas.kernels.respelling import plain_steps
+from autopallas.kernels.respelling.kinds import summed_products
+from autopallas.patterns import find
 
 NAME = "unrolled_scan"
 STEPS = 19
@@ -203,3 +209,19 @@ def test_a_checkpointed_scan_goes_first_where_memory_counts():
     optimized = autopallas.optimize(jax.grad(loss), objective="memory")
     optimized(*operands(steps=512, batch=64, width=64))
     assert not any("unrolled_scan" in str(site.spec) and site.verdict == "applied" for site in optimized.report().sites)
+
+
+@pytest.mark.parametrize(("platform", "steps"), [("cpu", 1), ("tpu", 8)])
+def test_other_respellings_take_one_step_at_a_time_on_cpus(platform, steps, monkeypatch):
+    """A loop whose backward's sums are taken out of it."""
+    device = SimpleNamespace(platform=platform)
+    monkeypatch.setattr(plain_steps, "Device", SimpleNamespace(current=lambda: device))
+    jaxpr = jax.make_jaxpr(jax.grad(lambda x, w: loss(x, w, unroll=8), 1))(*operands(steps=64, batch=1))
+    graph = Graph(flatten(jaxpr))
+    (match,) = (match for match in find(graph, ("summed_products",), True)[0] if match.op == "respelling")
+    spec = match.spec
+    given = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in spec.operands]
+    respelt = jax.make_jaxpr(lambda *arrays: summed_products.KIND.respelt(spec, *arrays))(*given)
+    loops = [e for e in flatten(respelt).equations if e.primitive.name == "scan"]
+    inner = [e for outer in loops for e in flatten(outer.params["jaxpr"]).equations if e.primitive.name == "scan"]
+    assert {e.params["unroll"] for e in inner or loops} == {steps}

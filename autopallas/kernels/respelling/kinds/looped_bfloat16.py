@@ -23,7 +23,7 @@ from autopallas.kernels.respelling.indexed import as_written, chosen, key_of, lo
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.kinds import scan_checkpoint
 from autopallas.kernels.respelling.loops_in_bits import set_by_slices, step_in_bits
-from autopallas.kernels.respelling.plain_steps import is_plain
+from autopallas.kernels.respelling.plain_steps import at_a_time, is_plain
 from autopallas.kernels.respelling.spec import RespellingSpec
 
 __all__ = ["KIND"]
@@ -74,7 +74,9 @@ def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
         found = of_loop(constants, first, slices)
         return [as_bits(x) if i in in_bits else x for i, x in enumerate(found)]
 
-    ends, stacks = loop.computed(operands, step, lambda i, x: as_bits(x) if i in carried else x)
+    ends, stacks = replace(loop, unroll=at_a_time(loop.unroll, loop.length)).computed(
+        operands, step, lambda i, x: as_bits(x) if i in carried else x
+    )
     return chosen(spec, [of_bits(x) if i in in_bits else x for i, x in enumerate([*ends, *stacks])])
 
 

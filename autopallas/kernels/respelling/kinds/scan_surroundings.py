@@ -26,6 +26,7 @@ from autopallas.kernels.example import decaying
 from autopallas.kernels.respelling.around import Around, around
 from autopallas.kernels.respelling.indexed import IndexedLoop, key_of, loop_in, loop_of, results_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
+from autopallas.kernels.respelling.plain_steps import at_a_time
 from autopallas.kernels.respelling.spec import RespellingSpec
 from autopallas.kernels.respelling.stepwise import SUMMED, run_step
 from autopallas.kernels.respelling.written import Written, empty, whole_of, with_step
@@ -129,7 +130,9 @@ def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
 
     begin = [empty(shape, dtype, at) for (shape, dtype), at in zip(types, beside.results, strict=True)]
     numbers = jnp.arange(loop.length, dtype=jnp.int32)
-    (last, written), _ = lax.scan(step, (first, begin), numbers, reverse=loop.reverse, unroll=loop.unroll)
+    (last, written), _ = lax.scan(
+        step, (first, begin), numbers, reverse=loop.reverse, unroll=at_a_time(loop.unroll, loop.length)
+    )
     return [
         *(last[i] for i in ends),
         *(whole_of(x).astype(dtype) for x, (_, dtype) in zip(written, types, strict=True)),

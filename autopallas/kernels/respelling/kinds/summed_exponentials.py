@@ -22,7 +22,7 @@ from autopallas.kernels.respelling.exponential_sums import may_sum, planned
 from autopallas.kernels.respelling.indexed import IndexedLoop, as_written, chosen, key_of, loop_in, loop_of, results_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.networks import float32_types
-from autopallas.kernels.respelling.plain_steps import is_plain
+from autopallas.kernels.respelling.plain_steps import at_a_time, is_plain
 from autopallas.kernels.respelling.spec import RespellingSpec
 
 __all__ = ["KIND", "LEAST_STEPS", "is_worth_it", "markov", "sinkhorn", "size_of"]
@@ -69,7 +69,9 @@ def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
     ) -> list[jax.Array]:
         return run(plan, of_all, [*constants, *carried, *slices])
 
-    ends, stacks = loop.computed(operands, step, lambda _, first: first)
+    ends, stacks = replace(loop, unroll=at_a_time(loop.unroll, loop.length)).computed(
+        operands, step, lambda _, first: first
+    )
     return chosen(spec, [*ends, *stacks])
 
 

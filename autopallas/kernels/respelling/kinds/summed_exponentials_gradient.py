@@ -25,6 +25,7 @@ from autopallas.kernels.respelling.exponential_sums import planned
 from autopallas.kernels.respelling.kind import Kind, Sample, of_no_equation
 from autopallas.kernels.respelling.kinds import summed_exponentials
 from autopallas.kernels.respelling.networks import float32_types
+from autopallas.kernels.respelling.plain_steps import at_a_time
 from autopallas.kernels.respelling.spec import RespellingSpec
 
 __all__ = ["KIND", "plan_of_backward"]
@@ -99,7 +100,12 @@ def _forward(pair: CheckpointedScan, operands: Sequence[jax.Array]) -> tuple[Arr
         return found[: forward.carried], [*found[forward.carried :], *carried]
 
     ends, stacks = lax.scan(
-        one, given[forward.constants : last], given[last:], pair.length, forward.reverse, unroll=forward.unroll
+        one,
+        given[forward.constants : last],
+        given[last:],
+        pair.length,
+        forward.reverse,
+        unroll=at_a_time(forward.unroll, pair.length),
     )
     results = iter(stacks)
     needed = [ends[i] if i < forward.carried else next(results) for i in pair.needed]
@@ -122,7 +128,7 @@ def _backward(pair: CheckpointedScan, operands: Sequence[jax.Array]) -> Arrays:
 
     ends, stacks = lax.scan(
         one, rest[backward.constants : last], ([*starts, *slices], rest[last:]), pair.length, backward.reverse,
-        unroll=backward.unroll,
+        unroll=at_a_time(backward.unroll, pair.length),
     )  # fmt: skip
     return pair.chosen(ends, stacks)
 

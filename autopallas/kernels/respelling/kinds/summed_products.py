@@ -28,7 +28,7 @@ from autopallas.kernels.respelling.indexed import IndexedLoop, as_written, chose
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.kinds import elementwise, one_hot, scan_checkpoint
 from autopallas.kernels.respelling.networks import float32_types, lstm
-from autopallas.kernels.respelling.plain_steps import is_plain, without_checkpoints
+from autopallas.kernels.respelling.plain_steps import at_a_time, is_plain, without_checkpoints
 from autopallas.kernels.respelling.spec import RespellingSpec
 
 __all__ = ["KIND"]
@@ -251,7 +251,7 @@ def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
 
     def chunk(carried: Arrays, own: tuple[Arrays, ...], length: int) -> tuple[Arrays, Arrays]:
         begin, before = carried[: len(kept)], carried[len(kept) :]
-        ends, found = lax.scan(one, begin, own[0], length, loop.reverse, unroll=min(loop.unroll, length))
+        ends, found = lax.scan(one, begin, own[0], length, loop.reverse, unroll=at_a_time(loop.unroll, length))
         values = {v: own[0][position] for v, position in of_slices.items()}
         values.update(zip(stacked, found[results:], strict=True))
         after = [x + _total(terms, values, x.dtype) for x, terms in zip(before, sums.values(), strict=True)]
