@@ -14,6 +14,7 @@ from autopallas.kernels.respelling.kind import Found, Kind
 from autopallas.kernels.respelling.kinds import (
     associative_scan,
     kinds_by_primitive,
+    repeated_steps,
     scan_checkpoint,
     summed_exponentials_gradient,
 )
@@ -22,6 +23,7 @@ from autopallas.kernels.respelling.site import RespellingSite
 from autopallas.kernels.respelling.spec import ArrayType, RespellingSpec
 from autopallas.numerics.casts import is_quantised
 from autopallas.patterns import checkpointed_scans, exponential_loops
+from autopallas.patterns import repeated_steps as runs_of_steps
 from autopallas.patterns.associative_scans import unknown_scans
 from autopallas.patterns.match import Match, NearMiss
 from autopallas.patterns.selection import looks_for
@@ -59,6 +61,11 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                     places.add(node)
                     graph.respelt.update(match.results)
                     break
+    if _is_looked_for(graph, repeated_steps.KIND):
+        for node, place in runs_of_steps.find(graph):
+            with contained(node, OPERATION.name, "recognition"):
+                match = _match(graph, node, repeated_steps.KIND, place)
+                found += [] if match is None else [match]
     misses: list[NearMiss] = []
     if looks_for(tuple(graph.named) or None, OPERATION.name, associative_scan.KIND.name):
         with contained():

@@ -43,10 +43,22 @@ def without_nested(
     custom = outside(custom, others)
     left = [*custom, *outside(others, custom)]
     given = {number for match, decision in left if decision.verdict == "applied" for number in match.reads}
-    last = [pair for pair in outside(last, left) if not pair[0].holds_any(given)]
+    last = _outermost([pair for pair in outside(last, left) if not pair[0].holds_any(given)])
     left += _around_no_other(graph, last, left)
     left = _in_some_order(graph, left)
     return [match for match, _ in left], [decision for _, decision in left]
+
+
+def _outermost(pairs: list[Planned]) -> list[Planned]:
+    """Drops sites all of whose equations belong to another applied site with more of them."""
+    within: set[int] = set()
+    left: set[int] = set()
+    for match, decision in sorted(pairs, key=lambda pair: -len(pair[0].equations)):
+        own = set(map(id, match.equations))
+        if not own <= within:
+            left.add(id(match))
+            within |= own if decision.verdict == "applied" else set()
+    return [pair for pair in pairs if id(pair[0]) in left]
 
 
 def _in_some_order(graph: Graph, pairs: list[Planned]) -> list[Planned]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -117,7 +118,7 @@ class RandomProgram:
         """The program itself."""
         file = f"<random program {self.seed}>"
         linecache.cache[file] = (len(self.text), None, self.text.splitlines(keepends=True), file)
-        names = {"jax": jax, "jnp": jnp, "np": np, "lax": lax, "wave": arrays.wave}
+        names = {"itertools": itertools, "jax": jax, "jnp": jnp, "np": np, "lax": lax, "wave": arrays.wave}
         exec(compile(self.text, file, "exec"), names)
         program: Callable[..., Any] = names["program"]  # type: ignore[assignment]
         return altered(program, self.seed) if self.is_altered else program
@@ -133,7 +134,7 @@ class RandomProgram:
 
     def script(self) -> str:
         """The program with its arguments, to be run by itself from the root of the repository."""
-        lines = ["import jax, jax.numpy as jnp, numpy as np", "from jax import lax", "import autopallas"]
+        lines = ["import itertools, jax, jax.numpy as jnp, numpy as np", "from jax import lax", "import autopallas"]
         lines += ["from tests.fuzz.arrays import integers, mask, normal, wave", ""]
         lines += ['jax.config.update("jax_enable_x64", True)', ""] if self.x64 else []
         lines += [self.text, ""]

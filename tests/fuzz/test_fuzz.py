@@ -152,6 +152,7 @@ _DRAWN = {
     "pooling_gradient": "step: window",
     "product": "family: respelling",
     "reduction": "step: reduction",
+    "repeated_steps": "step: repeated steps",
     "scan_checkpoint": "step: long loop",
     "scan_surroundings": "step: expanded scan",
     "short_sum": "step: short sum",
@@ -177,6 +178,7 @@ def test_a_respelling_is_found_in_programs_that_are_drawn_for_it(kind):
     later = {
         "broadcast_product": FIRST_BROADCAST,
         "summed_products": FIRST_NETWORK,
+        "repeated_steps": FIRST_UNROLLED,
         "unrolled_scan": FIRST_UNROLLED,
     } | dict.fromkeys(("summed_exponentials", "summed_exponentials_gradient"), FIRST_EXPONENTIALS)
     first = later.get(kind, FIRST_OF_EVERY_KIND)

@@ -1,0 +1,306 @@
+"""Respelling of equal steps that stand one after the other: what is found, what is left alone, and what it computes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from support.catalogue import registry
+from support.compare import compare
+from support.respellings import random
+
+import autopallas
+
+NAME = "repeated_steps"
+SHAPE = (6, 5)
+
+
+def arguments(count=2, shape=SHAPE, dtype=jnp.float32):
+    return [random(*shape, seed=seed, dtype=dtype) for seed in range(count)]
+
+
+def sites(function, *operands, **options):
+    """The number of runs that are respelt, alone."""
+    optimized = autopallas.optimize(function, objective="always", strict=True, ops=NAME, **options)
+    optimized(*operands)
+    return optimized.report().counts()["respelling"]
+
+
+def around(u):
+    return jnp.roll(u, 1, 0) + jnp.roll(u, -1, 0) + jnp.roll(u, 1, 1) + jnp.roll(u, -1, 1)
+
+
+FOUND, found = registry()
+
+
+@found
+def heat(u, v):
+    for _ in range(6):
+        u = u + 0.1 * (around(u) - 4 * u) + v
+    return u
+
+
+@found
+def a_wave_of_the_last_two(u, v):
+    for _ in range(7):
+        u, v = 2 * u - v + 0.2 * (around(u) - 4 * u), u
+    return u, v
+
+
+@found
+def a_wave_that_begins_at_rest(u, v):
+    v = u
+    for _ in range(7):
+        u, v = 2 * u - v + 0.2 * (around(u) - 4 * u), u
+    return u
+
+
+@found
+def rates_of_the_last_two_steps(u, v):
+    def rate(u):
+        return jnp.sin(u) * u + jnp.cos(u)
+
+    before = rate(u)
+    for _ in range(7):
+        now = rate(u)
+        u, before = u + 0.1 * (1.5 * now - 0.5 * before), now
+    return u * v
+
+
+@found
+def what_comes_of_the_last_step(u, v):
+    for _ in range(5):
+        u = jnp.tanh(u * v + jnp.sin(u))
+        further = u * 2 + v
+    return u, further, u.sum(), u.astype(jnp.float16)
+
+
+@found
+def roots(u, v):
+    x = jnp.ones_like(u)
+    for _ in range(8):
+        x = x - (x * x - jnp.exp(u)) / (2 * x + 1e-3)
+    return x
+
+
+@found
+def integers(u, v):
+    n = (u * 100).astype(jnp.int32)
+    for _ in range(9):
+        n = jnp.where(n % 2 == 0, n // 2, 3 * n + 1)
+    return n
+
+
+@found
+def two_runs(u, v):
+    for _ in range(5):
+        u = jnp.sin(u) * v + jnp.cos(u) - 0.1 * u
+    u = u @ jnp.ones((u.shape[1], u.shape[1]), u.dtype) / 9
+    for _ in range(6):
+        u = jnp.tanh(u + v) * jnp.exp(-u * u) + 0.3
+    return u
+
+
+@found
+def within_a_loop(u, v):
+    def step(u, _):
+        for _ in range(5):
+            u = u + 0.1 * (around(u) - 4 * u)
+        return u, u.sum()
+
+    return lax.scan(step, u, None, length=3)
+
+
+@found
+def mapped(u, v):
+    return jax.vmap(lambda u: heat(u[None], 0.5)[0])(u)
+
+
+@found
+def a_step_that_is_jitted(u, v):
+    step = jax.jit(lambda u: u + 0.1 * (around(u) - 4 * u) * v)
+    for _ in range(5):
+        u = step(u)
+    return u
+
+
+RUNS = {"two_runs": 2}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_it_is_found_and_right(name):
+    assert sites(FOUND[name], *arguments()) == RUNS.get(name, 1)
+    compared = compare(FOUND[name], arguments(), gradients=False, ops=NAME)
+    assert compared.complaints == []
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_numbers(dtype):
+    assert compare(heat, arguments(dtype=dtype), gradients=False, ops=NAME).complaints == []
+
+
+def test_infinities_and_nans_stay_where_they_are():
+    u = np.array(arguments(1)[0])
+    u[0, 0], u[2, 3], u[4, 1] = np.inf, -np.inf, np.nan
+    optimized = autopallas.optimize(roots, objective="always", ops=NAME)
+    np.testing.assert_allclose(optimized(u, u), jax.jit(roots)(u, u), rtol=1e-5)
+
+
+def test_a_loop_takes_the_place_of_the_steps():
+    def sines(function):
+        return str(jax.make_jaxpr(function)(*arguments())).count(" sin ")
+
+    def steps(u, v):
+        for _ in range(40):
+            u = u * 0.9 + jnp.sin(u) * v - 0.5
+        return u
+
+    whole = autopallas.optimize(steps, objective="always", ops=NAME)
+    text = jax.jit(whole).lower(*arguments()).as_text()
+    assert sines(steps) == 40
+    assert text.count("stablehlo.sine") == 2
+    assert text.count("stablehlo.while") == 1
+
+
+OTHERS, other = registry()
+
+
+@other
+def a_trajectory(u, v):
+    places = []
+    for _ in range(6):
+        u = u + 0.1 * (around(u) - 4 * u)
+        places.append(u)
+    return jnp.stack(places)
+
+
+@other
+def a_number_for_each_step(u, v):
+    for i in range(6):
+        u = jnp.sin(u) * (1 + 0.1 * i) + jnp.cos(u) * v
+    return u
+
+
+@other
+def an_operand_for_each_step(u, v):
+    for i in range(6):
+        u = jnp.sin(u) * v[i] + jnp.cos(u) + 0.1 * u
+    return u
+
+
+@other
+def steps_of_the_last_three(u, v):
+    a, b, c = u, v, u + v
+    for _ in range(8):
+        a, b, c = b, c, jnp.sin(a) * 0.5 + jnp.cos(c) * b + 0.1
+    return c
+
+
+@other
+def alike_and_side_by_side(u, v):
+    return [jnp.sin(x) * jnp.cos(x) + x * 0.5 for x in (u, v, u + v, u - v, u * v)]
+
+
+@other
+def one_step_differs(u, v):
+    for i in range(6):
+        w = jnp.sin(u) if i == 3 else jnp.cos(u)
+        u = w * v + jnp.tanh(u) * 0.5
+    return u
+
+
+@other
+def three_steps(u, v):
+    for _ in range(3):
+        u = jnp.tanh(u * v + jnp.sin(u)) + 0.1 * u
+    return u
+
+
+@other
+def products(u, v):
+    for _ in range(6):
+        u = jnp.tanh(u @ (v.T @ u)) + jnp.sin(u) * 0.1
+    return u
+
+
+@other
+def another_first_step(u, v):
+    w = v
+    for _ in range(6):
+        u, w = jnp.sin(u) * w + jnp.cos(v) * u + jnp.tanh(w), v * 1.5
+    return u
+
+
+@other
+def shapes_that_change(u, v):
+    for _ in range(5):
+        u = jnp.sin(u[:, :-1] if u.shape[1] > 1 else u) * 0.5 + 0.1
+    return u
+
+
+@other
+def a_type_that_changes(u, v):
+    x = u.astype(jnp.float16)
+    for _ in range(5):
+        x = (jnp.sin(x).astype(jnp.float32) + v * 0.5 + jnp.cos(x)) * 1.5
+    return x
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_looks_alike_is_right(name):
+    compared = compare(OTHERS[name], arguments(), gradients=False, ops=NAME)
+    assert compared.complaints == []
+
+
+LEFT_ALONE = ("a_trajectory", "a_number_for_each_step", "alike_and_side_by_side", "three_steps", "products")
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_what_is_left_alone(name):
+    assert sites(OTHERS[name], *arguments()) == 0
+
+
+@pytest.mark.parametrize("name", ["heat", "what_comes_of_the_last_step", "rates_of_the_last_two_steps"])
+def test_gradients_are_right(name):
+    compared = compare(FOUND[name], arguments(), gradients=True, ops=NAME)
+    assert compared.complaints == []
+
+
+def test_an_intermediate_that_is_read_elsewhere():
+    def steps(u, v):
+        for i in range(6):
+            u = jnp.sin(u) * v + jnp.cos(u)
+            if i == 2:
+                kept = u
+        return u, kept
+
+    assert sites(steps, *arguments()) == 0
+
+
+def test_devices_with_parts():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("i",))
+
+    def parts(u, v):
+        return jax.shard_map(heat, mesh=mesh, in_specs=(P("i"), P("i")), out_specs=P("i"))(u, v)
+
+    operands = arguments()
+    optimized = autopallas.optimize(parts, objective="always")
+    np.testing.assert_allclose(optimized(*operands), jax.jit(parts)(*operands), rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_within_an_applied_run_is_no_site():
+    def steps(u, v):
+        for _ in range(6):
+            u = jnp.sin(u) * v + jnp.cos(u) * 0.5
+        return u
+
+    operands = arguments(shape=(64, 512))
+    optimized = autopallas.optimize(steps, objective="always")
+    optimized(*operands)
+    (site,) = optimized.report().sites
+    assert (site.op, site.verdict, site.spec["kind"]) == ("respelling", "applied", NAME)
+    assert compare(steps, operands, gradients=False).complaints == []
