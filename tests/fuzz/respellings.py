@@ -584,6 +584,159 @@ def _network(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
         "wide": f"jnp.tanh(a + (h.astype(jnp.float32) @ w.astype(jnp.float32))[..., {d}:]).astype(h.dtype)",
     }
     step = c.pick(f"{at}.step", forms, 0.8)
+    gives = c.pick(f"{at}.gives", ["h", "jnp.cos(h)", "h.sum()", "(h, a)"], 0.5)
+    reverse, unroll = c.chance(f"{at}.reverse", 0.3), c.pick(f"{at}.unroll", [1, 3], 0.2)
+    form = "parts" if step == forms["parts"] else "whole"
+    w.features.add(f"network: {form}")
+    loop = (
+        f"lax.scan(lambda h, a: (lambda h: (h, {gives}))(({step}).astype(h.dtype)), jnp.zeros_like(xs[0]), xs, "
+        f"reverse={reverse}, unroll={unroll})"
+    )
+    loss = f"sum(jnp.sin(1.0 * y).mean() for y in jax.tree.leaves({loop}))"
+    slices = f"jnp.concatenate([jnp.moveaxis({x}, 1, 0)] * {c.pick(f'{at}.copies', [1, 3, 30], 0.5)})"
+    ways = {
+        "grad": f"jax.grad(lambda w, xs: {loss})({weights}, {slices})",
+        "examples": f"jax.vmap(jax.grad(lambda w, xs: {loss}), (None, 1))({weights}, {slices}).sum(0)",
+        "summed": f"jax.grad(lambda w, xs: jax.vmap(lambda xs: {loss}, 1)(xs).sum())({weights}, {slices})",
+    }
+    return f"({x} + jnp.sin({c.pick(f'{at}.way', ways, 0.6)}).reshape(2, {d}, {d}).sum((0, 1))).astype({x}.dtype)"
+
+
+def _summed_exponentials(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """Runs a loop whose steps take a logsumexp of sums of arrays that lack axes, or its gradient."""
+    c, d = w.choices, size["d"]
+    matrix = w.set("matrix", f"{w.normal('w', (d, d), 'float32', c.pick(f'{at}.scale', [1.0, 30.0, 300.0], 0.4))}")
+    if c.chance(f"{at}.masked", 0.3):
+        matrix = w.set(
+            "matrix",
+            f"jnp.where(jnp.tri({d}, dtype=bool), {matrix}, {c.pick(f'{at}.fill', ['-jnp.inf', '-1e4'], 0.5)})",
+        )
+    scores = c.pick(
+        f"{at}.scores",
+        [
+            "h[..., :, None] + m", "m.T - h[..., :, None]", "(h[..., :, None] + m) / 3",
+            "h[..., :, None] + (m + a[..., None, :])", "-(m - jnp.sin(h)[..., :, None] - a[..., :, None])",
+            "h[..., :, None] * m",
+        ],
+        0.8,
+    )  # fmt: skip
+    sums = {
+        "logsumexp": "jax.nn.logsumexp({x}, -2)",
+        "kept": "jax.nn.logsumexp({x}, -2, keepdims=True)[..., 0, :]",
+        "by hand": "(lambda s: jnp.log(jnp.exp(s - s.max(-2, keepdims=True)).sum(-2)) + s.max(-2))({x})",
+        "softmax": "(jax.nn.softmax({x}, -2) * a[..., :, None]).sum(-2)",
+        "epsilon": "(lambda s: jnp.log(jnp.exp(s - s.max(-2, keepdims=True)).sum(-2) + 1e-3) + s.max(-2))({x})",
+        "other axis": "jax.nn.logsumexp({x}, -1)",
+    }
+    step = c.pick(f"{at}.sum", sums, 0.8).format(x=scores)
+    after = c.pick(f"{at}.after", ["{s} + a", "a - {s}", "jax.nn.log_softmax({s} + a)", "jnp.tanh({s}) + a"], 0.5)
+    gives = c.pick(f"{at}.gives", ["h", "jnp.cos(h)", "h.sum()", "(h, a)", "None"], 0.5)
+    reverse, unroll = c.chance(f"{at}.reverse", 0.3), c.pick(f"{at}.unroll", [1, 3], 0.2)
+    body = after.format(s=step)
+    loop = f"lax.scan(lambda h, a: (lambda h: (h, {gives}))({body}), xs[0], xs, reverse={reverse}, unroll={unroll})"
+    loss = f"sum(jnp.sin(1.0 * y).mean() for y in jax.tree.leaves({loop}))"
+    slices = w.set("slices", f"jnp.moveaxis({x}, 1, 0).astype(jnp.float32)")
+    ways = {
+        "value": f"(lambda m, xs: {loop}[0].sum(0))({matrix}, {slices})",
+        "gradient": f"jax.grad(lambda m, xs: {loss})({matrix}, {slices}).sum(0)",
+        "slices": f"jax.grad(lambda xs, m: {loss})({slices}, {matrix}).sum((0, 1))",
+        "examples": f"jax.vmap(jax.grad(lambda m, xs: {loss}), (None, 1))({matrix}, {slices}).sum((0, 1))",
+    }
+    own = c.pick(f"{at}.way", {name: name for name in ways}, 0.6)
+    w.features.add(f"summed exponentials: {own}")
+    return f"({x} + jnp.sin({ways[own]})).astype({x}.dtype)"
+
+
+def _squared_distances(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """Weighs rows by their distances to others; these are relative to the mean one, of which rounding leaves enough."""
+    c = w.choices
+    centers = w.normal("centers", (5, size["d"]))
+    dtype = c.pick(f"{at}.dtype", ["float32", "bfloat16"], 0.1)
+    wide = w.set("wide", f"jnp.clip({x}.astype(jnp.{dtype}), -1e6, 1e6)")  # infinite rows are assumed away
+    scaled = w.set("scaled", f"{wide} / (1 + jnp.abs({wide}).max())") if c.chance(f"{at}.scaled", 0.5) else wide
+    rows = {"centers": f"{centers}[None].astype({wide}.dtype)", "own": f"jnp.sin({wide}) + {wide}[:, :1] / 2"}
+    others = w.set("others", c.pick(f"{at}.rows", rows, 0.4))
+    one, two = f"{scaled}[:, :, None]", f"{others}[:, None]"
+    forms = {
+        "power": f"(({one} - {two}) ** 2).sum(-1)", "square": f"jnp.square({two} - {one}).sum(-1)",
+        "product": f"(({one} - {two}) * ({one} - {two})).sum(-1)",
+        "weighted": f"({centers}[0].astype({wide}.dtype) ** 2 * ({one} - {two}) ** 2).sum(-1)",
+        "scaled": f"((2 * {one} - 3 * {two}) ** 2).sum(-1)", "sums": f"(({one} + {two}) ** 2).sum(-1)",
+        "shifted": f"(({one} - {two} - 1) ** 2).sum(-1)",
+        "turned": f"(({scaled}.swapaxes(1, 2)[..., None] - {others}.swapaxes(1, 2)[:, :, None]) ** 2).sum(1)",
+        "norm": f"jnp.linalg.norm({one} - {two}, axis=-1)", "absolute": f"jnp.abs({one} - {two}).sum(-1)",
+        "third power": f"jnp.abs(({one} - {two}) ** 3).sum(-1)",
+        "product of sums": f"jnp.abs((({one} - {two}) * ({one} + {two})).sum(-1))",
+    }  # fmt: skip
+    distances = w.set("distances", c.pick(f"{at}.form", forms, 0.7))
+    read = {
+        "kernel": f"jnp.exp(-{distances} / (1e-3 + {distances}.mean()))", "alone": f"{distances} * 1e-3",
+        "normalised": f"jax.nn.softmax(-{distances} / (1e-3 + lax.stop_gradient({distances}).mean()), -1)",
+        "inverse": f"1 / (1 + {distances} / (1e-3 + {distances}.mean()))",
+    }  # fmt: skip
+    weights = c.pick(f"{at}.read", read, 0.6)
+    return f"{x} + ({weights} @ {others}).astype({x}.dtype)"
+
+
+def _broadcast_products(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """Multiplies all pairs of rows, of repeated ones, and adds what their gradients are."""
+    c = w.choices
+    dtype = c.pick(f"{at}.dtype", ["float32", "bfloat16"], 0.1)
+    rows = w.set("rows", f"jnp.tile(jnp.tanh({x} / 8).astype(jnp.{dtype}).reshape(-1, {size['d']}), (64, 1))[:160]")
+    scaled = f"jnp.cos(jnp.arange({size['d']}.0)).astype({rows}.dtype)"
+    others = c.pick(f"{at}.others", {"own": rows, "scaled": f"{rows} * {scaled}", "fewer": f"{rows}[::3] + 1"}, 0.5)
+    forms = {
+        "last": "(a[:, None] * b[None]).sum(-1)", "first": "(b.T[:, None] * a.T[:, :, None]).sum(0)",
+        "vmap": "jax.vmap(jax.vmap(lambda a, b: (a * b).sum(), (None, 0)), (0, None))(a, b)",
+        "batches": "(a.reshape(4, -1, 1, a.shape[1]) * b[:4, None, None]).sum(-1)",
+        "both": "(a[:, None] * b[None]).sum(-1) - (a[:, None] * jnp.sin(b)[None]).sum(-1)",
+    }  # fmt: skip
+    loss = f"jnp.sin(1.0 * {c.pick(f'{at}.form', forms, 0.7)}).mean()"
+    ways = {
+        "gradients": f"sum(g.sum(0) for g in jax.grad(lambda a, b: {loss}, (0, 1))(a, b))",
+        "of one": f"jax.grad(lambda a: {loss})(a).sum(0)", "value": f"(lambda a, b: {loss})(a, b) + 0 * a[0]",
+    }  # fmt: skip
+    way = ways[c.pick(f"{at}.way", {name: name for name in ways}, 0.5)]
+    return f"({x} + (lambda a, b: {way})({rows}, {others})).astype({x}.dtype)"
+
+
+def _unrolled_loop(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """A loop that compiles several steps as one, and its gradient."""
+    c = w.choices
+    steps, unroll = c.pick(f"{at}.steps", [8, 19, 32], 0.6), c.pick(f"{at}.unroll", [4, 8, 16, 3], 0.5)
+    first = w.set("first", f"jnp.tanh({x} / 8).mean(1)")
+    forms = {
+        "elementwise": "jnp.tanh(0.9 * h + a)", "product": f"jnp.tanh(h @ h.T @ {first} * a)",
+        "sum": "jnp.tanh(h + a * h.sum(0))", "gated": "h * jax.nn.sigmoid(a) + jnp.sin(h)",
+        "checkpoint": "jax.checkpoint(lambda h: jnp.sin(h + a))(h)", "largest": "h - a * h.max(1, keepdims=True)",
+        "swapped": "jnp.flip(h, 0) * jnp.cos(a)", "branch": "lax.cond(a > 0, jnp.sin, jnp.cos, h + a)",
+    }  # fmt: skip
+    step = c.pick(f"{at}.step", forms, 0.7)
+    stacked = c.pick(f"{at}.stacked", ["h", "(h, a)", "h.sum()", "(h > 0, h.astype(jnp.float16))"], 0.5)
+    slices = f"jnp.cos(jnp.arange({steps}.0))"
+    loop = (
+        f"lax.scan(lambda h, a: (lambda h: (h, {stacked}))(({step}).astype(h.dtype)), h, {slices}, "
+        f"reverse={c.chance(f'{at}.reverse', 0.3)}, unroll={unroll})"
+    )
+    total = f"lambda h: sum(jnp.sin(1.0 * y).mean() for y in jax.tree.leaves({loop}))"
+    ways = {"value": f"({total})({first})", "gradient": f"jax.grad({total})({first}).mean()"}
+    return f"{x} + ({ways[c.pick(f'{at}.way', {name: name for name in ways}, 0.6)]}).astype({x}.dtype)"
+
+
+def _repeated_steps(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """Steps of a Python loop, most of them equal, whose results a program may read."""
+    c = w.choices
+    count = c.pick(f"{at}.steps", [4, 5, 8, 3], 0.5)
+    first, other = w.set("first", f"jnp.tanh({x} / 8).mean(1)"), w.set("other", f"jnp.cos({x} / 8).mean(1)")
+    forms = {
+        "elements": "(jnp.sin(u) * v + jnp.cos(u) * 0.5, v)", "last two": "(1.2 * u - 0.4 * v + 0.1 * jnp.sin(u), u)",
+        "rolls": "(u + 0.1 * (jnp.roll(u, 1, 1) - 2 * u + jnp.roll(u, -1, 0)) * v, v)",
+        "slices": "(0.5 * jnp.pad(u[:, 1:], ((0, 0), (0, 1))) + jnp.tanh(u) * v, v)",
+        "numbered": "(jnp.sin(u) * (1 + i) + jnp.cos(u) * v, v)", "swapped": "(jnp.sin(v) + 0.1 * u, jnp.cos(u) - v)",
+        "branch": "(jnp.where(u > v, jnp.sin(u), u * 0.5 + v), v - 0.1)", "sums": "(jnp.sin(u) / (1 + u.sum()) + v, v)",
+        "last three": "(jnp.sin(u) + 0.2 * v, u if i % 2 else v)",
+    }  # fmt: skip
+    step = c.pick(f"{at}.step", forms, 0.8)
     kept = {
         "last": "s[-1][0]",
         "both": "s[-1][0] + s[-1][1]",
