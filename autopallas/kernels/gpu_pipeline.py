@@ -66,13 +66,13 @@ class Ring(NamedTuple):
     stages: int
 
     @staticmethod
-    def barriers(stages: int, transfers: int, paired: bool = False) -> list[Ref]:
-        """Makes ``full``, on which so many transfers arrive for a step, and ``free``, of both blocks where they are
-        paired."""
+    def barriers(stages: int, transfers: int, paired: bool = False, readers: int = CONSUMERS) -> list[Ref]:
+        """Makes ``full``, on which so many transfers arrive for a step, and ``free``, on which so many warpgroups do
+        that have read it, of both blocks where they are paired."""
         plgpu = mosaic()
         full = plgpu.Barrier(num_arrivals=transfers, num_barriers=stages)
         barrier = partial(plgpu.ClusterBarrier, collective_axes=(PAIR,)) if paired else plgpu.Barrier
-        return [full, barrier(num_arrivals=CONSUMERS, num_barriers=stages)]
+        return [full, barrier(num_arrivals=readers, num_barriers=stages)]
 
     def slot(self, step: Array) -> Array:
         return lax.rem(step, jnp.int32(self.stages))
@@ -95,31 +95,43 @@ class Ring(NamedTuple):
         def wait(i: Array) -> None:
             mosaic().barrier_wait(self.free.at[self.slot(steps - held + i)])
 
-    def consume(self, step: Array, steps: Array | int, use: Callable[[Array, Array], None], started: int = 1) -> None:
+    def consume(
+        self,
+        step: Array,
+        steps: Array | int,
+        use: Callable[[Array, Array], None],
+        started: int = 1,
+        beside: Ring | None = None,
+    ) -> None:
         """Calls ``use(i, slot)``, which starts wgmma, on each of the stages from ``step`` on.
 
         wgmma runs on after it was started. Those of one stage, of which there are ``started``, are left running while
         the kernel waits for the next stage; a stage is given back when the one after it has been started and all before
         that are done.
+
+        Args:
+          step, steps: the first step, and how many there are.
+          use: what is done with a stage.
+          started: how many wgmma it starts.
+          beside: a second ring, whose stages of the same steps are waited for and given back with these.
         """
         plgpu = mosaic()
+        rings = (self,) if beside is None else (self, beside)
+
+        def release(step: Array) -> None:
+            for ring in rings:
+                plgpu.barrier_arrive(ring.free.at[ring.slot(step)])
 
         @pl.loop(0, steps)
         def body(i: Array) -> None:
-            slot = self.slot(step + i)
-            plgpu.barrier_wait(self.full.at[slot])
-            use(i, slot)
+            for ring in rings:
+                plgpu.barrier_wait(ring.full.at[ring.slot(step + i)])
+            use(i, self.slot(step + i))
             plgpu.wgmma_wait(started)
-
-            @pl.when(i > 0)
-            def release() -> None:
-                plgpu.barrier_arrive(self.free.at[self.slot(step + i - 1)])
+            pl.when(i > 0)(partial(release, step + i - 1))
 
         plgpu.wgmma_wait(0)
-
-        @pl.when(steps > 0)
-        def release() -> None:
-            plgpu.barrier_arrive(self.free.at[self.slot(step + steps - 1)])
+        pl.when(steps > 0)(partial(release, step + steps - 1))
 
 
 def tiles(count: Array | int, visit: Callable[[Array, Array], Array], done: Array | int = 0) -> Array:

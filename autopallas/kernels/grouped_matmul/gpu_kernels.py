@@ -8,6 +8,7 @@ Letters: T all rows, K and N the weights' two sides, G groups.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -19,18 +20,27 @@ from jax.experimental import pallas as pl
 
 from autopallas.kernels.gpu import call, mosaic, tile, unravelled
 from autopallas.kernels.gpu_pipeline import CONSUMERS, PAIR, PART, REGISTERS, Ring, grid, placed, steps_of, tiles
-from autopallas.kernels.grouped_matmul.gpu_tiles import STORED, SharedOperand, Tile
+from autopallas.kernels.grouped_matmul.gpu_tiles import STORED, WIDENED, SharedOperand, Tile
 from autopallas.kernels.grouped_matmul.gpu_visits import ALIGNED, AT, COUNT, FIRST, HIGH, LAST, LOW
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.kernels.refs import Ref
+from autopallas.sites.elementwise import Constant, Input, Score, bind
 
 __all__ = ["rows_call", "weights_call"]
 
 Array: TypeAlias = jax.Array
 
+_REGISTERS = (192, 40, 88)
+_READ = 128
+"""Columns of weights of 8 bits that are read from shared memory together, as wide as its widest swizzle."""
+"""Registers per thread of a consumer, of the producer, and of the warpgroup that widens weights, together no more than
+the 128 that each of four warpgroups starts with."""
+
 
 def rows_call(spec: GroupedMatmulSpec, tile_: Tile, total: int, columns: int) -> Callable[..., Array]:
-    """The kernel as a function of (table, number, bounds, rows [T, inner], weights [groups, ...]).
+    """The kernel as a function of (table, number, bounds, rows [T, inner], weights [groups, ...], *scales).
+
+    Scales are float32 [groups] where they are one number for a group, else [groups, K] or [groups, N].
 
     Args:
       spec, tile_: what to compute ("forward" or "dlhs"), and how.
@@ -47,9 +57,10 @@ def rows_call(spec: GroupedMatmulSpec, tile_: Tile, total: int, columns: int) ->
         **grid(shared is not None),
         out_type=out_type,
         scratch=_scratch(spec, tile_, shared),
-        warpgroups=CONSUMERS + 1,
+        warpgroups=CONSUMERS + 1 + (spec.widening is not None),
         flops=2 * total * inner * columns,
-        bytes_accessed=size * (total * inner + spec.batch * spec.groups * inner * columns)
+        bytes_accessed=size * total * inner
+        + spec.second_dtype.itemsize * spec.batch * spec.groups * inner * columns
         + total * columns * spec.output_dtype.itemsize,
     )
 
@@ -73,9 +84,15 @@ def weights_call(spec: GroupedMatmulSpec, tile_: Tile, total: int, groups: int, 
 def _scratch(spec: GroupedMatmulSpec, tile_: Tile, shared: SharedOperand | None) -> list[Ref]:
     plgpu = mosaic()
     first, second, stored, *ladder = tile_.shapes(spec)
-    barriers = Ring.barriers(tile_.stages, tile_.row_parts + tile_.column_parts, shared is not None)
-    own = [plgpu.SMEM(*shape) for shape in ladder] or [plgpu.Barrier(num_arrivals=CONSUMERS)]
-    return [tile(*first), tile(*second), tile(*stored), *barriers, *own]
+    widens = spec.widening is not None
+    transfers = tile_.row_parts + tile_.column_parts
+    barriers = Ring.barriers(tile_.stages, transfers, shared is not None, CONSUMERS + widens)
+    made = [tile(*first), tile(*second), tile(*stored), *barriers]
+    if not ladder:
+        return [*made, plgpu.Barrier(num_arrivals=CONSUMERS)]
+    cut, *wide = ladder
+    made.append(plgpu.SMEM(*cut))
+    return [*made, *map(lambda shape: tile(*shape), wide), *(Ring.barriers(WIDENED, 1) if widens else ())]
 
 
 def _of_pair(tiles_: int, paired: bool) -> int:
@@ -97,8 +114,10 @@ class _Rows(NamedTuple):
     Attributes:
       spec, tile, shared: what is computed, and how.
       table, bounds: of the visits, and of the groups.
-      rows, weights, out: operands and result in main memory.
+      rows, weights, scales, out: operands and result in main memory.
       ring: the stages.
+      wide: the stages of weights as they are multiplied, which one more warpgroup makes of those that are stored in 8
+        bits; None where there is none.
       stored, ladder: what whole and cut tiles go through on their way out.
       passes: steps of the pipeline that one group takes.
       column_tiles: how many there are side by side; or pairs, if blocks share an operand, which is that of the rows.
@@ -113,8 +132,10 @@ class _Rows(NamedTuple):
     bounds: Ref
     rows: Ref
     weights: Ref
+    scales: Sequence[Ref]
     out: Ref
     ring: Ring
+    wide: Ring | None
     stored: Ref
     ladder: Ref
     passes: int
@@ -132,14 +153,21 @@ class _Rows(NamedTuple):
         visit, column = placed(index, self.visits, self.column_tiles)
         return visit, _of_block(column, self.shared is not None)
 
+    def second(self, step: Array) -> Ref:
+        """The weights of a step, as they are multiplied."""
+        ring = self.ring if self.wide is None else self.wide
+        return ring.second.at[ring.slot(step)]
+
 
 def _rows_kernel(spec: GroupedMatmulSpec, tile_: Tile, shared: SharedOperand | None, *refs: Ref) -> None:
-    table, number, bounds, rows, weights, out, first, second, stored, full, free, ladder = refs
+    (table, number, bounds, rows, weights), rest = refs[:5], refs[5:]
+    scales, (out, first, second, stored, full, free, ladder, *rest) = rest[: len(spec.scales)], rest[len(spec.scales) :]
     plgpu = mosaic()
     ring = Ring(first, second, full, free, tile_.stages)
+    wide = Ring(second, rest[0], rest[1], rest[2], WIDENED) if rest else None
     visits, warpgroup = number[0], lax.axis_index("warpgroup")
     own = _Rows(
-        spec, tile_, shared, table, bounds, rows, weights, out, ring, stored, ladder,
+        spec, tile_, shared, table, bounds, rows, weights, scales, out, ring, wide, stored, ladder,
         passes=-(-rows.shape[1] // tile_.inner),
         column_tiles=_of_pair(-(-out.shape[1] // tile_.columns), shared is not None),
         visits=visits, warpgroup=warpgroup,
@@ -148,18 +176,29 @@ def _rows_kernel(spec: GroupedMatmulSpec, tile_: Tile, shared: SharedOperand | N
     # Registers do not hold what an activation needs of both kinds of tiles.
     halves = tile_.halves and spec.epilogue is None
     whole, halved = _shared_out(visits * own.column_tiles, halves)
+    registers = REGISTERS if wide is None else _REGISTERS
 
     @pl.when(warpgroup == CONSUMERS)
     def produce() -> None:
-        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        plgpu.set_max_registers(registers[1], action="decrease")
         steps = tiles(whole, partial(_load_rows, own, tuple(range(tile_.row_parts))))
         if halves:
             steps = tiles(2 * halved, partial(_load_half, own, whole), steps)
         ring.drain(steps)
 
+    if wide is not None:
+
+        @pl.when(warpgroup == CONSUMERS + 1)
+        def widen() -> None:
+            plgpu.set_max_registers(_REGISTERS[2], action="decrease")
+            steps = tiles(whole, partial(_widen_tile, own))
+            if halves:
+                steps = tiles(2 * halved, lambda index, step: _widen_tile(own, whole + unravelled(index, 2)[0], step), steps)
+            wide.drain(steps)
+
     @pl.when(warpgroup < CONSUMERS)
     def consume() -> None:
-        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        plgpu.set_max_registers(registers[0], action="increase")
         steps = tiles(whole, lambda index, step: _compute_rows(own, _whole(own), index, step))
         if halves:
             tiles(2 * halved, partial(_compute_half, own, whole), steps)
@@ -187,7 +226,7 @@ class _Share(NamedTuple):
       first: in which part of a stage these are.
       start: the first column, counted from the tile's.
       columns: how many.
-      second: the columns of a stage, by its slot.
+      second: the columns of the weights of a step.
     """
 
     row_part: Array
@@ -200,9 +239,9 @@ class _Share(NamedTuple):
 def _whole(own: _Rows) -> _Share:
     """The consumers share the rows of a tile of 128, and the columns of one of 64."""
     row_part, column_part = _parts(own.tile, own.warpgroup)
-    columns, second = own.tile.part_columns, own.ring.second
+    columns = own.tile.part_columns
     start = column_part * columns
-    return _Share(row_part, row_part, start, columns, lambda slot: second.at[slot, column_part])
+    return _Share(row_part, row_part, start, columns, lambda step: own.second(step).at[column_part])
 
 
 def _half(own: _Rows, half: Array) -> _Share:
@@ -210,8 +249,8 @@ def _half(own: _Rows, half: Array) -> _Share:
     columns = own.tile.columns // 2
     start = own.warpgroup * columns
 
-    def second(slot: Array) -> Ref:
-        stage = own.ring.second.at[slot, 0]
+    def second(step: Array) -> Ref:
+        stage = own.second(step).at[0]
         return stage.at[pl.ds(start, columns)] if own.transposed else stage.at[:, pl.ds(start, columns)]
 
     return _Share(half, jnp.int32(0), start, columns, second)
@@ -239,36 +278,91 @@ def _load_rows(own: _Rows, row_parts: Sequence[Array | int], index: Array, step:
     plgpu, tile_, ring = mosaic(), own.tile, own.ring
     visit, column = own.place(index)
     at = pl.multiple_of(own.table[visit, AT], ALIGNED)
-    begin = at + own.table[visit, LOW]
 
-    def load_group(group: Array, step: Array) -> Array:
+    def load(weights: Array, k: Array, step: Array) -> None:
+        def copies(slot: Array, barrier: Ref) -> None:
+            along = pl.ds(k * tile_.inner, tile_.inner)
+            for i, part in enumerate(row_parts):
+                rows = pl.ds(at + part * PART, PART)
+                both = PAIR if own.shared == "first" else None
+                plgpu.copy_gmem_to_smem(own.rows.at[rows, along], ring.first.at[slot, i], barrier, collective_axes=both)
+            for _ in range(tile_.row_parts - len(row_parts)):
+                plgpu.barrier_arrive(barrier)
+            for i in range(tile_.column_parts):
+                start = column * tile_.columns + i * tile_.part_columns
+                across = pl.ds(start, tile_.part_columns)
+                block = (weights, across, along) if own.transposed else (weights, along, across)
+                plgpu.copy_gmem_to_smem(own.weights.at[block], ring.second.at[slot, i], barrier)
+
+        ring.load(step, copies)
+
+    return _steps(own, visit, load, step)
+
+
+def _steps(own: _Rows, visit: Array, body: Callable[[Array, Array, Array], None], step: Array) -> Array:
+    """Calls ``body(weights, k, step)`` for each step of a tile: the place of its group's weights, and which step of that
+    group it is; returns the steps done."""
+    begin = own.table[visit, AT] + own.table[visit, LOW]
+
+    def group_steps(group: Array, step: Array) -> Array:
         # Of groups between the first and the last some may not have these rows, where groups overlap.
         has = (own.bounds[group, 0] <= begin) & (begin < own.bounds[group, 1])
         weights = lax.rem(group, jnp.int32(own.weights.shape[0]))
 
-        def load(k: Array, step: Array) -> Array:
-            def copies(slot: Array, barrier: Ref) -> None:
-                along = pl.ds(k * tile_.inner, tile_.inner)
-                for i, part in enumerate(row_parts):
-                    rows = pl.ds(at + part * PART, PART)
-                    both = PAIR if own.shared == "first" else None
-                    plgpu.copy_gmem_to_smem(
-                        own.rows.at[rows, along], ring.first.at[slot, i], barrier, collective_axes=both
-                    )
-                for _ in range(tile_.row_parts - len(row_parts)):
-                    plgpu.barrier_arrive(barrier)
-                for i in range(tile_.column_parts):
-                    start = column * tile_.columns + i * tile_.part_columns
-                    across = pl.ds(start, tile_.part_columns)
-                    block = (weights, across, along) if own.transposed else (weights, along, across)
-                    plgpu.copy_gmem_to_smem(own.weights.at[block], ring.second.at[slot, i], barrier)
-
-            ring.load(step, copies)
+        def one(k: Array, step: Array) -> Array:
+            body(weights, k, step)
             return jnp.add(step, 1)
 
-        return steps_of(0, jnp.where(has, own.passes, 0), load, step)
+        return steps_of(0, jnp.where(has, own.passes, 0), one, step)
 
-    return steps_of(own.table[visit, FIRST], own.table[visit, LAST] + 1, load_group, step)
+    return steps_of(own.table[visit, FIRST], own.table[visit, LAST] + 1, group_steps, step)
+
+
+def _widen_tile(own: _Rows, index: Array, step: Array) -> Array:
+    """A warpgroup makes of the weights of a tile, as they are stored, those that are multiplied; returns the steps done.
+
+    Numbers of 8 bits become float32 in registers, which is exact, and what the program makes of them is rounded as the
+    program rounds it.
+    """
+    plgpu, tile_, ring, wide = mosaic(), own.tile, own.ring, own.wide
+    assert wide is not None
+    visit, column = own.place(index)
+
+    def widen(weights: Array, k: Array, step: Array) -> None:
+        slot, to = ring.slot(step), wide.slot(step)
+        plgpu.barrier_wait(ring.full.at[slot])
+
+        @pl.when(step >= WIDENED)
+        def wait() -> None:
+            plgpu.barrier_wait(wide.free.at[to])
+
+        for i in range(tile_.column_parts):
+            stored, multiplied = ring.second.at[slot, i], wide.second.at[to, i]
+            rows, columns = multiplied.shape
+            together = min(columns, _READ)
+            for r, c in itertools.product(range(0, rows, PART), range(0, columns, together)):
+                down = pl.ds(r, PART)
+                read = plgpu.load(stored.at[down, pl.ds(c, together)], layout=plgpu.Layout.WGMMA_UPCAST_4X)
+                for strip in range(0, together, STORED):
+                    value = _widened(own, read[:, strip : strip + STORED], [])
+                    multiplied.at[down, pl.ds(c + strip, STORED)][...] = value
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(ring.free.at[slot])
+        plgpu.barrier_arrive(wide.full.at[to])
+
+    return _steps(own, visit, widen, step)
+
+
+def _widened(own: _Rows, stored: Array, scales: Sequence[Array]) -> Array:
+    program = own.spec.widening
+    assert program is not None
+
+    def load(i: Input) -> Array:
+        if isinstance(i, Constant):
+            return jnp.asarray(i.value, i.dtype)
+        return stored.astype(jnp.float32) if isinstance(i, Score) else scales[i.position].astype(i.dtype)
+
+    return program.run(load, bind)
 
 
 def _compute_rows(own: _Rows, share: _Share, index: Array, step: Array) -> Array:
@@ -279,10 +373,10 @@ def _compute_rows(own: _Rows, share: _Share, index: Array, step: Array) -> Array
 
     def product(sum_: Ref) -> Array:
         def use(i: Array, slot: Array) -> None:
-            b = share.second(slot)
+            b = share.second(step + i)
             mosaic().wgmma(sum_, ring.first.at[slot, share.first], b.transpose((1, 0)) if own.transposed else b)
 
-        ring.consume(step, steps, use)
+        ring.consume(step, steps, use, beside=own.wide)
         total: Array = sum_[...]
         return total
 

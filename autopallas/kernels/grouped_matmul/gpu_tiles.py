@@ -9,7 +9,7 @@ from autopallas.kernels.gpu import SHARED_MEMORY, rounded, shared_bytes
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 
-__all__ = ["PART", "STORED", "SharedOperand", "Tile"]
+__all__ = ["PART", "STORED", "WIDENED", "SharedOperand", "Tile"]
 
 Stored: TypeAlias = tuple[tuple[int, ...], Dtype]
 """Shape and dtype of something in shared memory."""
@@ -22,6 +22,9 @@ PART = 64
 
 STORED = 64
 """Columns of the result that go through shared memory at a time."""
+
+WIDENED = 2
+"""Steps whose weights have a place in shared memory as they are multiplied, where they are loaded as they are stored."""
 
 _FEWEST_TOGETHER, _MOST_TOGETHER = 2, 4
 """Strips of so many columns that are stored together."""
@@ -59,7 +62,9 @@ class Tile(NamedTuple):
             rows = 2 * PART if sizes.row_block > PART else PART
         step = min(rounded(sizes.inner_block or PART, PART), 2 * PART) if spec.use != "drhs" else PART
         share = 1 if rows > PART else 2
-        wide = min(rounded(sizes.column_block or 256, share * STORED), 256)
+        # Four warpgroups have 128 registers of a thread each to start with, in which a sum of 64 x 256 has no room.
+        widest = 256 if spec.widening is None else share * 128
+        wide = min(rounded(sizes.column_block or 256, share * STORED), widest)
         tile = Tile(rows, step, min(wide, rounded(columns, share * STORED)), 1)
         wanted = min(_MOST_STAGES, max(2, -(-inner // step)))
         for stages in range(wanted, 1, -1):
@@ -102,16 +107,26 @@ class Tile(NamedTuple):
         return "first" if -(-columns // self.columns) % 2 == 0 else None
 
     def shapes(self, spec: GroupedMatmulSpec) -> tuple[Stored, ...]:
-        """Shape and dtype of everything in shared memory: first, second, and the result on its way out."""
+        """Shape and dtype of what is in shared memory: first, second, the result on its way out, whole and cut, and
+        the second operand as it is multiplied where that is not as it is stored."""
         first = (self.inner, PART) if spec.use == "drhs" else (PART, self.inner)
-        second = (self.part_columns, self.inner) if spec.use == "dlhs" else (self.inner, self.part_columns)
+        second = (self.column_parts, *self._second(spec))
         found = (
             ((self.stages, self.row_parts, *first), spec.first_dtype),
-            ((self.stages, self.column_parts, *second), spec.second_dtype),
+            ((self.stages, *second), spec.second_dtype),
             ((2, self.together, PART, STORED), spec.output_dtype),
         )
-        return found if spec.use == "drhs" else (*found, ((2, PART, STORED), spec.output_dtype))
+        if spec.use == "drhs":
+            return found
+        cut: Stored = ((2, PART, STORED), spec.output_dtype)
+        wide: tuple[Stored, ...] = ()
+        if spec.widening is not None:
+            wide = (((WIDENED, *second), spec.widening.dtype),)
+        return (*found, cut, *wide)
+
+    def _second(self, spec: GroupedMatmulSpec) -> tuple[int, int]:
+        return (self.part_columns, self.inner) if spec.use == "dlhs" else (self.inner, self.part_columns)
 
     def shared_bytes(self, spec: GroupedMatmulSpec) -> int:
         """Of one block."""
-        return shared_bytes(self.shapes(spec), barriers=2 * self.stages + 1)
+        return shared_bytes(self.shapes(spec), barriers=2 * self.stages + 1 + 2 * WIDENED * (spec.widening is not None))

@@ -95,7 +95,7 @@ def _rows(spec: GroupedMatmulSpec, sizes: BlockSizes, operands: Operands) -> Arr
     """[B|1, M, K] by [B|1, G, K, N] to [B, M, N]; for "dlhs" [B|1, M, N] by [B|1, G, K, N] to [B, M, K]."""
     from autopallas.kernels.grouped_matmul.gpu_kernels import rows_call
 
-    rows, weights, group_sizes = operands
+    rows, weights, group_sizes, scales = operands
     tile, total = Tile.of(spec, sizes), spec.batch * spec.rows
     flat = _flat(spec, rows)
     held = _padded(weights.reshape(-1, *weights.shape[2:]), (1, PART, PART))

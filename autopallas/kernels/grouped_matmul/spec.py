@@ -5,6 +5,7 @@ Letters, in this package: B batch, M rows, K and N the weights' two sides, G gro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeAlias
 
@@ -98,6 +99,11 @@ class GroupedMatmulSpec:
     epilogue: ElementwiseProgram | None = None
     """What becomes of each element of the result, such as an activation: a program over the product, its score, in
     ``result_dtype``.  Of "forward" and "dlhs" alone."""
+    widening: ElementwiseProgram | None = None
+    """What becomes of each weight before it is multiplied, where weights are stored in 8 bits: a program over the
+    stored number, its score, in ``second_dtype``, and scales, its side inputs.  Of "forward" and "dlhs" alone."""
+    scales: tuple[tuple[bool, bool, bool], ...] = ()
+    """Of each scale, whether it varies over (G, K, N)."""
 
     @property
     def output_dtype(self) -> Dtype:
@@ -108,6 +114,20 @@ class GroupedMatmulSpec:
     def product(self) -> GroupedMatmulSpec:
         """The same without its epilogue."""
         return replace(self, epilogue=None)
+
+    @property
+    def widened(self) -> GroupedMatmulSpec:
+        """The same of weights as they are multiplied."""
+        if self.widening is None:
+            return self
+        return replace(self, second_dtype=self.widening.dtype, widening=None, scales=())
+
+    def widen(self, weights: jax.Array, scales: Sequence[jax.Array]) -> jax.Array:
+        """The weights [B|1, G, K, N] as they are multiplied, as the program computes them."""
+        if self.widening is None:
+            return weights
+        found = self.widening.evaluate(weights, None, None, scales)
+        return jnp.broadcast_to(found, jnp.broadcast_shapes(found.shape, weights.shape))
 
     def finished(self, product: jax.Array) -> jax.Array:
         """The epilogue of what :attr:`product` gives, or of a part of it."""
@@ -162,16 +182,18 @@ class GroupedMatmulSpec:
         return ()
 
     def programs(self) -> str:
-        """The epilogue, one instruction a line; empty where there is none."""
-        return "" if self.epilogue is None else f"epilogue: {self.epilogue}"
+        """The widening of weights and the epilogue, one instruction a line; empty where there is none."""
+        named = {"weights": self.widening, "epilogue": self.epilogue}
+        return "\n".join(f"{name}: {program}" for name, program in named.items() if program is not None)
 
     def __str__(self) -> str:
         batch = f"B={self.batch} " if self.batch != 1 else ""
         use = "" if self.use == "forward" else f" {self.use}"
         epilogue = "" if self.epilogue is None else ", with an epilogue"
+        stored = "" if self.widening is None else f", weights stored in {self.second_dtype}"
         return (
             f"grouped_matmul{use} {batch}M={self.rows} K={self.contracting} N={self.columns} G={self.groups} "
-            f"{self.widest_dtype}{epilogue}"
+            f"{self.widest_dtype}{stored}{epilogue}"
         )
 
     def to_dict(self) -> dict[str, object]:
