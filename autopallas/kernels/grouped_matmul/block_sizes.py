@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Literal, TypeAlias, get_args
 
 from autopallas.kernels.grouped_matmul.spec import ProductSpec
 from autopallas.sites.block_sizes import aligned
+from autopallas.sites.spec import Sizes
 
-__all__ = ["BlockSizes"]
+__all__ = ["STORED", "BlockSizes", "Weights"]
+
+Weights: TypeAlias = Literal["", "stored"]
+STORED: Weights = "stored"
 
 _SMALLEST = 16
 
@@ -21,11 +26,14 @@ class BlockSizes:
       inner_block: what a product of rows is summed over at a time (K, or N for "dlhs"); 0: the implementation's choice.
       column_block: columns of a result at a time, on both sides of the weights' gradient; 0: the implementation's
         choice.  Of these two, "xla" takes no notice: it takes all.
+      weights: how a GPU's kernel loads weights that the program stores in 8 bits: as they are multiplied, which XLA
+        makes of them before (""), or as they are "stored", widened in shared memory.  Others have the first alone.
     """
 
     row_block: int
     inner_block: int = 0
     column_block: int = 0
+    weights: Weights = ""
 
     def __post_init__(self) -> None:
         for name, least in (("row_block", 1), ("inner_block", 0), ("column_block", 0)):
@@ -33,6 +41,8 @@ class BlockSizes:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 kind = "positive integer" if least else "integer, and not negative,"
                 raise ValueError(f"{name} must be a {kind}, not {value!r}")
+        if self.weights not in get_args(Weights):
+            raise ValueError(f"weights must be one of {get_args(Weights)}, not {self.weights!r}")
 
     @classmethod
     def get_default(cls) -> BlockSizes:
@@ -61,8 +71,10 @@ class BlockSizes:
         fitted = (cls(rows).fitted(spec) for rows in (256, 128, 512, 64, 32))
         return tuple(dict.fromkeys(fitted))
 
-    def to_dict(self) -> dict[str, int]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+    def to_dict(self) -> Sizes:
+        """The sizes by name, and how weights are loaded if that is not as they are multiplied."""
+        sizes = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in sizes.items() if value != ""}
 
 
 def _natural(spec: ProductSpec) -> int:

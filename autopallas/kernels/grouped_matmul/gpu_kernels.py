@@ -31,10 +31,11 @@ __all__ = ["rows_call", "weights_call"]
 Array: TypeAlias = jax.Array
 
 _REGISTERS = (192, 40, 88)
-_READ = 128
-"""Columns of weights of 8 bits that are read from shared memory together, as wide as its widest swizzle."""
 """Registers per thread of a consumer, of the producer, and of the warpgroup that widens weights, together no more than
 the 128 that each of four warpgroups starts with."""
+
+_READ = 128
+"""Columns of weights of 8 bits that are read from shared memory together, as wide as its widest swizzle."""
 
 
 def rows_call(spec: GroupedMatmulSpec, tile_: Tile, total: int, columns: int) -> Callable[..., Array]:
@@ -60,7 +61,7 @@ def rows_call(spec: GroupedMatmulSpec, tile_: Tile, total: int, columns: int) ->
         warpgroups=CONSUMERS + 1 + (spec.widening is not None),
         flops=2 * total * inner * columns,
         bytes_accessed=size * total * inner
-        + spec.second_dtype.itemsize * spec.batch * spec.groups * inner * columns
+        + spec.stored_dtype.itemsize * spec.batch * spec.groups * inner * columns
         + total * columns * spec.output_dtype.itemsize,
     )
 
@@ -330,6 +331,7 @@ def _widen_tile(own: _Rows, index: Array, step: Array) -> Array:
 
     def widen(weights: Array, k: Array, step: Array) -> None:
         slot, to = ring.slot(step), wide.slot(step)
+        scales = _Scales(own, weights, column, k, 0)  # while the weights are being loaded
         plgpu.barrier_wait(ring.full.at[slot])
 
         @pl.when(step >= WIDENED)
@@ -339,18 +341,47 @@ def _widen_tile(own: _Rows, index: Array, step: Array) -> Array:
         for i in range(tile_.column_parts):
             stored, multiplied = ring.second.at[slot, i], wide.second.at[to, i]
             rows, columns = multiplied.shape
+            if i:
+                scales = _Scales(own, weights, column, k, i)
             together = min(columns, _READ)
             for r, c in itertools.product(range(0, rows, PART), range(0, columns, together)):
                 down = pl.ds(r, PART)
                 read = plgpu.load(stored.at[down, pl.ds(c, together)], layout=plgpu.Layout.WGMMA_UPCAST_4X)
                 for strip in range(0, together, STORED):
-                    value = _widened(own, read[:, strip : strip + STORED], [])
+                    value = _widened(own, read[:, strip : strip + STORED], scales.of(r, c + strip))
                     multiplied.at[down, pl.ds(c + strip, STORED)][...] = value
         plgpu.commit_smem()
         plgpu.barrier_arrive(ring.free.at[slot])
         plgpu.barrier_arrive(wide.full.at[to])
 
     return _steps(own, visit, widen, step)
+
+
+class _Scales:
+    """The scales of a part of a step's weights, which are loaded when this is made: of 64 rows or columns at a time."""
+
+    def __init__(self, own: _Rows, weights: Array, column: Array, k: Array, part: int):
+        plgpu, tile_ = mosaic(), own.tile
+        rows, columns = own.ring.second.shape[2:]
+        start = column * tile_.columns + part * tile_.part_columns
+        row, column = (start, k * tile_.inner) if own.transposed else (k * tile_.inner, start)
+        layout = plgpu.Layout.WGMMA_UPCAST_4X
+        self._parts: list[tuple[int | None, dict[int, Array]]] = []
+        for ref, (_, over_rows, over_columns) in zip(own.scales, own.spec.scales, strict=True):
+            axis = 0 if over_rows else 1 if over_columns else None
+            parts = {}
+            if axis is None:
+                parts[0] = ref[weights]
+            else:
+                for at in range(0, (rows, columns)[axis], PART):
+                    place = ref.at[weights, pl.ds((row, column)[axis] + at, PART)]
+                    found = plgpu.load(place, layout=layout.reduce(1 - axis), optimized=False)
+                    parts[at] = lax.broadcast_in_dim(found, (PART, PART), (axis,))
+            self._parts.append((axis, parts))
+
+    def of(self, row: int, column: int) -> list[Array]:
+        """Those of 64 x 64 weights from here on."""
+        return [parts[0 if axis is None else (row, column)[axis]] for axis, parts in self._parts]
 
 
 def _widened(own: _Rows, stored: Array, scales: Sequence[Array]) -> Array:

@@ -9,7 +9,7 @@ from autopallas.kernels.gpu import SHARED_MEMORY, rounded, shared_bytes
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 
-__all__ = ["PART", "STORED", "WIDENED", "SharedOperand", "Tile"]
+__all__ = ["PART", "STORED", "WIDENED", "WIDEST", "SharedOperand", "Tile"]
 
 Stored: TypeAlias = tuple[tuple[int, ...], Dtype]
 """Shape and dtype of something in shared memory."""
@@ -22,6 +22,9 @@ PART = 64
 
 STORED = 64
 """Columns of the result that go through shared memory at a time."""
+
+WIDEST = 256
+"""Most columns of a tile."""
 
 WIDENED = 2
 """Steps whose weights have a place in shared memory as they are multiplied, where they are loaded as they are stored."""
@@ -63,8 +66,8 @@ class Tile(NamedTuple):
         step = min(rounded(sizes.inner_block or PART, PART), 2 * PART) if spec.use != "drhs" else PART
         share = 1 if rows > PART else 2
         # Four warpgroups have 128 registers of a thread each to start with, in which a sum of 64 x 256 has no room.
-        widest = 256 if spec.widening is None else share * 128
-        wide = min(rounded(sizes.column_block or 256, share * STORED), widest)
+        widest = WIDEST if spec.widening is None else share * WIDEST // 2
+        wide = min(rounded(sizes.column_block or WIDEST, share * STORED), widest)
         tile = Tile(rows, step, min(wide, rounded(columns, share * STORED)), 1)
         wanted = min(_MOST_STAGES, max(2, -(-inner // step)))
         for stages in range(wanted, 1, -1):
@@ -113,7 +116,7 @@ class Tile(NamedTuple):
         second = (self.column_parts, *self._second(spec))
         found = (
             ((self.stages, self.row_parts, *first), spec.first_dtype),
-            ((self.stages, *second), spec.second_dtype),
+            ((self.stages, *second), spec.stored_dtype),
             ((2, self.together, PART, STORED), spec.output_dtype),
         )
         if spec.use == "drhs":
@@ -121,7 +124,7 @@ class Tile(NamedTuple):
         cut: Stored = ((2, PART, STORED), spec.output_dtype)
         wide: tuple[Stored, ...] = ()
         if spec.widening is not None:
-            wide = (((WIDENED, *second), spec.widening.dtype),)
+            wide = (((WIDENED, *second), spec.second_dtype),)
         return (*found, cut, *wide)
 
     def _second(self, spec: GroupedMatmulSpec) -> tuple[int, int]:

@@ -17,15 +17,16 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from autopallas.kernels.gpu import MATRIX_DTYPES, reason_against, rounded
+from autopallas.kernels.gpu import MATRIX_DTYPES, reason_against, reason_against_programs, rounded
 from autopallas.kernels.grouped_matmul import xla
-from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
-from autopallas.kernels.grouped_matmul.gpu_tiles import PART, Tile
+from autopallas.kernels.grouped_matmul.block_sizes import STORED, BlockSizes
+from autopallas.kernels.grouped_matmul.gpu_tiles import PART, WIDEST, Tile
 from autopallas.kernels.grouped_matmul.gpu_visits import ALIGNED, group_bounds, visits
 from autopallas.kernels.grouped_matmul.operands import Gradients, Operands
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, ProductSpec
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
+from autopallas.sites.elementwise import ElementwiseProgram, Score
 from autopallas.sites.operation import Supported, Unsupported
 from autopallas.sites.spec import Sizes
 
@@ -38,6 +39,13 @@ Array: TypeAlias = jax.Array
 
 EPILOGUES = True
 """Whether ``forward`` takes a spec with an epilogue; those that do not say so are given none."""
+
+WIDENS = True
+"""Whether ``forward`` takes weights as they are stored; those that do not say so are given them as they are multiplied.
+"""
+
+_STORED_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+"""Dtypes of 8 bits that the kernel widens: each of their numbers is one of bfloat16 and of float16."""
 
 
 def supports(spec: GroupedMatmulSpec, device: Device) -> Supported | Unsupported:
@@ -53,15 +61,20 @@ def candidates(spec: ProductSpec, device: Device) -> tuple[BlockSizes, ...]:
     """What a search should try, best guess first; what is left open is what :class:`Tile` begins with."""
     rows = (128, 64) if spec.rows_per_group > 64 else (64, 128)
     blocks = [(0, 0), *((inner, 128) for inner in (64, 128) if max(spec.contracting, spec.columns) >= 128)]
-    return tuple(dict.fromkeys(BlockSizes(n, *block).fitted(spec) for n in rows for block in blocks))
+    found = [BlockSizes(n, *block).fitted(spec) for n in rows for block in blocks]
+    if isinstance(spec, GroupedMatmulSpec) and _is_widened(spec):
+        found[1:1] = [BlockSizes(n, weights=STORED).fitted(spec) for n in rows]
+    return tuple(dict.fromkeys(found))
 
 
 def running_sizes(spec: GroupedMatmulSpec, block_sizes: BlockSizes, device: Device) -> Sizes:
     """The tile of the kernel."""
     if not _is_multiplied(spec):
         return xla.running_sizes(spec, block_sizes.fitted(spec), device)
-    tile = Tile.of(spec, block_sizes)
-    return {"row_block": tile.rows, "inner_block": tile.inner, "column_block": tile.columns}
+    stored = block_sizes.weights == STORED and _is_widened(spec)
+    tile = Tile.of(spec if stored else spec.widened, block_sizes)
+    sizes: Sizes = {"row_block": tile.rows, "inner_block": tile.inner, "column_block": tile.columns}
+    return {**sizes, "weights": STORED} if stored else sizes
 
 
 def _is_multiplied(spec: GroupedMatmulSpec) -> bool:
@@ -69,8 +82,31 @@ def _is_multiplied(spec: GroupedMatmulSpec) -> bool:
     return spec.first_dtype == spec.second_dtype and spec.first_dtype.name in MATRIX_DTYPES
 
 
+def _is_widened(spec: GroupedMatmulSpec) -> bool:
+    """Whether the kernel can make of weights of 8 bits those that are multiplied, as the program does.
+
+    In the program's first step each stored number becomes one of more bits; what it does in 8 bits is left to XLA.  Of
+    scales those that vary along one side of the weights fit into registers.
+    """
+    program = spec.widening
+    if program is None or not _is_multiplied(spec) or spec.stored_dtype.name not in _STORED_DTYPES:
+        return False
+    if any(along_rows and along_columns for _, along_rows, along_columns in spec.scales):
+        return False
+    scores = {number for number, given in enumerate(program.inputs) if isinstance(given, Score)}
+    first = [i.primitive.name for i in program.instructions if not scores.isdisjoint(i.arguments)]
+    later = ElementwiseProgram(tuple(i for i in program.inputs if not isinstance(i, Score)), program.instructions, 0)
+    return set(first) == {"convert_element_type"} and reason_against_programs([later]) is None
+
+
 def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes, operands: Operands) -> Array:
     """One kernel computes it: that of rows by weights, or that of the weights' gradient."""
+    if spec.widening is not None:
+        shared = operands.second.shape[0]  # what examples share has scales that they share
+        together = all(scale.shape[0] in (1, shared) for scale in operands.scales)
+        if block_sizes.weights != STORED or not together or not _is_widened(spec):
+            widened = operands._replace(second=spec.widen(operands.second, operands.scales), scales=())
+            return forward(spec.widened, block_sizes, widened)
     if not _is_multiplied(spec):  # in a mixture of experts, or a gradient
         return xla.forward(spec, block_sizes.fitted(spec), operands)
     if spec.epilogue is not None and reason_against(Device.current(), programs=[spec.epilogue]) is not None:
@@ -102,7 +138,8 @@ def _rows(spec: GroupedMatmulSpec, sizes: BlockSizes, operands: Operands) -> Arr
     columns = held.shape[2 if spec.use == "forward" else 1]
     tables = visits(group_sizes, spec.rows, tile.rows)
     kernel = rows_call(spec, tile, flat.shape[0], columns)
-    out = kernel(tables.table, tables.number, tables.bounds, flat, held)
+    given = [_scale(spec, weights.shape[0], scale) for scale in scales]
+    out = kernel(tables.table, tables.number, tables.bounds, flat, held, *given)
     return out[:total, : spec.result_shape()[1]].reshape(spec.batch, *spec.result_shape())
 
 
@@ -115,6 +152,16 @@ def _weights(spec: GroupedMatmulSpec, sizes: BlockSizes, operands: Operands) -> 
     kernel = weights_call(spec, Tile.of(spec, sizes), len(lhs), len(bounds), lhs.shape[1], dout.shape[1])
     out = kernel(bounds, lhs, dout)
     return out[:, : spec.contracting, : spec.columns].reshape(spec.batch, *spec.result_shape())
+
+
+def _scale(spec: GroupedMatmulSpec, batch: int, scale: Array) -> Array:
+    """A scale of [B|1, G|1, K|1, N|1] as the kernel reads it: float32, [B G] or [B G, K] or [B G, N].
+
+    Threads read it, up to the end of the last tile, and not TMA, which would leave out what is behind the end.
+    """
+    wide = jnp.broadcast_to(scale.astype(jnp.float32), (batch, spec.groups, *scale.shape[2:]))
+    along = wide.reshape(batch * spec.groups, -1)
+    return along[:, 0] if along.shape[1] == 1 else _padded(along, (1, WIDEST))
 
 
 def _flat(spec: GroupedMatmulSpec, rows: Array) -> Array:

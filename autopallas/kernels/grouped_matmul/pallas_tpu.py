@@ -98,7 +98,7 @@ def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes, operands: Operands
     """One kernel computes it, where the groups do not overlap."""
     if spec.epilogue is not None and not _computable(spec.epilogue):
         return spec.finished(forward(spec.product, block_sizes, operands))
-    first, second, group_sizes = operands
+    first, second, group_sizes, _ = operands
     batch = spec.batch
     kernel = _weights if spec.use == "drhs" else _rows
     if is_simulated():

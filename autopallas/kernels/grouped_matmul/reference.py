@@ -37,7 +37,7 @@ def supports(spec: GroupedMatmulSpec, device: Device) -> Supported | Unsupported
 
 def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes | None, operands: Operands) -> Array:
     """This is the formula of :class:`GroupedMatmulSpec`, line by line."""
-    first, second, group_sizes = operands
+    first, second, group_sizes, _ = operands
     dtype = spec.accumulation_dtype
     row = jnp.arange(spec.rows, dtype=group_sizes.dtype)
     end = jnp.cumsum(group_sizes, axis=-1, dtype=group_sizes.dtype)
@@ -71,7 +71,7 @@ def backward(
     wanted: Sequence[bool] = (True, True),
 ) -> Gradients:
     """``jax.vjp`` of :func:`forward` gives the gradients."""
-    first, second, group_sizes = operands
+    first, second, group_sizes, _ = operands
     _, pull = jax.vjp(lambda a, b: forward(spec.product, block_sizes, Operands(a, b, group_sizes)), first, second)
     dfirst, dsecond = pull(cotangent)
     return Gradients(dfirst if wanted[0] else None, dsecond if wanted[1] else None)

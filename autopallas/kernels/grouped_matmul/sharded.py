@@ -88,7 +88,7 @@ class _Kernel:
 
     def _here(self, spec: GroupedMatmulSpec, operands: Operands) -> tuple[Operands, Array]:
         """The groups here have these operands, with their rows in front, and in each batch so many rows before them."""
-        first, second, sizes = operands
+        first, second, sizes, _ = operands
         group = lax.axis_index(self.across) * spec.groups if self.across else jnp.zeros((), jnp.int32)
         others = jnp.where(jnp.arange(sizes.shape[1]) < group, sizes, 0)
         own, before = lax.dynamic_slice_in_dim(sizes, group, spec.groups, 1), jnp.sum(others, 1, dtype=jnp.int32)

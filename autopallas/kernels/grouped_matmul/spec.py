@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas.compat import Dtype
-from autopallas.sites.elementwise import ElementwiseProgram
+from autopallas.sites.elementwise import ElementwiseProgram, Score
 from autopallas.sites.spec import plain_fields
 
 __all__ = ["GroupedMatmulSpec", "ProductSpec", "Use"]
@@ -100,8 +100,8 @@ class GroupedMatmulSpec:
     """What becomes of each element of the result, such as an activation: a program over the product, its score, in
     ``result_dtype``.  Of "forward" and "dlhs" alone."""
     widening: ElementwiseProgram | None = None
-    """What becomes of each weight before it is multiplied, where weights are stored in 8 bits: a program over the
-    stored number, its score, in ``second_dtype``, and scales, its side inputs.  Of "forward" and "dlhs" alone."""
+    """What becomes of each weight before it is multiplied, in ``second_dtype``, where the program stores weights in 8
+    bits: a program over the stored number, its score, and scales, its side inputs.  Of "forward" and "dlhs" alone."""
     scales: tuple[tuple[bool, bool, bool], ...] = ()
     """Of each scale, whether it varies over (G, K, N)."""
 
@@ -118,12 +118,17 @@ class GroupedMatmulSpec:
     @property
     def widened(self) -> GroupedMatmulSpec:
         """The same of weights as they are multiplied."""
+        return replace(self, widening=None, scales=())
+
+    @property
+    def stored_dtype(self) -> Dtype:
+        """Of the second operand in memory."""
         if self.widening is None:
-            return self
-        return replace(self, second_dtype=self.widening.dtype, widening=None, scales=())
+            return self.second_dtype
+        return next(i.dtype for i in self.widening.inputs if isinstance(i, Score))
 
     def widen(self, weights: jax.Array, scales: Sequence[jax.Array]) -> jax.Array:
-        """The weights [B|1, G, K, N] as they are multiplied, as the program computes them."""
+        """The weights [B|1, G, K, N] as they are multiplied, as the program computes them from those that it stores."""
         if self.widening is None:
             return weights
         found = self.widening.evaluate(weights, None, None, scales)
@@ -190,7 +195,7 @@ class GroupedMatmulSpec:
         batch = f"B={self.batch} " if self.batch != 1 else ""
         use = "" if self.use == "forward" else f" {self.use}"
         epilogue = "" if self.epilogue is None else ", with an epilogue"
-        stored = "" if self.widening is None else f", weights stored in {self.second_dtype}"
+        stored = "" if self.widening is None else f", weights stored in {self.stored_dtype}"
         return (
             f"grouped_matmul{use} {batch}M={self.rows} K={self.contracting} N={self.columns} G={self.groups} "
             f"{self.widest_dtype}{stored}{epilogue}"

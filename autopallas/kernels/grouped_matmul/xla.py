@@ -65,7 +65,7 @@ def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes, operands: Operands
         return single(spec, block_sizes.row_block, first, second, _bounds(spec, group_sizes))
 
     with jax.named_scope("autopallas_grouped_matmul_xla"):
-        return _each(spec.batch, one, operands)
+        return _each(spec.batch, one, operands[:3])
 
 
 def backward(
@@ -88,7 +88,7 @@ def gradients(
     wanted: Sequence[bool],
 ) -> Gradients:
     """Any implementation's ``forward`` gives the gradients."""
-    first, second, group_sizes = operands
+    first, second, group_sizes, scales = operands
     forms: dict[str, tuple[tuple[Use, tuple[Array, Array]], tuple[Use, tuple[Array, Array]]]] = {
         "forward": (("dlhs", (cotangent, second)), ("drhs", (first, cotangent))),
         "dlhs": (("forward", (cotangent, second)), ("drhs", (cotangent, first))),
@@ -99,8 +99,10 @@ def gradients(
         if not asked:
             found.append(None)
             continue
-        part = replace(spec.product, use=use, first_dtype=a.dtype, second_dtype=b.dtype, result_dtype=dtype)
-        found.append(forward(part, block_sizes, Operands(a, b, group_sizes)))
+        own = spec.widened if use == "drhs" else spec
+        second_dtype = b.dtype if own.widening is None else own.second_dtype
+        part = replace(own.product, use=use, first_dtype=a.dtype, second_dtype=second_dtype, result_dtype=dtype)
+        found.append(forward(part, block_sizes, Operands(a, b, group_sizes, scales)))
     return Gradients(*found)
 
 
