@@ -194,7 +194,9 @@ def _rows_kernel(spec: GroupedMatmulSpec, tile_: Tile, shared: SharedOperand | N
             plgpu.set_max_registers(_REGISTERS[2], action="decrease")
             steps = tiles(whole, partial(_widen_tile, own))
             if halves:
-                steps = tiles(2 * halved, lambda index, step: _widen_tile(own, whole + unravelled(index, 2)[0], step), steps)
+                steps = tiles(
+                    2 * halved, lambda index, step: _widen_tile(own, whole + unravelled(index, 2)[0], step), steps
+                )
             wide.drain(steps)
 
     @pl.when(warpgroup < CONSUMERS)

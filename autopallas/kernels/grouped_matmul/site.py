@@ -11,11 +11,13 @@ from functools import cached_property
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from autopallas.compat import Dtype
 from autopallas.kernels.grouped_matmul.operands import Operands
 from autopallas.kernels.grouped_matmul.operation import OPERATION
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, Use
+from autopallas.numerics.casts import is_quantised
 from autopallas.sites.calls import vjp_at
 from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.index_notation import Label, Labels, Operand, View, read, write
@@ -24,6 +26,19 @@ from autopallas.sites.operation import Kernel, Operation
 from autopallas.sites.spec import BlockSizes
 
 __all__ = ["GroupedMatmulSite"]
+
+
+def _multiplied(dtype: Dtype, other: Dtype) -> Dtype:
+    """In which dtype an operand is multiplied: that of the other one, or bfloat16, if it has floats of 8 bits, all of
+    which these hold."""
+    if not is_quantised(dtype):
+        return dtype
+    return np.dtype(jnp.bfloat16) if is_quantised(other) else other
+
+
+def _widened(spec: GroupedMatmulSpec, operands: Operands) -> Operands:
+    """The operands with weights as they are multiplied, as the program makes them."""
+    return operands._replace(second=spec.widen(operands.second, operands.scales), scales=())
 
 
 @dataclass(frozen=True)
@@ -40,6 +55,9 @@ class GroupedMatmulSite(IndexedSite):
       types: dtypes of the operands.
       result_dtype: of the product.
       epilogue: what becomes of each of its elements.
+      widening: what becomes of each weight before it is multiplied, of weights that the program stores in 8 bits: a
+        program over the weight, its score, and scales, its side inputs.
+      scales: how those are read.
       saves_product: whether the product is handed to the backward, which asks for it only where there is an epilogue.
     """
 
@@ -60,6 +78,8 @@ class GroupedMatmulSite(IndexedSite):
     assume_finite: bool = True
     epilogue: ElementwiseProgram | None = None
     saves_product: bool = False
+    widening: ElementwiseProgram | None = None
+    scales: tuple[Operand, ...] = ()
 
     @property
     def operation(self) -> Operation:
@@ -68,6 +88,9 @@ class GroupedMatmulSite(IndexedSite):
     @cached_property
     def spec(self) -> GroupedMatmulSpec:
         """The canonical description, which kernels and tables know."""
+        first, second = self.types[self.first.position], self.types[self.second.position]
+        if self.widening is not None:
+            second = self.widening.dtype
         return GroupedMatmulSpec(
             use=self.use,
             batch=self.extent(self.batch_labels),
@@ -75,13 +98,23 @@ class GroupedMatmulSite(IndexedSite):
             groups=self.extent(self.group_labels),
             contracting=self.extent(self.contracting_labels),
             columns=self.extent(self.column_labels),
-            first_dtype=self.types[self.first.position],
-            second_dtype=self.types[self.second.position],
+            first_dtype=_multiplied(first, second),
+            second_dtype=_multiplied(second, first),
             result_dtype=self.result_dtype,
             precision=self.precision,
             assume_finite=self.assume_finite,
             epilogue=self.epilogue,
+            widening=self.widening,
+            scales=tuple(self._varies(scale) for scale in self.scales),
         )
+
+    def _varies(self, scale: Operand) -> tuple[bool, bool, bool]:
+        """Whether a scale varies over G, K and N."""
+        g, k, n = (
+            not set(scale.labels).isdisjoint(labels)
+            for labels in (self.group_labels, self.contracting_labels, self.column_labels)
+        )
+        return g, k, n
 
     # ------------------------------------------------------------------ to canonical arrays and back
 
@@ -93,11 +126,14 @@ class GroupedMatmulSite(IndexedSite):
         return {"forward": (lhs, rhs, out), "dlhs": (out, rhs, lhs), "drhs": (lhs, out, rhs)}[self.use]
 
     def _canonical(self, operands: Sequence[jax.Array]) -> Operands:
-        first, second, _ = self.axes
+        """The operands of kernels: what is multiplied in the spec's dtypes, or weights as they are stored and scales."""
+        spec, (first, second, _) = self.spec, self.axes
+        weights = read(self.second, operands, self.sizes, second)
         return Operands(
-            read(self.first, operands, self.sizes, first),
-            read(self.second, operands, self.sizes, second),
+            read(self.first, operands, self.sizes, first).astype(spec.first_dtype),
+            weights if spec.widening is not None else weights.astype(spec.second_dtype),
             read(self.group_sizes, operands, self.sizes, (self.batch_labels, self._size_labels)),
+            tuple(read(scale, operands, self.sizes, second) for scale in self.scales),
         )
 
     @property
@@ -114,8 +150,10 @@ class GroupedMatmulSite(IndexedSite):
         kernel = self.running(kernel)
         # A kernel without epilogues is given none.  Where the product is saved, it is computed, epilogue or not.
         fused = not self.saves_product and getattr(kernel, "EPILOGUES", False)
-        spec = self.spec if fused else self.spec.product
-        out = self._written(kernel.forward(spec, block_sizes, self._canonical(operands)))
+        spec, canonical = self.spec if fused else self.spec.product, self._canonical(operands)
+        if spec.widening is not None and not getattr(kernel, "WIDENS", False):
+            spec, canonical = spec.widened, _widened(spec, canonical)
+        out = self._written(kernel.forward(spec, block_sizes, canonical))
         return ((out if fused else self.spec.finished(out),), (out,) if self.saves_product else ())
 
     def _written(self, out: jax.Array) -> jax.Array:
@@ -142,20 +180,25 @@ class GroupedMatmulSite(IndexedSite):
     ) -> tuple[jax.Array, ...]:
         """Cotangents of the operands at the positions ``active``."""
         kernel, spec = self.running(kernel), self.spec
+        weights = {self.second.position, *(scale.position for scale in self.scales)}
+        if not getattr(kernel, "WIDENS", False) or not weights.isdisjoint(active):
+            spec = spec.widened  # gradients are those of what is multiplied, for what the program makes it of
 
-        def prepare(operands: Sequence[jax.Array]) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-            first, second, sizes = self._canonical(operands)
+        def prepare(operands: Sequence[jax.Array]) -> tuple[tuple[jax.Array, jax.Array], Operands]:
+            canonical = self._canonical(operands)
+            if spec.widening is None:
+                canonical = _widened(self.spec, canonical)
             # An operand that all examples share has the sum of their gradients: the derivative of a broadcast.
-            first, second = (jnp.broadcast_to(x, (spec.batch, *x.shape[1:])) for x in (first, second))
-            return (first, second), sizes
+            first, second = (jnp.broadcast_to(x, (spec.batch, *x.shape[1:])) for x in canonical[:2])
+            return (first, second), canonical
 
-        (first, second), pull, sizes = vjp_at(prepare, operands, active, has_aux=True)
-        canonical, given = Operands(first, second, sizes), cotangents[0]
+        (first, second), pull, canonical = vjp_at(prepare, operands, active, has_aux=True)
+        canonical, given = canonical._replace(first=first, second=second), cotangents[0]
         if self.epilogue is not None:
             found = residuals or (self._written(kernel.forward(spec.product, block_sizes, canonical)),)
             (given,) = jax.vjp(spec.finished, found[0])[1](given)
         cotangent = read(Operand(0, self.result), (given,), self.sizes, self.axes[2])
-        wanted = [self.first.position in active, self.second.position in active]
+        wanted = [self.first.position in active, not weights.isdisjoint(active)]
         gradients = kernel.backward(spec.product, block_sizes, canonical, cotangent, wanted)
         filled = tuple(
             jnp.zeros_like(x) if gradient is None else gradient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax.numpy as jnp
 
@@ -11,7 +12,9 @@ from autopallas.compat import Var
 from autopallas.graph import Graph, Node
 from autopallas.graph.extract import closed
 from autopallas.kernels.grouped_matmul.site import GroupedMatmulSite
+from autopallas.numerics.casts import is_quantised
 from autopallas.patterns.advice import EMPTY, FLOATS, GROUP_SIZES, PRECISION
+from autopallas.patterns.grouped_matmul.widening import STORED_DTYPES, cast_program
 from autopallas.patterns.match import Match, Mismatch
 from autopallas.sites.index_notation import Label, Operand, View
 
@@ -103,7 +106,7 @@ def _site(graph: Graph, node: Node, assume_finite: bool) -> GroupedMatmulSite:
         transposed = bool(columns) and right.index(contracted[0]) > right.index(columns[0])
         use, inner, outer = ("dlhs", columns, contracted) if transposed else ("forward", contracted, columns)
     counted = [*outside, group] if len(sizes_shape) > 1 else [group]
-    return GroupedMatmulSite(
+    site = GroupedMatmulSite(
         use=use,  # type: ignore[arg-type]
         sizes=tuple(labels.sizes),
         first=Operand(0, _view(left)),
@@ -120,13 +123,18 @@ def _site(graph: Graph, node: Node, assume_finite: bool) -> GroupedMatmulSite:
         precision=precision(node),
         assume_finite=assume_finite,
     )
+    if use == "drhs" or not is_quantised(graph.dtype(node.inputs[1])):
+        return site
+    # All of its numbers are numbers of the dtype in which they are multiplied.
+    return replace(site, widening=cast_program(graph.dtype(node.inputs[1]), site.spec.second_dtype))
 
 
 def _check(graph: Graph, node: Node, ragged: int) -> None:
     if node.params["group_offset"] is not None:
         raise Mismatch("a group offset is given, which no kernel knows", advice=GROUP_SIZES)
     for number in (*node.inputs[:2], *node.outputs):
-        if graph.dtype(number).name not in _FLOATS:
+        narrow = number in node.inputs[:2] and graph.dtype(number).name in STORED_DTYPES
+        if graph.dtype(number).name not in _FLOATS and not narrow:
             raise Mismatch(f"an array is of dtype {graph.dtype(number)}", advice=FLOATS)
         if 0 in graph.shape(number):
             raise Mismatch("an array is empty", advice=EMPTY)

@@ -19,6 +19,7 @@ from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.patterns import mixture_of_experts
 from autopallas.patterns.grouped_matmul.epilogue import with_epilogue
 from autopallas.patterns.grouped_matmul.ragged_dot import ragged_dot
+from autopallas.patterns.grouped_matmul.widening import with_widening
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
 
 __all__ = ["find"]
@@ -44,7 +45,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 with bounded(graph):
                     match = ragged_dot(graph, node, assume_finite)
                     if _spec(match).use != "drhs":
-                        match = with_epilogue(graph, match, alive)
+                        match = with_widening(graph, with_epilogue(graph, match, alive), alive)
             except Mismatch as mismatch:
                 location = jaxprs.location(node.equation)
                 miss = NearMiss("grouped_matmul", location, mismatch.reason, node.outputs[0], mismatch.advice)

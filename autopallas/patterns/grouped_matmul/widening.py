@@ -1,0 +1,228 @@
+"""Finds what a program makes of weights that it stores in 8 bits before it multiplies them: casts, products with scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from autopallas.compat import Dtype
+from autopallas.graph import Body, Graph, Node
+from autopallas.graph.custom_rules import ELEMENTWISE
+from autopallas.graph.extract import jaxpr_of, nodes_between
+from autopallas.graph.labels import Ref
+from autopallas.kernels.grouped_matmul.site import GroupedMatmulSite
+from autopallas.numerics.casts import is_quantised
+from autopallas.patterns.expressions import Scope, operation
+from autopallas.patterns.match import Match, Mismatch
+from autopallas.sites.elementwise import (
+    Constant,
+    ElementwiseProgram,
+    Input,
+    Instruction,
+    Score,
+    Side,
+    parameters,
+    traced,
+)
+from autopallas.sites.index_notation import Operand, View
+
+__all__ = ["STORED_DTYPES", "cast_program", "with_widening"]
+
+STORED_DTYPES = frozenset({"float8_e4m3fn", "float8_e5m2"})
+"""Floats of 8 bits all of which are numbers of bfloat16, float16 and float32."""
+
+_LONGEST = 12
+"""Most operations on a weight."""
+
+
+def cast_program(source: Dtype, target: Dtype) -> ElementwiseProgram:
+    """Returns the program of a cast of weights."""
+    return traced(lambda weight: jax.lax.convert_element_type(weight, target), Score(source))
+
+
+def with_widening(graph: Graph, match: Match, alive: frozenset[int]) -> Match:
+    """Returns a grouped matmul that reads weights as they are stored, where the program computes those that it
+    multiplies, element by element, from one array of 8 bits, from scales and from known numbers.
+
+    Scales are repeated along axes of the weights. Nothing but grouped matmuls reads what is computed on the way, so that
+    no other reader has it computed besides, and all of it is computed where the product is.
+    """
+    site = match.site
+    assert isinstance(site, GroupedMatmulSite)
+    number = match.operands[site.second.position]
+    if site.widening is not None or is_quantised(graph.dtype(number)):
+        return match
+    labels = [own for _, own in site.second.view]
+    if any(len(own) != 1 for own in labels) or 1 in graph.shape(number):
+        return match
+    reader = _Reader(graph, match.body, number, [label for (label,) in labels])
+    try:
+        program = reader.program()
+    except Mismatch:
+        return match
+    stored, view = reader.stored
+    if not _is_read_by_products(graph, number, stored, [value for value, _ in reader.scales], alive):
+        return match
+    operands = list(match.operands)
+    operands[site.second.position] = stored
+    scales = []
+    for position, (value, read) in enumerate(reader.scales, len(operands)):
+        scales.append(Operand(position, read))
+        operands.append(value)
+    nodes, captured = nodes_between(graph, operands, match.results)
+    if captured:
+        return match
+    return replace(
+        match,
+        site=replace(
+            site,
+            second=Operand(site.second.position, view),
+            types=tuple(graph.dtype(operand) for operand in operands),
+            widening=program,
+            scales=tuple(scales),
+        ),
+        operands=tuple(operands),
+        equations=tuple(nodes),
+        original=jaxpr_of(graph, nodes, operands, match.results),
+    )
+
+
+def _is_read_by_products(graph: Graph, number: int, stored: int, scales: Sequence[int], alive: frozenset[int]) -> bool:
+    """Returns whether grouped matmuls alone read what is computed of the stored weights up to those that they multiply."""
+    nodes, _ = nodes_between(graph, (stored, *scales), [number])
+    own = {id(node) for node in nodes}
+    made = {stored}
+    for node in nodes:
+        if made.isdisjoint(node.inputs):
+            continue
+        made.update(node.outputs)
+        if not graph.returned.isdisjoint(node.outputs):
+            return False
+        for user in (user for output in node.outputs for user in graph.users[output]):
+            if user.equation.effects or not alive.isdisjoint(user.outputs):
+                if id(user) not in own and user.name != "ragged_dot_general":
+                    return False
+    return True
+
+
+class _Reader:
+    """Reads weights back to the array of 8 bits.
+
+    Attributes:
+      stored: the number of that array, and the view under which the site reads it, once it is known.
+      scales: the same of each scale.
+    """
+
+    def __init__(self, graph: Graph, body: Body, number: int, labels: Sequence[int]):
+        self.graph = graph
+        self.stored: tuple[int, View] = (-1, ())
+        self.scales: list[tuple[int, View]] = []
+        self._places = graph.positions[body]
+        self._scope = Scope(graph)
+        self._weights = self._scope.space.full(number)
+        self._labels = {atom: label for (_, (atom,)), label in zip(self._weights.view, labels, strict=True)}
+        self._inputs: dict[Input, int] = {}
+        self._lines: list[tuple[Node, list[tuple[bool, int]]]] = []
+        self._registers: dict[Ref, tuple[bool, int]] = {}
+        self._narrow: dict[int, bool] = {}
+
+    def program(self) -> ElementwiseProgram:
+        """Returns the program of the weights.
+
+        Raises:
+          Mismatch: they are not computed as such a program computes them.
+        """
+        is_line, result = self._register(self._weights)
+        if not is_line:
+            raise Mismatch("nothing becomes of the weights")
+        instructions = []
+        for node, registers in self._lines:
+            primitive, params = operation(node)
+            arguments = tuple(len(self._inputs) + n if line else n for line, n in registers)
+            dtype = np.dtype(self.graph.dtype(node.outputs[0]))
+            instructions.append(Instruction(primitive, parameters(params), arguments, dtype))
+        program = ElementwiseProgram(tuple(self._inputs), tuple(instructions), len(self._inputs) + result)
+        try:
+            hash(program)
+        except TypeError:
+            raise Mismatch("a parameter is no plain value") from None
+        return program
+
+    def _register(self, ref: Ref) -> tuple[bool, int]:
+        """Returns what computes a value: (whether it is a line, the number of the line or of the input)."""
+        at = self._undone(ref)
+        if at not in self._registers:
+            self._registers[at] = self._read(at)
+        return self._registers[at]
+
+    def _undone(self, ref: Ref) -> Ref:
+        """Returns the same elements with those layout operations undone that the product's body has."""
+        found = ref
+        for at in self._scope.space.chain(ref):
+            if found.value != at.value and self._places.get(found.value, (-1,))[0] < 0:
+                break
+            found = at
+        return found
+
+    def _read(self, at: Ref) -> tuple[bool, int]:
+        graph, value = self.graph, at.value
+        dtype = np.dtype(graph.dtype(value))
+        if dtype.name in STORED_DTYPES:
+            view = self._view(at)
+            if self.stored not in ((-1, ()), (value, view)):
+                raise Mismatch("there are two arrays of 8 bits")
+            if {label for _, own in view for label in own} != set(self._labels.values()):
+                raise Mismatch("the array of 8 bits is repeated")
+            self.stored = value, view
+            return self._input(Score(dtype))
+        if self._is_narrow(at, _LONGEST):
+            operands = self._scope.space.uses(at)
+            assert operands is not None
+            self._lines.append((graph.definitions[value], [self._register(operand) for operand in operands]))
+            return True, len(self._lines) - 1
+        if (known := self._scope.number(at)) is not None:
+            kind = int if dtype.kind in "iu" else bool if dtype.kind == "b" else float
+            return self._input(Constant(kind(known), dtype))
+        if value not in self._places:
+            raise Mismatch("a scale is not there where the product is")
+        scale = value, self._view(at)
+        if scale not in self.scales:
+            self.scales.append(scale)
+        return self._input(Side(self.scales.index(scale), dtype))
+
+    def _input(self, given: Input) -> tuple[bool, int]:
+        return False, self._inputs.setdefault(given, len(self._inputs))
+
+    def _is_narrow(self, at: Ref, deepest: int) -> bool:
+        """Returns whether a value is computed here, element by element and in few steps, from an array of 8 bits."""
+        value = at.value
+        if self.graph.dtype(value).name in STORED_DTYPES:
+            return True
+        if value not in self._narrow:
+            self._narrow[value] = self._steps_from_narrow(at, deepest)
+        return self._narrow[value]
+
+    def _steps_from_narrow(self, at: Ref, deepest: int) -> bool:
+        node = self.graph.definitions.get(at.value)
+        if node is None or node.name not in ELEMENTWISE or len(node.outputs) != 1 or node.equation.effects:
+            return False
+        if deepest == 0 or self._places.get(at.value, (-1,))[0] < 0:
+            return False
+        operands = self._scope.space.uses(at)
+        return operands is not None and any(self._is_narrow(self._undone(o), deepest - 1) for o in operands)
+
+    def _view(self, at: Ref) -> View:
+        """Returns a view under the site's labels.
+
+        Raises:
+          Mismatch: it is one of a part of the array, or of parts of the weights' axes.
+        """
+        space, view = self._scope.space, []
+        for (offset, atoms), size in zip(space.view(at.view), self.graph.shape(at.value), strict=True):
+            if offset or any(atom not in self._labels for atom in atoms) or space.extent(atoms) != size:
+                raise Mismatch("a part of an array is read")
+            view.append((0, tuple(self._labels[atom] for atom in atoms)))
+        return tuple(view)
