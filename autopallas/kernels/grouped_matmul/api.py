@@ -121,7 +121,7 @@ def apply(
 def _apply_forward(
     name: str, spec: GroupedMatmulSpec, block_sizes: tuple[BlockSizes, BlockSizes], *arrays: Array
 ) -> tuple[Array, Operands]:
-    module, operands = OPERATION.implementation(name), Operands(*arrays)
+    module, operands = OPERATION.implementation(name), Operands(arrays[0], arrays[1], arrays[2])
     assert module is not None
     return module.forward(spec, block_sizes[1], operands), operands
 

@@ -24,7 +24,7 @@ from autopallas.kernels.grouped_matmul.gpu_tiles import STORED, WIDENED, SharedO
 from autopallas.kernels.grouped_matmul.gpu_visits import ALIGNED, AT, COUNT, FIRST, HIGH, LAST, LOW
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.kernels.refs import Ref
-from autopallas.sites.elementwise import Constant, Input, Score, bind
+from autopallas.sites.elementwise import Constant, Input, Score, Side, bind
 
 __all__ = ["rows_call", "weights_call"]
 
@@ -93,7 +93,7 @@ def _scratch(spec: GroupedMatmulSpec, tile_: Tile, shared: SharedOperand | None)
         return [*made, plgpu.Barrier(num_arrivals=CONSUMERS)]
     cut, *wide = ladder
     made.append(plgpu.SMEM(*cut))
-    return [*made, *map(lambda shape: tile(*shape), wide), *(Ring.barriers(WIDENED, 1) if widens else ())]
+    return [*made, *(tile(*shape) for shape in wide), *(Ring.barriers(WIDENED, 1) if widens else ())]
 
 
 def _of_pair(tiles_: int, paired: bool) -> int:
@@ -161,8 +161,9 @@ class _Rows(NamedTuple):
 
 
 def _rows_kernel(spec: GroupedMatmulSpec, tile_: Tile, shared: SharedOperand | None, *refs: Ref) -> None:
-    (table, number, bounds, rows, weights), rest = refs[:5], refs[5:]
-    scales, (out, first, second, stored, full, free, ladder, *rest) = rest[: len(spec.scales)], rest[len(spec.scales) :]
+    (table, number, bounds, rows, weights), given = refs[:5], refs[5:]
+    scales, given = given[: len(spec.scales)], given[len(spec.scales) :]
+    out, first, second, stored, full, free, ladder, *rest = given
     plgpu = mosaic()
     ring = Ring(first, second, full, free, tile_.stages)
     wide = Ring(second, rest[0], rest[1], rest[2], WIDENED) if rest else None
@@ -177,7 +178,7 @@ def _rows_kernel(spec: GroupedMatmulSpec, tile_: Tile, shared: SharedOperand | N
     # Registers do not hold what an activation needs of both kinds of tiles.
     halves = tile_.halves and spec.epilogue is None
     whole, halved = _shared_out(visits * own.column_tiles, halves)
-    registers = REGISTERS if wide is None else _REGISTERS
+    registers = REGISTERS if wide is None else _REGISTERS[:2]
 
     @pl.when(warpgroup == CONSUMERS)
     def produce() -> None:
@@ -194,9 +195,7 @@ def _rows_kernel(spec: GroupedMatmulSpec, tile_: Tile, shared: SharedOperand | N
             plgpu.set_max_registers(_REGISTERS[2], action="decrease")
             steps = tiles(whole, partial(_widen_tile, own))
             if halves:
-                steps = tiles(
-                    2 * halved, lambda index, step: _widen_tile(own, whole + unravelled(index, 2)[0], step), steps
-                )
+                steps = tiles(2 * halved, partial(_widen_half, own, whole), steps)
             wide.drain(steps)
 
     @pl.when(warpgroup < CONSUMERS)
@@ -303,8 +302,8 @@ def _load_rows(own: _Rows, row_parts: Sequence[Array | int], index: Array, step:
 
 
 def _steps(own: _Rows, visit: Array, body: Callable[[Array, Array, Array], None], step: Array) -> Array:
-    """Calls ``body(weights, k, step)`` for each step of a tile: the place of its group's weights, and which step of that
-    group it is; returns the steps done."""
+    """Calls ``body(weights, k, step)`` for each step of a tile: the place of its group's weights, and the step's number
+    within that group; returns the steps done."""
     begin = own.table[visit, AT] + own.table[visit, LOW]
 
     def group_steps(group: Array, step: Array) -> Array:
@@ -321,8 +320,13 @@ def _steps(own: _Rows, visit: Array, body: Callable[[Array, Array, Array], None]
     return steps_of(own.table[visit, FIRST], own.table[visit, LAST] + 1, group_steps, step)
 
 
+def _widen_half(own: _Rows, begin: Array, index: Array, step: Array) -> Array:
+    tile_number, _ = unravelled(index, 2)
+    return _widen_tile(own, begin + tile_number, step)
+
+
 def _widen_tile(own: _Rows, index: Array, step: Array) -> Array:
-    """A warpgroup makes of the weights of a tile, as they are stored, those that are multiplied; returns the steps done.
+    """A warpgroup makes of a tile's weights, as they are stored, those that are multiplied; returns the steps done.
 
     Numbers of 8 bits become float32 in registers, which is exact, and what the program makes of them is rounded as the
     program rounds it.
@@ -393,6 +397,7 @@ def _widened(own: _Rows, stored: Array, scales: Sequence[Array]) -> Array:
     def load(i: Input) -> Array:
         if isinstance(i, Constant):
             return jnp.asarray(i.value, i.dtype)
+        assert isinstance(i, Score | Side)
         return stored.astype(jnp.float32) if isinstance(i, Score) else scales[i.position].astype(i.dtype)
 
     return program.run(load, bind)

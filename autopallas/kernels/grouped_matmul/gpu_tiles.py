@@ -27,7 +27,7 @@ WIDEST = 256
 """Most columns of a tile."""
 
 WIDENED = 2
-"""Steps whose weights have a place in shared memory as they are multiplied, where they are loaded as they are stored."""
+"""Steps whose weights have a place in shared memory as they are multiplied, where they are loaded in 8 bits."""
 
 _FEWEST_TOGETHER, _MOST_TOGETHER = 2, 4
 """Strips of so many columns that are stored together."""

@@ -126,7 +126,7 @@ class GroupedMatmulSite(IndexedSite):
         return {"forward": (lhs, rhs, out), "dlhs": (out, rhs, lhs), "drhs": (lhs, out, rhs)}[self.use]
 
     def _canonical(self, operands: Sequence[jax.Array]) -> Operands:
-        """The operands of kernels: what is multiplied in the spec's dtypes, or weights as they are stored and scales."""
+        """The operands of kernels: in the dtypes in which they are multiplied, or weights as they are stored."""
         spec, (first, second, _) = self.spec, self.axes
         weights = read(self.second, operands, self.sizes, second)
         return Operands(

@@ -1,4 +1,4 @@
-"""Finds what a program makes of weights that it stores in 8 bits before it multiplies them: casts, products with scales."""
+"""Finds what a program makes of weights that it stores in 8 bits before it multiplies them: casts, and scales."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def with_widening(graph: Graph, match: Match, alive: frozenset[int]) -> Match:
     """Returns a grouped matmul that reads weights as they are stored, where the program computes those that it
     multiplies, element by element, from one array of 8 bits, from scales and from known numbers.
 
-    Scales are repeated along axes of the weights. Nothing but grouped matmuls reads what is computed on the way, so that
-    no other reader has it computed besides, and all of it is computed where the product is.
+    Scales are repeated along axes of the weights. All of it is computed where the product is, and nothing but grouped
+    matmuls reads it, or it would be computed besides.
     """
     site = match.site
     assert isinstance(site, GroupedMatmulSite)
@@ -91,7 +91,7 @@ def with_widening(graph: Graph, match: Match, alive: frozenset[int]) -> Match:
 
 
 def _is_read_by_products(graph: Graph, number: int, stored: int, scales: Sequence[int], alive: frozenset[int]) -> bool:
-    """Returns whether grouped matmuls alone read what is computed of the stored weights up to those that they multiply."""
+    """Returns whether grouped matmuls alone read what is made of the stored weights."""
     nodes, _ = nodes_between(graph, (stored, *scales), [number])
     own = {id(node) for node in nodes}
     made = {stored}
