@@ -34,9 +34,6 @@ _REGISTERS = (192, 40, 88)
 """Registers per thread of a consumer, of the producer, and of the warpgroup that widens weights, together no more than
 the 128 that each of four warpgroups starts with."""
 
-_READ = 128
-"""Columns of weights of 8 bits that are read from shared memory together, as wide as its widest swizzle."""
-
 
 def rows_call(spec: GroupedMatmulSpec, tile_: Tile, total: int, columns: int) -> Callable[..., Array]:
     """The kernel as a function of (table, number, bounds, rows [T, inner], weights [groups, ...], *scales).
@@ -88,7 +85,7 @@ def _scratch(spec: GroupedMatmulSpec, tile_: Tile, shared: SharedOperand | None)
     widens = spec.widening is not None
     transfers = tile_.row_parts + tile_.column_parts
     barriers = Ring.barriers(tile_.stages, transfers, shared is not None, CONSUMERS + widens)
-    made = [tile(*first), tile(*second), tile(*stored), *barriers]
+    made = [tile(*first), tile(*second, widest=tile_.second_swizzle(spec)), tile(*stored), *barriers]
     if not ladder:
         return [*made, plgpu.Barrier(num_arrivals=CONSUMERS)]
     cut, *wide = ladder
@@ -349,7 +346,7 @@ def _widen_tile(own: _Rows, index: Array, step: Array) -> Array:
             rows, columns = multiplied.shape
             if i:
                 scales = _Scales(own, weights, column, k, i)
-            together = min(columns, _READ)
+            together = min(columns, tile_.second_swizzle(own.spec))
             for r, c in itertools.product(range(0, rows, PART), range(0, columns, together)):
                 down = pl.ds(r, PART)
                 read = plgpu.load(stored.at[down, pl.ds(c, together)], layout=plgpu.Layout.WGMMA_UPCAST_4X)

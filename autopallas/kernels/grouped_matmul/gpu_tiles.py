@@ -130,6 +130,11 @@ class Tile(NamedTuple):
     def _second(self, spec: GroupedMatmulSpec) -> tuple[int, int]:
         return (self.part_columns, self.inner) if spec.use == "dlhs" else (self.inner, self.part_columns)
 
+    def second_swizzle(self, spec: GroupedMatmulSpec) -> int:
+        """Most bytes that the second operand's swizzle may have: TMA moves whole ones, and of arrays that have half of
+        one left at the end those of half the size."""
+        return 64 if spec.widening is not None and rounded(spec.columns, PART) % 128 else 128
+
     def shared_bytes(self, spec: GroupedMatmulSpec) -> int:
         """Of one block."""
         return shared_bytes(self.shapes(spec), barriers=2 * self.stages + 1 + 2 * WIDENED * (spec.widening is not None))
