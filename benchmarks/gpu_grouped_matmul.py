@@ -6,6 +6,7 @@ Letters: M rows, K inner size, N columns, G groups.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -18,11 +19,13 @@ import numpy as np
 import autopallas
 from autopallas.kernels.grouped_matmul import pallas_gpu, xla
 from autopallas.kernels.grouped_matmul.api import apply, grouped_matmul
-from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
+from autopallas.kernels.grouped_matmul.block_sizes import STORED, BlockSizes
 from autopallas.kernels.grouped_matmul.operands import Operands
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
-from autopallas.kernels.grouped_matmul.tuned_block_sizes import table_key
+from autopallas.kernels.grouped_matmul.tuned_block_sizes import STORED_WEIGHTS, table_key
 from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Score, Side, traced
+from autopallas.tuning.table import of_form
 from benchmarks.gpu_benchmark import MATMUL, ORIGINAL, Check, Timed
 from benchmarks.gpu_session import peers
 
@@ -47,6 +50,8 @@ _TIMED = (
     (512, 2048, 2048, 32, 1),
 )
 _SMALL_TIMED = ((70, 64, 64, 3, 1),)
+_STORED_TIMED = ((128, 4096, 4096, 8), (512, 4096, 4096, 8), (8192, 4096, 4096, 8))
+"""Weights of 8 bits: the fewer rows a group has, the more of the time is that of its weights."""
 
 
 def patterns(rows: int, groups: int) -> dict[str, np.ndarray[Any, Any]]:
@@ -108,9 +113,54 @@ def _check(rows: int, k: int, n: int, groups: int, pattern: str, dtype: str, sma
     return Check(f"M{rows} K{k} N{n} G{groups} {pattern}", dtype, "forward+backward", function, exact, given, tolerance)
 
 
+def scaled(lhs: Any, rhs: Any, sizes: Any, scales: Any) -> Any:
+    """Weights of 8 bits with a scale for each column of a group, as programs multiply them."""
+    return jax.lax.ragged_dot(lhs, (rhs.astype(jnp.float32) * scales).astype(lhs.dtype), sizes)
+
+
+def stored_operands(rows: int, k: int, n: int, groups: int, sizes: Any, stored: str) -> tuple[Any, ...]:
+    """The operands of :func:`scaled`."""
+    lhs, rhs, given = operands(rows, k, n, groups, sizes, "bfloat16", False)
+    scales = jax.random.uniform(jax.random.key(k), (groups, 1, n), jnp.float32, 0.5, 2.0)
+    return lhs, rhs.astype(jnp.dtype(stored)), given, scales
+
+
+def _stored_spec(rows: int, k: int, n: int, groups: int, stored: str) -> GroupedMatmulSpec:
+    bf16, f32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
+    score, side = Score(np.dtype(jnp.dtype(stored))), Side(0, f32)
+    program = traced(lambda weight, scale: (weight.astype(f32) * scale).astype(bf16), score, side)
+    over = ((True, False, True),)
+    return GroupedMatmulSpec("forward", 1, rows, groups, k, n, bf16, bf16, bf16, widening=program, scales=over)
+
+
+def _of_stored(spec: GroupedMatmulSpec, choice: BlockSizes, lhs: Any, rhs: Any, given: Any, scales: Any) -> Any:
+    return pallas_gpu.forward(spec, choice, Operands(lhs[None], rhs[None], given[None], (scales[None],)))[0]
+
+
+def _exact_of_stored(lhs: Any, rhs: Any, sizes: Any, scales: Any) -> Any:
+    return exact(lhs, (rhs.astype(jnp.float32) * scales).astype(jnp.bfloat16), sizes)
+
+
+def _stored_checks(small: bool, shapes: Any, kinds: tuple[str, ...] = ("uneven",)) -> Iterator[Check]:
+    """Weights of 8 bits, widened in shared memory, by tiles of both heights."""
+    for (rows, k, n, groups), kind, stored in itertools.product(shapes, kinds, ("float8_e4m3fn", "float8_e5m2")):
+        spec, sizes = _stored_spec(rows, k, n, groups, stored), patterns(rows, groups)[kind]
+        for block in (64,) if small else (64, 128):
+            yield Check(
+                f"M{rows} K{k} N{n} G{groups} {kind}, stored {stored}, {block} rows",
+                "bfloat16",
+                "forward",
+                partial(_of_stored, spec, BlockSizes(block, weights=STORED)),
+                _exact_of_stored,
+                partial(stored_operands, rows, k, n, groups, sizes, stored),
+                4e-2,
+            )
+
+
 def smoke(small: bool) -> Iterator[Check]:
     """The product and both gradients, with tails of every axis."""
     yield _check(*(_SMALL[0] if small else (513, 200, 136, 5)), "uneven", "bfloat16", small)
+    yield next(_stored_checks(small, _SMALL if small else ((513, 200, 136, 5),)))
 
 
 def checks(small: bool) -> Iterator[Check]:
@@ -121,6 +171,9 @@ def checks(small: bool) -> Iterator[Check]:
             dtypes = ("bfloat16", "float16") if number == 0 and not small else ("bfloat16",)
             for dtype in dtypes:
                 yield _check(*shape, kind, dtype, small)
+    kinds = ("uneven",) if small else tuple(patterns(1, 1))
+    yield from _stored_checks(small, _SMALL if small else _SHAPES[3:5], kinds)
+    yield from () if small else _stored_checks(small, (_SHAPES[0], _SHAPES[1], _SHAPES[5], _SHAPES[7]))
 
 
 def stressed(small: bool) -> Iterator[Check]:
@@ -130,6 +183,7 @@ def stressed(small: bool) -> Iterator[Check]:
     if not small:
         check = _check(2048, 512, 512, 13, "uneven", "bfloat16", False)
         yield replace(check, name=f"{check.name}, NaN in group 5", arguments=partial(_with_nan, check.arguments, 5))
+    yield from _stored_checks(small, _SMALL if small else ((4096, 1024, 1408, 61),))
 
 
 def _with_nan(arguments: Callable[[], tuple[Any, ...]], group: int) -> tuple[Any, ...]:
@@ -145,8 +199,31 @@ def timed(small: bool) -> Iterator[Timed]:
     for rows, k, n, groups, count in _SMALL_TIMED if small else _TIMED:
         for backward in (False,) if small else (False, True):
             yield _timed(rows, k, n, groups, count, backward)
+    for shape in ((70, 64, 64, 3),) if small else _STORED_TIMED:
+        yield _stored(*shape)
     for number, (rows, k, n, groups, _) in enumerate(() if small else _TIMED[:2]):
         yield from (_product(rows, k, n, groups, use, 5 + 3 * number + u) for u, use in enumerate(("dlhs", "drhs")))
+
+
+def _stored(rows: int, k: int, n: int, groups: int) -> Timed:
+    """Weights of 8 bits, which XLA widens before the product, or the kernel while it multiplies."""
+    spec = _stored_spec(rows, k, n, groups, "float8_e4m3fn")
+    found = pallas_gpu.candidates(spec, Device.current())
+    chosen = [found[0], *(choice for choice in found if choice.weights == STORED)]
+    sizes = {f"pallas_gpu {tuple(c.to_dict().values())}": c for c in chosen}
+    candidates = {ORIGINAL: scaled} | {name: partial(_of_stored, spec, choice) for name, choice in sizes.items()}
+    return Timed(
+        name=f"M{rows} K{k} N{n} G{groups}, weights stored in float8_e4m3fn",
+        dtype="bfloat16",
+        direction="forward",
+        candidates=candidates,
+        block_sizes=sizes,
+        arguments=partial(stored_operands, rows, k, n, groups, patterns(rows, groups)["uneven"], "float8_e4m3fn"),
+        operations=2.0 * rows * k * n,
+        key=of_form(table_key(spec, IMPLEMENTATION, "forward"), STORED_WEIGHTS),
+        bytes_moved=2.0 * rows * (k + n) + groups * k * n,
+        expansion=groups,
+    )
 
 
 def _product(rows: int, k: int, n: int, groups: int, use: Literal["dlhs", "drhs"], priority: int) -> Timed:

@@ -54,6 +54,7 @@ class Conditions:
       form: what the invariants of a row end in that was measured for originals which compile as this one does; empty
         if they compile as the operation's cases at batch size 1.  Such a row holds for all of these originals; another
         one is asked for where there is none.
+      form_on_gpus: whether rows of GPUs have that form too.
       with_jax: whether ``elsewhere_from`` is asked of another minor version of JAX too.
       beyond: what it computes beyond the operation's cases, so that their rows say nothing of it on any device; empty
         if nothing.
@@ -68,6 +69,7 @@ class Conditions:
     holds_from: float = 0.0
     elsewhere_from: float = 0.0
     form: str = ""
+    form_on_gpus: bool = False
     with_jax: bool = False
     beyond: str = ""
     unlike: str = ""
@@ -83,8 +85,9 @@ def conditions_of(match: Workload) -> Conditions:
 
 
 def form_of(match: Workload, device: Device) -> str:
-    """Returns what the invariants of a match's own row end in: nothing on devices other than CPUs."""
-    return conditions_of(match).form if device.platform == "cpu" else ""
+    """Returns what the invariants of a match's own row end in: on devices other than CPUs nothing, as a rule."""
+    asked = conditions_of(match)
+    return asked.form if device.platform == "cpu" or (device.platform == "gpu" and asked.form_on_gpus) else ""
 
 
 _LEAST_OF_SHARE = 2.0

@@ -24,9 +24,13 @@ from autopallas.kernels.grouped_matmul.operation import OPERATION
 from autopallas.kernels.grouped_matmul.spec import ProductSpec
 from autopallas.sites.device import Device
 from autopallas.sites.workload import Workload
+from autopallas.tuning.coverage import Conditions
 from autopallas.tuning.table import Bucket, Row, Table, table_device
 
-__all__ = ["BUCKETS", "TABLE", "find", "infer_block_sizes", "share_of_gain", "table_device", "table_key"]
+__all__ = [
+    "BUCKETS", "STORED_WEIGHTS", "TABLE", "conditions", "find", "infer_block_sizes", "share_of_gain", "table_device",
+    "table_key",
+]  # fmt: skip
 
 _ANY = 2**62
 _SMALL = 2**15
@@ -73,6 +77,17 @@ def share_of_gain(match: Workload, row: Row[object], device: Device) -> float:
     operations = 2.0 * spec.rows * spec.contracting * spec.columns
     weights = spec.groups * spec.contracting * spec.columns * spec.widest_dtype.itemsize
     return min(1.0, max(operations / _OPERATIONS, weights / _BYTES) / _LEAST_MICROSECONDS)
+
+
+STORED_WEIGHTS = "stored weights"
+
+
+def conditions(match: Workload) -> Conditions:
+    """Returns that weights which the program stores in 8 bits may have rows of their own; those of weights that are
+    stored as they are multiplied hold for them too, since the original's cast comes on top."""
+    if getattr(match.spec, "widening", None) is None:
+        return Conditions()
+    return Conditions(form=STORED_WEIGHTS, form_on_gpus=True)
 
 
 TABLE = Table(OPERATION, BUCKETS, _filed, BlockSizes)

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_grouped_matmul_implementations import USES, spec_of
+from test_grouped_matmul_stored_weights import stored
 
 import autopallas
 from autopallas.compile.gpu import H100, Compiler, missing
 from autopallas.kernels.grouped_matmul import pallas_gpu
-from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
+from autopallas.kernels.grouped_matmul.block_sizes import STORED, BlockSizes
 from autopallas.kernels.grouped_matmul.gpu_tiles import Tile
 from autopallas.kernels.grouped_matmul.gpu_visits import capacity
 from autopallas.kernels.grouped_matmul.operands import Operands
@@ -104,6 +105,54 @@ def test_activations_are_epilogues(compiler, use, activation):
     program = traced(lambda y: activation(y), Score(np.dtype(jnp.bfloat16)))
     spec = spec_of(use, "bfloat16", **SHAPES["M8192 K4096 N4096 G8"], epilogue=program)
     check(compiler, spec, pallas_gpu.candidates(spec, H100)[0])
+
+
+def stored_compiled(compiler, spec, sizes):
+    shapes = ((spec.first_shape(), spec.first_dtype), (spec.second_shape(), spec.stored_dtype))
+    types = [jax.ShapeDtypeStruct((1, *shape), dtype) for shape, dtype in shapes]
+    sides = (spec.groups, spec.contracting, spec.columns)
+    scales = [tuple(n if own else 1 for n, own in zip(sides, over, strict=True)) for over in spec.scales]
+    given = tuple(jax.ShapeDtypeStruct((1, *scale), jnp.float32) for scale in scales)
+    types += [jax.ShapeDtypeStruct((1, spec.groups), jnp.int32), given]
+    return compiler.compile(lambda *given: pallas_gpu.forward(spec, sizes, Operands(*given)), types)
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize("scales", ["none", "group", "columns", "rows", "two"])
+@pytest.mark.parametrize("use", USES[:2])
+def test_weights_of_8_bits_are_widened_in_shared_memory(compiler, use, scales, rows):
+    """A warpgroup of its own does that: nothing in main memory is as large as the weights that are multiplied."""
+    spec = stored(use, scales=scales, through=np.float32, **SHAPES["M8192 K4096 N4096 G8"])
+    sizes = BlockSizes(rows, weights=STORED)
+    found = stored_compiled(compiler, spec, sizes)
+    print(f"\n{spec} {sizes}", *found.kernels, f"temporary memory {found.temporary_bytes}", sep="\n  ")
+    assert found.faults() == ()
+    (kernel,) = found.kernels
+    assert kernel.operations["USETMAXREG"] == 3
+    assert abs(Tile.of(spec, sizes).shared_bytes(spec) / kernel.shared_bytes - 1) <= 0.25
+    assert found.temporary_bytes <= 4 * (6 + 8) * capacity(1, spec.rows, spec.groups, rows) + 2**18
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("shape", [(1001, 701, 903, 7), (512, 2880, 2880, 32)], ids=str)
+def test_weights_of_8_bits_may_have_any_size(compiler, shape, dtype):
+    rows, inner, columns, groups = shape
+    for use in USES[:2]:
+        spec = stored(use, dtype, "columns", rows=rows, inner=inner, columns=columns, groups=groups)
+        sizes = BlockSizes(64, weights=STORED)
+        found = stored_compiled(compiler, spec, sizes)
+        assert found.faults() == ()
+        if columns % 64 == 0:
+            assert found.temporary_bytes < groups * inner * columns, "the weights are not copied"
+
+
+@pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.gelu], ids=["silu", "gelu"])
+@pytest.mark.parametrize("use", USES[:2])
+def test_weights_of_8_bits_and_an_epilogue(compiler, use, activation):
+    program = traced(lambda y: activation(y), Score(np.dtype(jnp.bfloat16)))
+    spec = stored(use, scales="columns", through=np.float32, epilogue=program, **SHAPES["M8192 K4096 N4096 G8"])
+    for sizes in (sizes for sizes in pallas_gpu.candidates(spec, H100) if sizes.weights == STORED):
+        assert stored_compiled(compiler, spec, sizes).faults() == ()
 
 
 def test_what_optimize_makes_of_a_step_has_three_kernels(compiler):
