@@ -116,22 +116,30 @@ class Ring(NamedTuple):
           beside: a second ring, whose stages of the same steps are waited for and given back with these.
         """
         plgpu = mosaic()
-        rings = (self,) if beside is None else (self, beside)
 
-        def release(step: Array) -> None:
-            for ring in rings:
-                plgpu.barrier_arrive(ring.free.at[ring.slot(step)])
+        def give_back(step: Array) -> None:
+            plgpu.barrier_arrive(self.free.at[self.slot(step)])
+            if beside is not None:
+                plgpu.barrier_arrive(beside.free.at[beside.slot(step)])
 
         @pl.loop(0, steps)
         def body(i: Array) -> None:
-            for ring in rings:
-                plgpu.barrier_wait(ring.full.at[ring.slot(step + i)])
-            use(i, self.slot(step + i))
+            slot = self.slot(step + i)
+            plgpu.barrier_wait(self.full.at[slot])
+            if beside is not None:
+                plgpu.barrier_wait(beside.full.at[beside.slot(step + i)])
+            use(i, slot)
             plgpu.wgmma_wait(started)
-            pl.when(i > 0)(partial(release, step + i - 1))
+
+            @pl.when(i > 0)
+            def release() -> None:
+                give_back(step + i - 1)
 
         plgpu.wgmma_wait(0)
-        pl.when(steps > 0)(partial(release, step + steps - 1))
+
+        @pl.when(steps > 0)
+        def release() -> None:
+            give_back(step + steps - 1)
 
 
 def tiles(count: Array | int, visit: Callable[[Array, Array], Array], done: Array | int = 0) -> Array:

@@ -151,10 +151,10 @@ class _Rows(NamedTuple):
         visit, column = placed(index, self.visits, self.column_tiles)
         return visit, _of_block(column, self.shared is not None)
 
-    def second(self, step: Array) -> Ref:
-        """The weights of a step, as they are multiplied."""
-        ring = self.ring if self.wide is None else self.wide
-        return ring.second.at[ring.slot(step)]
+    @property
+    def multiplied(self) -> Ref:
+        """The weights of all stages, as they are multiplied."""
+        return self.ring.second if self.wide is None else self.wide.second
 
 
 def _rows_kernel(spec: GroupedMatmulSpec, tile_: Tile, shared: SharedOperand | None, *refs: Ref) -> None:
@@ -225,7 +225,7 @@ class _Share(NamedTuple):
       first: in which part of a stage these are.
       start: the first column, counted from the tile's.
       columns: how many.
-      second: the columns of the weights of a step.
+      second: the columns of a stage, by its slot.
     """
 
     row_part: Array
@@ -238,9 +238,9 @@ class _Share(NamedTuple):
 def _whole(own: _Rows) -> _Share:
     """The consumers share the rows of a tile of 128, and the columns of one of 64."""
     row_part, column_part = _parts(own.tile, own.warpgroup)
-    columns = own.tile.part_columns
+    columns, second = own.tile.part_columns, own.multiplied
     start = column_part * columns
-    return _Share(row_part, row_part, start, columns, lambda step: own.second(step).at[column_part])
+    return _Share(row_part, row_part, start, columns, lambda slot: second.at[slot, column_part])
 
 
 def _half(own: _Rows, half: Array) -> _Share:
@@ -248,8 +248,8 @@ def _half(own: _Rows, half: Array) -> _Share:
     columns = own.tile.columns // 2
     start = own.warpgroup * columns
 
-    def second(step: Array) -> Ref:
-        stage = own.second(step).at[0]
+    def second(slot: Array) -> Ref:
+        stage = own.multiplied.at[slot, 0]
         return stage.at[pl.ds(start, columns)] if own.transposed else stage.at[:, pl.ds(start, columns)]
 
     return _Share(half, jnp.int32(0), start, columns, second)
@@ -408,7 +408,7 @@ def _compute_rows(own: _Rows, share: _Share, index: Array, step: Array) -> Array
 
     def product(sum_: Ref) -> Array:
         def use(i: Array, slot: Array) -> None:
-            b = share.second(step + i)
+            b = share.second(slot if own.wide is None else own.wide.slot(step + i))
             mosaic().wgmma(sum_, ring.first.at[slot, share.first], b.transpose((1, 0)) if own.transposed else b)
 
         ring.consume(step, steps, use, beside=own.wide)
