@@ -179,3 +179,18 @@ def test_a_train_step_has_three_kernels(compiler):
     assert found.faults() == ()
     names = {kernel.name for kernel in found.kernels}
     assert names == {f"autopallas_grouped_matmul_{use}" for use in USES}
+
+
+def test_rows_come_back_to_their_tokens_in_one_pass(compiler):
+    """XLA gathers them by token, multiplies them by the router's weights and adds them up without an array of its own,
+    which is why no kernel scatters what it stores."""
+    tokens, choices, columns = 4096, 2, 4096
+
+    def combined(rows, place, weights):
+        terms = jnp.take(rows, place, axis=0, unique_indices=True, mode="clip").reshape(tokens, choices, columns)
+        return jnp.sum(terms.astype(jnp.float32) * weights[..., None], axis=1).astype(rows.dtype)
+
+    shapes = (((tokens * choices, columns), "bfloat16"), ((tokens * choices,), "int32"), ((tokens, choices), "float32"))
+    found = compiler.compile(combined, [jax.ShapeDtypeStruct(*given) for given in shapes])
+    assert found.failure is None
+    assert found.temporary_bytes == 0
