@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,13 +18,15 @@ from test_grouped_matmul_implementations import error, spec_of, truth
 from test_grouped_matmul_pallas_gpu import H100, needs_interpreter, needs_mosaic, racing
 
 from autopallas.kernels.gpu import SHARED_MEMORY
-from autopallas.kernels.grouped_matmul import pallas_gpu, xla
+from autopallas.kernels.grouped_matmul import pallas_gpu, tuned_block_sizes, xla
 from autopallas.kernels.grouped_matmul.block_sizes import STORED, BlockSizes
 from autopallas.kernels.grouped_matmul.gpu_tiles import Tile
 from autopallas.kernels.grouped_matmul.operands import Operands
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.sites.elementwise import Score, Side, traced
 from autopallas.sites.operation import Supported
+from autopallas.tuning.lookup import of_table
+from autopallas.tuning.table import Row, of_form
 
 EVERYTHING = os.environ.get("FULL_GRID") == "1"
 BF16, F16, F32 = (np.dtype(jnp.dtype(d)) for d in ("bfloat16", "float16", "float32"))
@@ -276,6 +279,24 @@ def test_scales_of_examples_that_share_weights_are_applied_before(monkeypatch):
     monkeypatch.setattr(pallas_gpu, "_rows", lambda spec, sizes, operands: calls.append(operands.second.shape) or spec)
     pallas_gpu.forward(spec, BlockSizes(64, weights=STORED), given)
     assert calls == [(2, 5, 7, 11)]
+
+
+def test_rows_of_weights_of_8_bits_come_first_and_others_hold_too(monkeypatch):
+    spec = stored("forward", rows=8192, inner=4096, columns=4096, groups=8)
+    site = SimpleNamespace(op="grouped_matmul", spec=spec, direction="forward", original=None, site=None)
+    key = tuned_block_sizes.table_key(spec, "pallas_gpu", "forward")
+    assert key == tuned_block_sizes.table_key(spec.widened, "pallas_gpu", "forward")
+    measured = partial(Row, kernel_us=100.0, original_us=900.0, kernel_bytes=10, original_bytes=20,
+                       evidence="measured", date="2026-11-29", versions="jax 0.11.2")  # fmt: skip
+    rows = {key: measured(BlockSizes(128))}
+    monkeypatch.setattr(tuned_block_sizes.TABLE, "rows", {"NVIDIA H100": rows})
+    found = of_table(site, "pallas_gpu", H100)
+    assert found.exact
+    assert found.block_sizes.weights == ""
+    rows[of_form(key, tuned_block_sizes.STORED_WEIGHTS)] = measured(BlockSizes(64, weights=STORED))
+    assert of_table(site, "pallas_gpu", H100).block_sizes.weights == STORED
+    site.spec = spec.widened
+    assert of_table(site, "pallas_gpu", H100).block_sizes.weights == ""
 
 
 def test_block_sizes_say_how_weights_are_loaded():
