@@ -3,6 +3,7 @@ whatever is not certain to be that is multiplied as the program computes it."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax import lax
 from support.compare import compiled
 
 import autopallas
+from autopallas.sites.encoding import saved_site
 
 M, K, N, G = 24, 6, 10, 4
 SIZES = jnp.array([7, 0, 11, 3], jnp.int32)
@@ -253,3 +255,26 @@ def test_under_vmap():
     wanted = np.asarray(jax.vmap(function, (0, None, 0, 0))(*given), np.float64)
     found = compiled(jax.vmap(optimized, (0, None, 0, 0)))(*given)
     np.testing.assert_allclose(np.asarray(found, np.float64), wanted, rtol=0, atol=2**-7 * np.abs(wanted).max())
+
+
+def test_a_site_is_read_back_from_a_report():
+    given = X, W, positive(2, G, 1, N)
+    optimized = autopallas.optimize(
+        lambda x, w, s: dot(x, (w.astype(F32) * s).astype(BF16), SIZES), objective="always", strict=True
+    )
+    (site,) = autopallas.explain(optimized, *given).sites
+    saved = saved_site(site.op, site.direction, json.loads(json.dumps(site.encoded)))
+    assert saved.spec.to_dict() == site.spec
+    assert saved.site.types == (np.dtype(BF16), np.dtype(E4M3), np.dtype(np.int32), np.dtype(F32))
+
+
+def test_a_search_measures_a_site(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOPALLAS_CACHE_DIR", str(tmp_path))
+    function = lambda x, w, s: dot(x, (w.astype(F32) * s).astype(BF16), SIZES)  # noqa: E731
+    optimized = autopallas.optimize(function, autotune=True, strict=True)
+    given = X, W, positive(2, G, 1, N)
+    found, wanted = compiled(optimized)(*given), compiled(function)(*given)
+    np.testing.assert_allclose(np.asarray(found, np.float64), np.asarray(wanted, np.float64), rtol=2**-7, atol=1e-2)
+    (site,) = optimized.report().sites
+    assert is_stored(site, scales=1)
+    assert not optimized.report().failures
