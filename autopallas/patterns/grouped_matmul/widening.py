@@ -159,13 +159,21 @@ class _Reader:
         return self._registers[at]
 
     def _undone(self, ref: Ref) -> Ref:
-        """Returns the same elements with those layout operations undone that the product's body has."""
-        found = ref
+        """Returns the same elements in the array that is read whole before most layout operations, of those that the
+        product's body has."""
+        found = last = ref
         for at in self._scope.space.chain(ref):
-            if found.value != at.value and self._places.get(found.value, (-1,))[0] < 0:
+            if last.value != at.value and self._places.get(last.value, (-1,))[0] < 0:
                 break
-            found = at
+            last = at
+            if self._is_whole(at):
+                found = at
         return found
+
+    def _is_whole(self, at: Ref) -> bool:
+        space = self._scope.space
+        dimensions = zip(space.view(at.view), self.graph.shape(at.value), strict=True)
+        return all(not offset and space.extent(atoms) == size for (offset, atoms), size in dimensions)
 
     def _read(self, at: Ref) -> tuple[bool, int]:
         graph, value = self.graph, at.value
@@ -220,9 +228,7 @@ class _Reader:
         Raises:
           Mismatch: it is one of a part of the array, or of parts of the weights' axes.
         """
-        space, view = self._scope.space, []
-        for (offset, atoms), size in zip(space.view(at.view), self.graph.shape(at.value), strict=True):
-            if offset or any(atom not in self._labels for atom in atoms) or space.extent(atoms) != size:
-                raise Mismatch("a part of an array is read")
-            view.append((0, tuple(self._labels[atom] for atom in atoms)))
-        return tuple(view)
+        view = self._scope.space.view(at.view)
+        if not self._is_whole(at) or any(atom not in self._labels for _, atoms in view for atom in atoms):
+            raise Mismatch("a part of an array is read")
+        return tuple((0, tuple(self._labels[atom] for atom in atoms)) for _, atoms in view)
