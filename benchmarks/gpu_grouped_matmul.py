@@ -129,7 +129,7 @@ def _stored_spec(rows: int, k: int, n: int, groups: int, stored: str) -> Grouped
     bf16, f32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
     score, side = Score(np.dtype(jnp.dtype(stored))), Side(0, f32)
     program = traced(lambda weight, scale: (weight.astype(f32) * scale).astype(bf16), score, side)
-    over = ((True, False, True),)
+    over = ((groups, 1, n),)
     return GroupedMatmulSpec("forward", 1, rows, groups, k, n, bf16, bf16, bf16, widening=program, scales=over)
 
 
@@ -211,7 +211,12 @@ def _stored(rows: int, k: int, n: int, groups: int) -> Timed:
     found = pallas_gpu.candidates(spec, Device.current())
     chosen = [found[0], *(choice for choice in found if choice.weights == STORED)]
     sizes = {f"pallas_gpu {tuple(c.to_dict().values())}": c for c in chosen}
-    candidates = {ORIGINAL: scaled} | {name: partial(_of_stored, spec, choice) for name, choice in sizes.items()}
+
+    def dense(lhs: Any, rhs: Any, given: Any, scales: Any) -> Any:
+        return lhs @ (rhs[0].astype(jnp.float32) * scales[0]).astype(lhs.dtype)
+
+    candidates = {ORIGINAL: scaled, MATMUL: dense}
+    candidates |= {name: partial(_of_stored, spec, choice) for name, choice in sizes.items()}
     return Timed(
         name=f"M{rows} K{k} N{n} G{groups}, weights stored in float8_e4m3fn",
         dtype="bfloat16",

@@ -81,18 +81,18 @@ def test_operands_of_8_bits_with_a_wider_result(dtypes):
 
 
 SCALES = {
-    "one number": (lambda w, s: w.astype(BF16) * s, (), BF16, (False, False, False)),
-    "groups": (lambda w, s: (w.astype(F32) * s[:, None, None]).astype(BF16), (G,), F32, (True, False, False)),
-    "columns of groups": (lambda w, s: w.astype(BF16) * s, (G, 1, N), BF16, (True, False, True)),
-    "columns": (lambda w, s: w.astype(BF16) / s, (N,), BF16, (False, False, True)),
-    "rows of groups": (lambda w, s: w.astype(BF16) * s[:, :, None], (G, K), BF16, (True, True, False)),
-    "float32 throughout": (lambda w, s: (w.astype(F32) * s).astype(BF16), (G, 1, 1), F32, (True, False, False)),
-    "each weight": (lambda w, s: w.astype(BF16) * s, (G, K, N), BF16, (True, True, True)),
+    "one number": (lambda w, s: w.astype(BF16) * s, (), BF16, (1, 1, 1)),
+    "groups": (lambda w, s: (w.astype(F32) * s[:, None, None]).astype(BF16), (G,), F32, (G, 1, 1)),
+    "columns of groups": (lambda w, s: w.astype(BF16) * s, (G, 1, N), BF16, (G, 1, N)),
+    "columns": (lambda w, s: w.astype(BF16) / s, (N,), BF16, (1, 1, N)),
+    "rows of groups": (lambda w, s: w.astype(BF16) * s[:, :, None], (G, K), BF16, (G, K, 1)),
+    "float32 throughout": (lambda w, s: (w.astype(F32) * s).astype(BF16), (G, 1, 1), F32, (G, 1, 1)),
+    "each weight": (lambda w, s: w.astype(BF16) * s, (G, K, N), BF16, (G, K, N)),
     "a computed one": (
         lambda w, s: w.astype(BF16) * (1 / jnp.max(s, 1))[:, None],
         (G, 3, N),
         BF16,
-        (True, False, True),
+        (G, 1, N),
     ),
 }
 
@@ -147,9 +147,48 @@ def test_an_epilogue_and_stored_weights():
     assert site.spec["epilogue"] != "None"
 
 
-def blockwise(w: Any, s: Any) -> Any:
+def blocks_of_rows(w: Any, s: Any) -> Any:
     parts = w.astype(BF16).reshape(G, 2, K // 2, N) * s[:, :, None, None]
     return parts.reshape(G, K, N)
+
+
+def blocks(w: Any, s: Any) -> Any:
+    parts = w.astype(F32).reshape(G, 3, K // 3, 2, N // 2) * s[:, :, None, :, None]
+    return parts.astype(BF16).reshape(G, K, N)
+
+
+def repeated(w: Any, s: Any) -> Any:
+    return (w.astype(F32) * jnp.repeat(jnp.repeat(s, K // 3, 1), N // 2, 2)).astype(BF16)
+
+
+def in_turns(w: Any, s: Any) -> Any:
+    return w.astype(BF16) * jnp.tile(s, (1, K // 2))[:, :, None]
+
+
+BLOCKS = {
+    "rows": (blocks_of_rows, (G, 2), BF16, (G, 2, 1)),
+    "both": (blocks, (G, 3, 2), F32, (G, 3, 2)),
+    "repeated": (repeated, (G, 3, 2), F32, (G, 3, 2)),
+    "in turns": (in_turns, (G, 2), BF16, (G, K, 1)),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_scales_of_blocks(name):
+    function, shape, dtype, numbers = BLOCKS[name]
+    scales = positive(2, *shape, dtype=dtype)
+    site = site_of(lambda x, w, s: dot(x, function(w, s), SIZES), X, W, scales)
+    assert is_stored(site, scales=1)
+    assert site.spec["scales"] == str((numbers,))
+    assert (site.spec["contracting"], site.spec["columns"]) == (K, N)
+    step = jax.grad(lambda x, w, s: jnp.sum(jnp.sin(dot(x, function(w, s), SIZES).astype(F32))))
+    report = report_of(step, X, W, scales, tolerance=2**-6)
+    assert [is_stored(site, scales=1) for site in report.sites] == [True]
+    around = jax.grad(autopallas.optimize(lambda x, w, s: jnp.sum(dot(x, function(w, s), SIZES).astype(F32)),
+                                          objective="always", strict=True), 2)  # fmt: skip
+    wanted = jax.grad(lambda x, w, s: jnp.sum(dot(x, function(w, s), SIZES).astype(F32)), 2)(X, W, scales)
+    np.testing.assert_allclose(np.asarray(around(X, W, scales), np.float64), np.asarray(wanted, np.float64),
+                               rtol=0, atol=2e-2 * np.abs(np.asarray(wanted, np.float64)).max())  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -158,13 +197,12 @@ def blockwise(w: Any, s: Any) -> Any:
         (lambda x, w: (dot(x, w.astype(BF16), SIZES), w.astype(BF16)), (X, W)),
         (lambda x, w: dot(x, w.astype(BF16) + jnp.flip(w, 2).astype(BF16), SIZES), (X, W)),
         (lambda x, w: dot(x, jnp.cumsum(w.astype(BF16), 1), SIZES), (X, W)),
-        (lambda x, w, s: dot(x, blockwise(w, s), SIZES), (X, W, positive(2, G, 2, dtype=BF16))),
         (lambda x, w: dot(x, w.astype(BF16), SIZES), (X, normal(1, G, K, N, dtype=jnp.float8_e4m3b11fnuz))),
         (lambda x, w: dot(x, w.astype(BF16), SIZES), (X, jnp.ones((G, K, N), jnp.int8))),
         (lambda x, w: lax.scan(lambda c, _: (dot(c, w, SIZES), None), x, None, length=2)[0],
          (X, normal(1, G, K, K))),
     ],
-    ids=["another reader", "two arrays", "a running sum", "blocks of rows", "another format", "integers",
+    ids=["another reader", "two arrays", "a running sum", "another format", "integers",
          "no stored weights"],
 )  # fmt: skip
 def test_what_is_not_certain_is_multiplied_as_it_is_computed(function, args):

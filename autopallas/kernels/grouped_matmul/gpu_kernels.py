@@ -38,7 +38,7 @@ the 128 that each of four warpgroups starts with."""
 def rows_call(spec: GroupedMatmulSpec, tile_: Tile, total: int, columns: int) -> Callable[..., Array]:
     """The kernel as a function of (table, number, bounds, rows [T, inner], weights [groups, ...], *scales).
 
-    Scales are float32 [groups] where they are one number for a group, else [groups, K] or [groups, N].
+    Scales are float32 [groups, blocks of K, blocks of N]; those that vary from weight to weight along K have it last.
 
     Args:
       spec, tile_: what to compute ("forward" or "dlhs"), and how.
@@ -368,23 +368,37 @@ class _Scales:
         rows, columns = own.ring.second.shape[2:]
         start = column * tile_.columns + part * tile_.part_columns
         row, column = (start, k * tile_.inner) if own.transposed else (k * tile_.inner, start)
-        layout = plgpu.Layout.WGMMA_UPCAST_4X
-        self._parts: list[tuple[int | None, dict[int, Array]]] = []
-        for ref, (_, over_rows, over_columns) in zip(own.scales, own.spec.scales, strict=True):
-            axis = 0 if over_rows else 1 if over_columns else None
-            parts = {}
-            if axis is None:
-                parts[0] = ref[weights]
-            else:
-                for at in range(0, (rows, columns)[axis], PART):
-                    place = ref.at[weights, pl.ds((row, column)[axis] + at, PART)]
-                    found = plgpu.load(place, layout=layout.reduce(1 - axis), optimized=False)
-                    parts[at] = lax.broadcast_in_dim(found, (PART, PART), (axis,))
-            self._parts.append((axis, parts))
+        layout, spec = plgpu.Layout.WGMMA_UPCAST_4X, own.spec
+        self._parts: list[dict[tuple[int, int], Array]] = []
+        for ref, numbers in zip(own.scales, spec.scales, strict=True):
+            side, (_, k_numbers, n_numbers) = spec.varying_side(numbers), numbers
+            parts: dict[tuple[int, int], Array] = {}
+            for r, c in itertools.product(range(0, rows, PART), range(0, columns, PART)):
+                # One that has one number along a side is the same for all parts along it.
+                first = (r if k_numbers > 1 else 0, c if n_numbers > 1 else 0)
+                if first in parts:
+                    parts[r, c] = parts[first]
+                    continue
+                k_block = _block(row + r, spec.contracting, k_numbers)
+                n_block = _block(column + c, spec.columns, n_numbers)
+                if side is None:
+                    parts[r, c] = ref[weights, k_block, n_block]
+                    continue
+                along = pl.ds((row + r, column + c)[side], PART)
+                found = plgpu.load(
+                    ref.at[weights, (n_block, k_block)[side], along], layout=layout.reduce(1 - side), optimized=False
+                )
+                parts[r, c] = lax.broadcast_in_dim(found, (PART, PART), (side,))
+            self._parts.append(parts)
 
     def of(self, row: int, column: int) -> list[Array]:
         """Those of 64 x 64 weights from here on."""
-        return [parts[0 if axis is None else (row, column)[axis]] for axis, parts in self._parts]
+        return [parts[row, column] for parts in self._parts]
+
+
+def _block(at: Array, size: int, numbers: int) -> Array | int:
+    """The block of a side that has this position; the last one behind the end."""
+    return 0 if numbers == 1 else jnp.minimum(lax.div(at, jnp.int32(size // numbers)), numbers - 1)
 
 
 def _widened(own: _Rows, stored: Array, scales: Sequence[Array]) -> Array:

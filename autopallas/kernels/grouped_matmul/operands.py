@@ -35,7 +35,7 @@ class Operands(NamedTuple):
       first: lhs [B|1, M, K] or dout [B|1, M, N], of the spec's ``first_dtype``.
       second: rhs [B|1, G, K, N] or dout [B|1, M, N], of its ``second_dtype``.
       group_sizes: [B|1, G], integer.
-      scales: those of weights that are stored in 8 bits, [B|1, G|1, K|1, N|1] each.
+      scales: those of weights that are stored in 8 bits, [B|1, ...] each, with the spec's ``scales`` behind.
     """
 
     first: Array

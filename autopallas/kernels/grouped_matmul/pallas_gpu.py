@@ -86,13 +86,16 @@ def _is_widened(spec: GroupedMatmulSpec) -> bool:
     """Whether the kernel can make of weights of 8 bits those that are multiplied, as the program does.
 
     In the program's first step each stored number becomes one of more bits; what it does in 8 bits is left to XLA.  Of
-    scales those that vary along one side of the weights fit into registers.
+    scales those that vary from weight to weight along one side fit into registers, and those of blocks of at least 64.
     """
     program = spec.widening
     if program is None or not _is_multiplied(spec) or spec.stored_dtype.name not in _STORED_DTYPES:
         return False
-    if any(along_rows and along_columns for _, along_rows, along_columns in spec.scales):
-        return False
+    for _, *numbers in spec.scales:
+        each = [size // number for size, number in zip((spec.contracting, spec.columns), numbers, strict=True)]
+        blocks = [one for one, number in zip(each, numbers, strict=True) if one > 1 and number > 1]
+        if (each == [1, 1] and 1 not in numbers) or any(one % PART for one in blocks):
+            return False
     scores = {number for number, given in enumerate(program.inputs) if isinstance(given, Score)}
     first = [i.primitive.name for i in program.instructions if not scores.isdisjoint(i.arguments)]
     later = ElementwiseProgram(tuple(i for i in program.inputs if not isinstance(i, Score)), program.instructions, 0)
@@ -138,7 +141,7 @@ def _rows(spec: GroupedMatmulSpec, sizes: BlockSizes, operands: Operands) -> Arr
     columns = held.shape[2 if spec.use == "forward" else 1]
     tables = visits(group_sizes, spec.rows, tile.rows)
     kernel = rows_call(spec, tile, flat.shape[0], columns)
-    given = [_scale(spec, weights.shape[0], scale) for scale in scales]
+    given = [_scale(spec, weights.shape[0], *both) for both in zip(scales, spec.scales, strict=True)]
     out = kernel(tables.table, tables.number, tables.bounds, flat, held, *given)
     return out[:total, : spec.result_shape()[1]].reshape(spec.batch, *spec.result_shape())
 
@@ -154,14 +157,16 @@ def _weights(spec: GroupedMatmulSpec, sizes: BlockSizes, operands: Operands) -> 
     return out[:, : spec.contracting, : spec.columns].reshape(spec.batch, *spec.result_shape())
 
 
-def _scale(spec: GroupedMatmulSpec, batch: int, scale: Array) -> Array:
-    """A scale of [B|1, G|1, K|1, N|1] as the kernel reads it: float32, [B G] or [B G, K] or [B G, N].
+def _scale(spec: GroupedMatmulSpec, batch: int, scale: Array, numbers: tuple[int, int, int]) -> Array:
+    """A scale of [B|1, G|1, blocks of K, blocks of N] as the kernel reads it: float32, with B and G as one axis, and
+    that side last along which it varies from weight to weight.
 
     Threads read it, up to the end of the last tile, and not TMA, which would leave out what is behind the end.
     """
     wide = jnp.broadcast_to(scale.astype(jnp.float32), (batch, spec.groups, *scale.shape[2:]))
-    along = wide.reshape(batch * spec.groups, -1)
-    return along[:, 0] if along.shape[1] == 1 else _padded(along, (1, WIDEST))
+    flat = wide.reshape(batch * spec.groups, *scale.shape[2:])
+    side = spec.varying_side(numbers)
+    return flat if side is None else _padded(flat.swapaxes(1, 2) if side == 0 else flat, (1, 1, WIDEST))
 
 
 def _flat(spec: GroupedMatmulSpec, rows: Array) -> Array:

@@ -105,16 +105,24 @@ class GroupedMatmulSite(IndexedSite):
             assume_finite=self.assume_finite,
             epilogue=self.epilogue,
             widening=self.widening,
-            scales=tuple(self._varies(scale) for scale in self.scales),
+            scales=tuple(self._numbers(scale) for scale in self.scales),
         )
 
-    def _varies(self, scale: Operand) -> tuple[bool, bool, bool]:
-        """Whether a scale varies over G, K and N."""
-        g, k, n = (
-            not set(scale.labels).isdisjoint(labels)
-            for labels in (self.group_labels, self.contracting_labels, self.column_labels)
-        )
+    def _numbers(self, scale: Operand) -> tuple[int, int, int]:
+        """How many numbers a scale has along G, K and N."""
+        _, *sides = self._sides(scale)
+        own = set(scale.labels)
+        g, k, n = (1 if own.isdisjoint(labels) else self.extent(labels) for labels in sides)
         return g, k, n
+
+    def _sides(self, scale: Operand) -> tuple[Labels, Labels, Labels, Labels]:
+        """The labels of B, G, K and N along which a scale is read: of K and N the first ones, if it has these alone."""
+
+        def along(labels: Labels) -> Labels:
+            present = tuple(label for label in labels if label in scale.labels)
+            return present if present and present == labels[: len(present)] else labels
+
+        return self.batch_labels, self.group_labels, along(self.contracting_labels), along(self.column_labels)
 
     # ------------------------------------------------------------------ to canonical arrays and back
 
@@ -133,7 +141,7 @@ class GroupedMatmulSite(IndexedSite):
             read(self.first, operands, self.sizes, first).astype(spec.first_dtype),
             weights if spec.widening is not None else weights.astype(spec.second_dtype),
             read(self.group_sizes, operands, self.sizes, (self.batch_labels, self._size_labels)),
-            tuple(read(scale, operands, self.sizes, second) for scale in self.scales),
+            tuple(read(scale, operands, self.sizes, self._sides(scale)) for scale in self.scales),
         )
 
     @property

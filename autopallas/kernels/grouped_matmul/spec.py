@@ -102,8 +102,8 @@ class GroupedMatmulSpec:
     widening: ElementwiseProgram | None = None
     """What becomes of each weight before it is multiplied, in ``second_dtype``, where the program stores weights in 8
     bits: a program over the stored number, its score, and scales, its side inputs.  Of "forward" and "dlhs" alone."""
-    scales: tuple[tuple[bool, bool, bool], ...] = ()
-    """Of each scale, whether it varies over (G, K, N)."""
+    scales: tuple[tuple[int, int, int], ...] = ()
+    """Of each scale, how many numbers it has along (G, K, N): 1, or one for each of as many equal blocks."""
 
     @property
     def output_dtype(self) -> Dtype:
@@ -127,11 +127,23 @@ class GroupedMatmulSpec:
             return self.second_dtype
         return next(i.dtype for i in self.widening.inputs if isinstance(i, Score))
 
+    def varying_side(self, numbers: tuple[int, int, int]) -> int | None:
+        """Whether a scale of so many numbers varies from weight to weight along K (0) or N (1), or None."""
+        _, k, n = numbers
+        return 0 if 1 < k == self.contracting else 1 if 1 < n == self.columns else None
+
+    def _repeated(self, scale: jax.Array) -> jax.Array:
+        """A scale whose blocks along K or N are repeated for each weight of theirs."""
+        for axis, size in ((2, self.contracting), (3, self.columns)):
+            if 1 < scale.shape[axis] < size:
+                scale = jnp.repeat(scale, size // scale.shape[axis], axis, total_repeat_length=size)
+        return scale
+
     def widen(self, weights: jax.Array, scales: Sequence[jax.Array]) -> jax.Array:
         """The weights [B|1, G, K, N] as they are multiplied, as the program computes them from those that it stores."""
         if self.widening is None:
             return weights
-        found = self.widening.evaluate(weights, None, None, scales)
+        found = self.widening.evaluate(weights, None, None, [self._repeated(scale) for scale in scales])
         return jnp.broadcast_to(found, jnp.broadcast_shapes(found.shape, weights.shape))
 
     def finished(self, product: jax.Array) -> jax.Array:

@@ -27,7 +27,7 @@ from autopallas.sites.elementwise import (
     parameters,
     traced,
 )
-from autopallas.sites.index_notation import Operand, View
+from autopallas.sites.index_notation import Labels, Operand, Source, View
 
 __all__ = ["STORED_DTYPES", "cast_program", "with_widening"]
 
@@ -63,26 +63,23 @@ def with_widening(graph: Graph, match: Match, alive: frozenset[int]) -> Match:
         program = reader.program()
     except Mismatch:
         return match
-    stored, view = reader.stored
-    if not _is_read_by_products(graph, number, stored, [value for value, _ in reader.scales], alive):
+    stored, scales = reader.stored.value, [scale.value for scale in reader.scales]
+    if not _is_read_by_products(graph, number, stored, scales, alive):
         return match
-    operands = list(match.operands)
+    operands = [*match.operands, *scales]
     operands[site.second.position] = stored
-    scales = []
-    for position, (value, read) in enumerate(reader.scales, len(operands)):
-        scales.append(Operand(position, read))
-        operands.append(value)
     nodes, captured = nodes_between(graph, operands, match.results)
     if captured:
         return match
+    site, views = reader.divided(site)
     return replace(
         match,
         site=replace(
             site,
-            second=Operand(site.second.position, view),
+            second=Operand(site.second.position, views[0]),
             types=tuple(graph.dtype(operand) for operand in operands),
             widening=program,
-            scales=tuple(scales),
+            scales=tuple(Operand(len(match.operands) + i, view) for i, view in enumerate(views[1:])),
         ),
         operands=tuple(operands),
         equations=tuple(nodes),
@@ -112,14 +109,14 @@ class _Reader:
     """Reads weights back to the array of 8 bits.
 
     Attributes:
-      stored: the number of that array, and the view under which the site reads it, once it is known.
-      scales: the same of each scale.
+      stored: that array as the weights read it, once it is known.
+      scales: the scales as they read those.
     """
 
     def __init__(self, graph: Graph, body: Body, number: int, labels: Sequence[int]):
         self.graph = graph
-        self.stored: tuple[int, View] = (-1, ())
-        self.scales: list[tuple[int, View]] = []
+        self.stored = Ref(-1, ())
+        self.scales: list[Ref] = []
         self._places = graph.positions[body]
         self._scope = Scope(graph)
         self._weights = self._scope.space.full(number)
@@ -179,12 +176,12 @@ class _Reader:
         graph, value = self.graph, at.value
         dtype = np.dtype(graph.dtype(value))
         if dtype.name in STORED_DTYPES:
-            view = self._view(at)
-            if self.stored not in ((-1, ()), (value, view)):
+            space = self._scope.space
+            if self.stored.value >= 0 and not space.same(self.stored, at):
                 raise Mismatch("there are two arrays of 8 bits")
-            if {label for _, own in view for label in own} != set(self._labels.values()):
-                raise Mismatch("the array of 8 bits is repeated")
-            self.stored = value, view
+            if space.atoms(at) != space.atoms(self._weights) or not self._is_whole(at):
+                raise Mismatch("the array of 8 bits is repeated, or a part is read")
+            self.stored = at
             return self._input(Score(dtype))
         if self._is_narrow(at, _LONGEST):
             operands = self._scope.space.uses(at)
@@ -196,10 +193,13 @@ class _Reader:
             return self._input(Constant(kind(known), dtype))
         if value not in self._places:
             raise Mismatch("a scale is not there where the product is")
-        scale = value, self._view(at)
-        if scale not in self.scales:
-            self.scales.append(scale)
-        return self._input(Side(self.scales.index(scale), dtype))
+        if not self._is_whole(at):
+            raise Mismatch("a part of a scale is read")
+        known_as = (i for i, scale in enumerate(self.scales) if self._scope.space.same(scale, at))
+        if (position := next(known_as, None)) is None:
+            position = len(self.scales)
+            self.scales.append(at)
+        return self._input(Side(position, dtype))
 
     def _input(self, given: Input) -> tuple[bool, int]:
         return False, self._inputs.setdefault(given, len(self._inputs))
@@ -222,13 +222,44 @@ class _Reader:
         operands = self._scope.space.uses(at)
         return operands is not None and any(self._is_narrow(self._undone(o), deepest - 1) for o in operands)
 
-    def _view(self, at: Ref) -> View:
-        """Returns a view under the site's labels.
+    def divided(self, site: GroupedMatmulSite) -> tuple[GroupedMatmulSite, list[View]]:
+        """Returns the site with labels divided as scales of blocks divide them, and the views of the stored weights and
+        of the scales under these labels."""
+        space = self._scope.space
+        labels: dict[int, int] = {}  # by the space's
+        parts: dict[int, Labels] = {}  # by the site's
+        sizes = list(site.sizes)
+        for atom, label in self._labels.items():
+            own = space.resolve((atom,))
+            if own != (atom,):
+                parts[label] = tuple(range(len(sizes), len(sizes) + len(own)))
+                sizes += [space.sizes[part] for part in own]
+            labels.update(zip(own, parts.get(label, (label,)), strict=True))
 
-        Raises:
-          Mismatch: it is one of a part of the array, or of parts of the weights' axes.
-        """
-        view = self._scope.space.view(at.view)
-        if not self._is_whole(at) or any(atom not in self._labels for _, atoms in view for atom in atoms):
-            raise Mismatch("a part of an array is read")
-        return tuple((0, tuple(self._labels[atom] for atom in atoms)) for _, atoms in view)
+        def split(given: Labels) -> Labels:
+            return tuple(part for label in given for part in parts.get(label, (label,)))
+
+        def view(given: View) -> View:
+            return tuple((offset, split(own)) for offset, own in given)
+
+        def change(source: Source) -> Source:
+            return replace(source, view=view(source.view)) if isinstance(source, Operand) else source
+
+        found = replace(
+            site.with_sources(change),
+            sizes=tuple(sizes),
+            result=view(site.result),
+            row_labels=split(site.row_labels),
+            contracting_labels=split(site.contracting_labels),
+            column_labels=split(site.column_labels),
+            group_labels=split(site.group_labels),
+            batch_labels=split(site.batch_labels),
+        )
+        views = [
+            tuple((0, tuple(labels[a] for a in own)) for _, own in space.view(ref.view)) for ref in self._read_whole
+        ]
+        return found, views
+
+    @property
+    def _read_whole(self) -> tuple[Ref, ...]:
+        return self.stored, *self.scales

@@ -110,15 +110,13 @@ def test_activations_are_epilogues(compiler, use, activation):
 def stored_compiled(compiler, spec, sizes):
     shapes = ((spec.first_shape(), spec.first_dtype), (spec.second_shape(), spec.stored_dtype))
     types = [jax.ShapeDtypeStruct((1, *shape), dtype) for shape, dtype in shapes]
-    sides = (spec.groups, spec.contracting, spec.columns)
-    scales = [tuple(n if own else 1 for n, own in zip(sides, over, strict=True)) for over in spec.scales]
-    given = tuple(jax.ShapeDtypeStruct((1, *scale), jnp.float32) for scale in scales)
+    given = tuple(jax.ShapeDtypeStruct((1, *numbers), jnp.float32) for numbers in spec.scales)
     types += [jax.ShapeDtypeStruct((1, spec.groups), jnp.int32), given]
     return compiler.compile(lambda *given: pallas_gpu.forward(spec, sizes, Operands(*given)), types)
 
 
 @pytest.mark.parametrize("rows", [64, 128])
-@pytest.mark.parametrize("scales", ["none", "group", "columns", "rows", "two"])
+@pytest.mark.parametrize("scales", ["none", "group", "columns", "rows", "two", "blocks", "blocks of rows"])
 @pytest.mark.parametrize("use", USES[:2])
 def test_weights_of_8_bits_are_widened_in_shared_memory(compiler, use, scales, rows):
     """A warpgroup of its own does that: nothing in main memory is as large as the weights that are multiplied."""

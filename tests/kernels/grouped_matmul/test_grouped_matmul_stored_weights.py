@@ -34,18 +34,25 @@ E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 
 SCALES = {
     "none": (),
-    "group": ((True, False, False),),
-    "columns": ((True, False, True),),
-    "rows": ((True, True, False),),
-    "one number": ((False, False, False),),
-    "two": ((True, False, True), (False, True, False)),
+    "group": ("g11",),
+    "columns": ("g1n",),
+    "rows": ("gk1",),
+    "one number": ("111",),
+    "two": ("g1n", "1k1"),
+    "blocks": ("gKN",),
+    "blocks of rows": ("gKn",),
+    "blocks of columns": ("gkN",),
 }
+"""Numbers along groups, K and N; large letters: one for each 128."""
 
 
 def stored(use: Any, dtype: Any = E4M3, scales: str = "none", wide: Any = BF16, through: Any = BF16,
            **rest: Any) -> GroupedMatmulSpec:  # fmt: skip
     """A spec of weights of 8 bits, which are multiplied by scales in the dtype ``through``."""
-    over = SCALES[scales]
+    spec = spec_of(use, wide, **rest)
+    sides = {"1": 1, "g": spec.groups, "k": spec.contracting, "n": spec.columns}
+    sides |= {"K": max(1, spec.contracting // 128), "N": max(1, spec.columns // 128)}
+    over = tuple(tuple(sides[letter] for letter in letters) for letters in SCALES[scales])
 
     def widen(weight: jax.Array, *given: jax.Array) -> jax.Array:
         found = weight.astype(through)
@@ -54,18 +61,15 @@ def stored(use: Any, dtype: Any = E4M3, scales: str = "none", wide: Any = BF16, 
         return found.astype(wide)
 
     program = traced(widen, Score(np.dtype(dtype)), *(Side(i, np.dtype(through)) for i in range(len(over))))
-    return spec_of(use, wide, **rest, widening=program, scales=over)
+    return replace(spec, widening=program, scales=over)
 
 
 def operands(spec: GroupedMatmulSpec, group_sizes: Any, batch: int = 1) -> Operands:
     random = np.random.default_rng(spec.rows + spec.columns)
     first = jnp.asarray(random.standard_normal((spec.batch, *spec.first_shape())), spec.first_dtype)
     second = jnp.asarray(random.standard_normal((batch, *spec.second_shape())) * 2, spec.stored_dtype)
-    sides = (spec.groups, spec.contracting, spec.columns)
     scales = [
-        jnp.asarray(
-            random.uniform(0.5, 2, (batch, *(n if own else 1 for n, own in zip(sides, over, strict=True)))), dtype
-        )
+        jnp.asarray(random.uniform(0.5, 2, (batch, *over)), dtype)
         for over, dtype in zip(spec.scales, [i.dtype for i in spec.widening.inputs if isinstance(i, Side)], strict=True)
     ]
     return Operands(first, second, jnp.asarray(group_sizes, jnp.int32).reshape(-1, spec.groups), tuple(scales))
@@ -118,6 +122,21 @@ CASES: dict[str, tuple[GroupedMatmulSpec, BlockSizes, Any]] = {
         stored("forward", scales="one number", rows=1, inner=5, columns=3, groups=4),
         BlockSizes(64, weights=STORED),
         [0, 1, 0, 0],
+    ),
+    "a scale for each block": (
+        stored("forward", scales="blocks", rows=70, inner=256, columns=384, groups=2),
+        BlockSizes(64, weights=STORED),
+        [31, 39],
+    ),
+    "blocks along the sum, and a column's own": (
+        stored("forward", scales="blocks of rows", rows=70, inner=256, columns=72, groups=2),
+        BlockSizes(128, weights=STORED),
+        [31, 30],
+    ),
+    "blocks, weights read transposed": (
+        stored("dlhs", scales="blocks of columns", through=F32, rows=40, inner=136, columns=256, groups=2),
+        BlockSizes(64, weights=STORED),
+        [11, 20],
     ),
     "no rows": (
         stored("forward", rows=20, inner=8, columns=8, groups=2),
@@ -245,7 +264,7 @@ def _reads_twice(weight: jax.Array) -> jax.Array:
 LEFT = {
     "float32 weights": stored("forward", wide=F32),
     "a scale for each weight": replace(
-        stored("forward", scales="columns"), scales=((True, True, True),)
+        stored("forward", scales="columns"), scales=((5, 7, 11),)
     ),
     "arithmetic in 8 bits": replace(stored("forward"), widening=traced(_reads_twice, Score(E4M3))),
     "a function that the kernel lacks": replace(
@@ -262,10 +281,7 @@ def test_other_weights_are_widened_before(name, monkeypatch):
     calls: list[Any] = []
     monkeypatch.setattr(pallas_gpu, "_rows", lambda spec, sizes, operands: calls.append(spec) or operands.first)
     monkeypatch.setattr(xla, "forward", lambda spec, sizes, operands: calls.append(spec) or operands.first)
-    shape = tuple(n if own else 1 for n, own in zip((5, 7, 11), (spec.scales or ((False,) * 3,))[0], strict=True))
-    given = operands(replace(spec, scales=()), [6] * 5) if not spec.scales else Operands(
-        jnp.zeros((1, 30, 7), BF16), jnp.zeros((1, 5, 7, 11), E4M3), jnp.full((1, 5), 6), (jnp.ones((1, *shape), BF16),)
-    )  # fmt: skip
+    given = operands(spec, [6] * 5)
     jax.eval_shape(partial(pallas_gpu.forward, spec, BlockSizes(64, weights=STORED)), given)
     assert calls == [spec.widened]
 
