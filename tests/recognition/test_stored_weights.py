@@ -3,6 +3,7 @@ whatever is not certain to be that is multiplied as the program computes it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax import lax
 from support.compare import compiled
 
 import autopallas
+from autopallas.sites.device import Device
 from autopallas.sites.encoding import saved_site
 
 M, K, N, G = 24, 6, 10, 4
@@ -78,6 +80,23 @@ def test_operands_of_8_bits_with_a_wider_result(dtypes):
     assert is_stored(site, second)
     wide = BF16 if jnp.dtype(first).itemsize == 1 else first
     assert (site.spec["first_dtype"], site.spec["second_dtype"]) == (jnp.dtype(wide).name,) * 2
+
+
+def test_rows_of_8_bits_are_replaced_where_that_was_measured():
+    """What the original does with them is nothing that the tables' rows were measured against."""
+
+    def function(x, w):
+        return dot(x, w, jnp.full((8,), 256, jnp.int32), preferred_element_type=BF16)
+
+    types = [jax.ShapeDtypeStruct(shape, E4M3) for shape in ((2048, 256), (8, 256, 512))]
+    for device, said in (
+        (Device("gpu", "NVIDIA H100 80GB HBM3"), "that multiply rows of 8 bits"),
+        (None, "rows of 8 bits"),
+    ):
+        with device.targeted() if device is not None else contextlib.nullcontext():
+            report = autopallas.explain(autopallas.optimize(function), *types)
+        (site,) = report.sites
+        assert (site.verdict, said in site.reason) == ("kept", True), site.reason
 
 
 SCALES = {

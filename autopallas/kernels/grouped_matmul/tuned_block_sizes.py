@@ -19,9 +19,12 @@ from __future__ import annotations
 
 from typing import cast
 
+import numpy as np
+
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.operation import OPERATION
-from autopallas.kernels.grouped_matmul.spec import ProductSpec
+from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, ProductSpec
+from autopallas.numerics.casts import is_quantised
 from autopallas.sites.device import Device
 from autopallas.sites.workload import Workload
 from autopallas.tuning.coverage import Conditions
@@ -84,8 +87,15 @@ STORED_WEIGHTS = "stored weights"
 
 def conditions(match: Workload) -> Conditions:
     """Returns that weights which the program stores in 8 bits may have rows of their own; those of weights that are
-    stored as they are multiplied hold for them too, since the original's cast comes on top."""
-    if getattr(match.spec, "widening", None) is None:
+    stored as they are multiplied hold for them too, since the original's cast comes on top.
+
+    Where rows have 8 bits too, the original may be faster than any that was measured.
+    """
+    if not isinstance(match.spec, GroupedMatmulSpec):  # a mixture of experts
+        return Conditions()
+    if match.original is not None and is_quantised(np.dtype(match.original.in_avals[0].dtype)):
+        return Conditions(beyond="that multiply rows of 8 bits", unlike="rows of 8 bits")
+    if match.spec.widening is None:
         return Conditions()
     return Conditions(form=STORED_WEIGHTS, form_on_gpus=True)
 
