@@ -93,7 +93,8 @@ def conditions(match: Workload) -> Conditions:
     """
     if not isinstance(match.spec, GroupedMatmulSpec):  # a mixture of experts
         return Conditions()
-    if match.original is not None and is_quantised(np.dtype(match.original.in_avals[0].dtype)):
+    rows = match.original.in_avals[:1] if match.original is not None else ()  # a direct call has no original
+    if any(is_quantised(np.dtype(aval.dtype)) for aval in rows):
         return Conditions(beyond="that multiply rows of 8 bits", unlike="rows of 8 bits")
     if match.spec.widening is None:
         return Conditions()
