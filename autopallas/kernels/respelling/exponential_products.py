@@ -2,7 +2,8 @@
 
 The largest number along the summed axes is taken out of each array before.  A product may still be 0, or too small to
 trust, where the largest numbers of two arrays meet at no element: ``a = [0, -200]`` and ``b = [-200, 0]``.  So each
-product is tested, and where one is below a bound the sum is computed as it is written.
+product is tested, and where one is below a bound the sum is computed as it is written; and a loop of which the arrays
+that all steps share do not show beforehand that this will not happen is run as it is written.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from autopallas.graph.extract import jaxpr_of, nodes_between
 from autopallas.kernels.respelling.exponential_plan import Axes, ExponentialSum, Group, Plan, Term
 from autopallas.kernels.respelling.indexed import evaluated
 
-__all__ = ["Shared", "run", "shared"]
+__all__ = ["Shared", "can_be_sure", "is_sure", "run", "shared"]
 
 _BOUND: Mapping[str, float] = {"float32": 2.0**-32, "float64": 2.0**-200}
 """Below this a product is not trusted: its logarithm, -22 in float32, and the exponents that its largest terms are the
@@ -61,13 +62,10 @@ class Shared:
 
 def shared(plan: Plan, constants: Sequence[jax.Array]) -> Shared:
     """Returns what all steps share, of the step's inputs that are the same in all."""
-    given = dict(zip(plan.inputs, constants, strict=False))
-    every = dict.fromkeys(n for one in plan.sums for term in one.terms for n in term.numbers)
-    terms = [n for n in every if n in plan.constants and n not in plan.graph.literals]
-    values = dict(zip(terms, _computed(plan, given, terms), strict=True))
-    known = given | values
+    known = _known_to_all(plan, constants)
+    given = set(plan.inputs)
     return Shared(
-        values,
+        {number: value for number, value in known.items() if number not in given},
         {
             (place, position): _exponentials(plan, known, one, group)
             for place, one in enumerate(plan.sums)
@@ -75,6 +73,45 @@ def shared(plan: Plan, constants: Sequence[jax.Array]) -> Shared:
             if group.constant
         },
     )
+
+
+def _known_to_all(plan: Plan, constants: Sequence[jax.Array]) -> dict[int, jax.Array]:
+    """Returns those constants, and the terms of exponents and their factors that are computed of them, by number."""
+    given = dict(zip(plan.inputs, constants, strict=False))
+    every = dict.fromkeys(n for one in plan.sums for term in one.terms for n in term.numbers)
+    terms = [n for n in every if n in plan.constants and n not in plan.graph.literals]
+    return given | dict(zip(terms, _computed(plan, given, terms), strict=True))
+
+
+def can_be_sure(plan: Plan) -> bool:
+    """Returns whether what all steps share may show that products are to be trusted: at most one of the arrays that
+    vary from step to step has an axis that is summed over, so that their largest numbers meet."""
+    for one in plan.sums:
+        varying = [axis for group in one.groups if not group.constant for axis in one.reduced.intersection(group.axes)]
+        if len(varying) > len(set(varying)):
+            return False
+    return True
+
+
+def is_sure(plan: Plan, constants: Sequence[jax.Array]) -> jax.Array:
+    """Returns whether products of all steps are to be trusted, whatever finite numbers these are given.
+
+    A sum has a term in which what varies is largest, and which is no smaller than the range of what all steps share
+    allows.  Where that is wide, as of costs divided by a small temperature or transitions that are not allowed, steps
+    would take the exponentials that the program has, and products and their tests beside them.
+
+    Args:
+      plan: of the step.
+      constants: the step's inputs that are the same in all.
+    """
+    known = _known_to_all(plan, constants)
+    sure = jnp.asarray(True)
+    for one in plan.sums:
+        arrays = [_total(plan, known, group.terms).value for group in one.groups if group.constant]
+        if arrays:
+            ranges = [jnp.max(x) - jnp.min(x) for x in arrays]
+            sure &= functools.reduce(operator.add, ranges) < -math.log(2 * _BOUND[str(arrays[0].dtype)])
+    return sure
 
 
 def run(plan: Plan, of_all: Shared, operands: Sequence[jax.Array]) -> list[jax.Array]:

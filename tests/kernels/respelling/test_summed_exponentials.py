@@ -13,6 +13,8 @@ from support.respellings import found, random, sites
 
 import autopallas
 from autopallas.autotune.trial import Difference, Trial
+from autopallas.kernels.respelling.exponential_products import is_sure
+from autopallas.kernels.respelling.indexed import loop_in
 from autopallas.kernels.respelling.kinds import summed_exponentials, summed_exponentials_gradient
 
 FORWARD, GRADIENT = summed_exponentials.KIND.name, summed_exponentials_gradient.KIND.name
@@ -138,7 +140,8 @@ def test_gradients_within_the_program():
 
     compared = compare(step, arguments(B), gradients=False, ops=OPS)
     assert compared.complaints == []
-    assert found(step, *arguments(B, states=64)).count(GRADIENT) == 1
+    assert found(step, *arguments(256, states=64)).count(GRADIENT) == 1
+    assert GRADIENT not in found(step, *arguments(B, states=64))  # what is stacked stays in a cache
 
 
 def test_gradients_of_steps_under_a_checkpoint():
@@ -255,6 +258,24 @@ def test_products_that_cannot_be_trusted_are_computed_as_written():
     assert float(shifted.max()) < 1e-30
     optimized = autopallas.optimize(scanned(markov), objective="always", ops=OPS, strict=True)
     np.testing.assert_allclose(optimized(x, w)[1], scanned(markov)(x, w)[1], rtol=1e-6)
+
+
+def test_loops_of_numbers_that_lie_far_apart_are_run_as_written():
+    """As with costs divided by a small temperature: steps would compute products, and what is written beside them."""
+
+    def are_products(x, w):
+        (spec,) = (site.spec for site in sites(scanned(markov), x, w) if site.spec.kind == FORWARD)
+        return bool(is_sure(summed_exponentials._plan(loop_in(spec)), [w]))
+
+    x, w = arguments(B, states=64)
+    assert are_products(x, w)
+    assert are_products(100 * x, w + 1e4)
+    assert not are_products(x, 10 * w)
+    assert not are_products(x, jnp.where(w < 0, -jnp.inf, w))
+    for scale in (1, 10):
+        function = jax.value_and_grad(lambda x, w: jnp.sin(scanned(markov)(x, w)[1]).sum(), (0, 1))
+        assert compare(function, (x, scale * w), gradients=False, ops=OPS).complaints == []
+        assert compare(scanned(markov), (x, scale * w), ops=OPS).complaints == []
 
 
 # ---------------------------------------------------------------------- what is left alone

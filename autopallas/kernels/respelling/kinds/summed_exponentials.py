@@ -17,7 +17,7 @@ from jax import lax
 
 from autopallas.graph import Graph, Node
 from autopallas.kernels.respelling.exponential_plan import Plan
-from autopallas.kernels.respelling.exponential_products import run, shared
+from autopallas.kernels.respelling.exponential_products import can_be_sure, is_sure, run, shared
 from autopallas.kernels.respelling.exponential_sums import may_sum, planned
 from autopallas.kernels.respelling.indexed import IndexedLoop, as_written, chosen, key_of, loop_in, loop_of, results_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
@@ -49,8 +49,9 @@ def _match(graph: Graph, node: Node) -> Found | None:
 
 
 def is_worth_it(plan: Plan) -> bool:
-    """Returns whether a step takes exponentials enough, and nothing else that may gain more by itself."""
-    return plan.elements >= _LEAST_ELEMENTS and is_plain(plan.graph.root.source)
+    """Returns whether a step takes exponentials enough, which may be known to be products before the loop, and nothing
+    else that may gain more by itself."""
+    return plan.elements >= _LEAST_ELEMENTS and can_be_sure(plan) and is_plain(plan.graph.root.source)
 
 
 def _plan(loop: IndexedLoop) -> Plan | None:
@@ -62,17 +63,25 @@ def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
     loop = loop_in(spec)
     plan = _plan(loop)
     assert plan is not None
-    of_all = shared(plan, loop.given(operands)[: loop.constants])
+    constants = loop.given(operands)[: loop.constants]
 
-    def step(
-        constants: Sequence[jax.Array], carried: Sequence[jax.Array], slices: Sequence[jax.Array]
-    ) -> list[jax.Array]:
-        return run(plan, of_all, [*constants, *carried, *slices])
+    def as_products() -> list[jax.Array]:
+        of_all = shared(plan, constants)
 
-    ends, stacks = replace(loop, unroll=at_a_time(loop.unroll, loop.length)).computed(
-        operands, step, lambda _, first: first
-    )
-    return chosen(spec, [*ends, *stacks])
+        def step(
+            constants: Sequence[jax.Array], carried: Sequence[jax.Array], slices: Sequence[jax.Array]
+        ) -> list[jax.Array]:
+            return run(plan, of_all, [*constants, *carried, *slices])
+
+        ends, stacks = replace(loop, unroll=at_a_time(loop.unroll, loop.length)).computed(
+            operands, step, lambda _, first: first
+        )
+        return chosen(spec, [*ends, *stacks])
+
+    if not can_be_sure(plan):
+        return as_products()
+    found: list[jax.Array] = lax.cond(is_sure(plan, constants), as_products, lambda: list(as_written(spec, *operands)))
+    return found
 
 
 # ---------------------------------------------------------------------- evidence

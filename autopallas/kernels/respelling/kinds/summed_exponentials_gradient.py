@@ -8,7 +8,7 @@ backward computes each step again, as products of matrices of exponentials.  Pla
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import jax
@@ -20,7 +20,7 @@ from autopallas.compat import ClosedJaxpr
 from autopallas.kernels.respelling.checkpointed import CheckpointedScan, Part, pair_as_written, pair_in
 from autopallas.kernels.respelling.chunks import Arrays
 from autopallas.kernels.respelling.exponential_plan import Plan
-from autopallas.kernels.respelling.exponential_products import run, shared
+from autopallas.kernels.respelling.exponential_products import can_be_sure, is_sure, run, shared
 from autopallas.kernels.respelling.exponential_sums import planned
 from autopallas.kernels.respelling.kind import Kind, Sample, of_no_equation
 from autopallas.kernels.respelling.kinds import summed_exponentials
@@ -92,21 +92,26 @@ def _forward(pair: CheckpointedScan, operands: Sequence[jax.Array]) -> tuple[Arr
     step = forward.step_giving([*range(forward.carried), *(i for i in pair.needed if i >= forward.carried)])
     carries = {i: forward.constants + i for i in range(forward.carried)}
     plan = planned(step, forward.constants, forward.zeros, carries)
-    plain, of_all = compat.jaxpr_as_fun(step), None if plan is None else shared(plan, constants)
+    plain = compat.jaxpr_as_fun(step)
 
-    def one(carried: Arrays, own: Arrays) -> tuple[Arrays, Arrays]:
-        every = [*constants, *carried, *own]
-        found = list(plain(*every)) if plan is None or of_all is None else run(plan, of_all, every)
-        return found[: forward.carried], [*found[forward.carried :], *carried]
+    def computed(step: Callable[[Arrays], Sequence[jax.Array]]) -> tuple[Arrays, Arrays]:
+        def one(carried: Arrays, own: Arrays) -> tuple[Arrays, Arrays]:
+            found = list(step([*constants, *carried, *own]))
+            return found[: forward.carried], [*found[forward.carried :], *carried]
 
-    ends, stacks = lax.scan(
-        one,
-        given[forward.constants : last],
-        given[last:],
-        pair.length,
-        forward.reverse,
-        unroll=at_a_time(forward.unroll, pair.length),
-    )
+        ends: Arrays
+        stacks: Arrays
+        ends, stacks = lax.scan(
+            one,
+            given[forward.constants : last],
+            given[last:],
+            pair.length,
+            forward.reverse,
+            unroll=at_a_time(forward.unroll, pair.length),
+        )
+        return ends, stacks
+
+    ends, stacks = _where_sure(plan, constants, lambda every: plain(*every), computed)
     results = iter(stacks)
     needed = [ends[i] if i < forward.carried else next(results) for i in pair.needed]
     return needed, list(results)
@@ -120,17 +125,42 @@ def _backward(pair: CheckpointedScan, operands: Sequence[jax.Array]) -> Arrays:
     constants = [*of_loop, *rest[: backward.constants]]
     plan = plan_of_backward(pair)
     assert plan is not None
-    of_all = shared(plan, constants)
+    plain = compat.jaxpr_as_fun(_both_steps(pair))
 
-    def one(carried: Arrays, own: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
-        found = run(plan, of_all, [*constants, *own[0], *carried, *own[1]])
-        return found[: backward.carried], found[backward.carried :]
+    def computed(step: Callable[[Arrays], Sequence[jax.Array]]) -> tuple[Arrays, Arrays]:
+        def one(carried: Arrays, own: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
+            found = list(step([*constants, *own[0], *carried, *own[1]]))
+            return found[: backward.carried], found[backward.carried :]
 
-    ends, stacks = lax.scan(
-        one, rest[backward.constants : last], ([*starts, *slices], rest[last:]), pair.length, backward.reverse,
-        unroll=at_a_time(backward.unroll, pair.length),
-    )  # fmt: skip
-    return pair.chosen(ends, stacks)
+        ends: Arrays
+        stacks: Arrays
+        ends, stacks = lax.scan(
+            one, rest[backward.constants : last], ([*starts, *slices], rest[last:]), pair.length, backward.reverse,
+            unroll=at_a_time(backward.unroll, pair.length),
+        )  # fmt: skip
+        return ends, stacks
+
+    return pair.chosen(*_where_sure(plan, constants, lambda every: plain(*every), computed))
+
+
+def _where_sure(
+    plan: Plan | None,
+    constants: Arrays,
+    plain: Callable[[Arrays], Sequence[jax.Array]],
+    computed: Callable[[Callable[[Arrays], Sequence[jax.Array]]], tuple[Arrays, Arrays]],
+) -> tuple[Arrays, Arrays]:
+    """Returns what a loop gives whose steps take products where these are sure to be trusted, else what is written."""
+    if plan is None:
+        return computed(plain)
+
+    def as_products() -> tuple[Arrays, Arrays]:
+        of_all = shared(plan, constants)
+        return computed(lambda every: run(plan, of_all, every))
+
+    if not can_be_sure(plan):
+        return as_products()
+    found: tuple[Arrays, Arrays] = lax.cond(is_sure(plan, constants), as_products, lambda: computed(plain))
+    return found
 
 
 # ---------------------------------------------------------------------- evidence
