@@ -10,6 +10,8 @@ from jax import lax
 from support.compare import compare
 from support.respellings import optimized, random, same_bits, sites
 
+from autopallas.kernels.respelling.tuned_block_sizes import conditions
+
 
 @pytest.mark.parametrize("step", [lax.add, lax.max, lax.min])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8])
@@ -50,3 +52,19 @@ def test_windows_of_what_is_not_finite(step):
     run = lambda x: lax.reduce_window(x, start, step, (1, 3, 3, 1), (1, 1, 1, 1), "SAME")  # noqa: E731
     np.testing.assert_allclose(optimized(run)(x), run(x), rtol=1e-6, atol=1e-6)
     assert len(sites(run, x)) == 1
+
+
+def test_windows_of_what_others_read_ask_for_more_gain():
+    """As in train steps: the gradient of the rectifier reads what it is given, which the slices would compute anew."""
+
+    def pooled(x):
+        return lax.reduce_window(jax.nn.relu(x * 2), 0.0, lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+    def unlike(function):
+        return [
+            conditions(site).unlike for site in sites(function, random(4, 8, 8, 16)) if "window_sum" in str(site.spec)
+        ]
+
+    assert unlike(pooled) == [""]
+    read, *_ = unlike(jax.value_and_grad(lambda x: (pooled(x) ** 2).sum()))
+    assert read

@@ -169,3 +169,29 @@ def test_squared_distances_on_request_come_first():
         report = autopallas.explain(autopallas.optimize(distances, ops=ops, objective="always"), x, y)
         assert [site.kind for site in report.sites] == ["squared_distances"]
     assert found(distances, x, y) == ["short_sum"]
+
+
+def test_products_that_others_read_are_not_computed_anew():
+    """The library reads what was written once; a loop of the program would compute the products a second time."""
+    x, y, z = random(32, 16, 16), random(32, 16, 16, seed=1), random(8192, 8)
+
+    def over_two_axes(x, y):
+        product = x * y
+        return product.sum(0), product.sum(2)
+
+    assert found(over_two_axes, x, y) == []
+    assert found(lambda x, y: (x * y).sum(0), x, y) == ["short_sum"]
+    assert found(lambda x, y: jnp.exp(x * y).sum(1), x, y) == ["short_sum"]
+    assert found(jax.nn.softmax, z) == ["short_sum"]  # exponentials are computed once in any case
+    gradient = jax.grad(lambda x: jnp.sin(jax.nn.softmax(x, 1)).sum())
+    assert found(gradient, random(16, 8, 1024)).count("short_sum") == 1  # of the two sums the forward's
+
+
+def test_differences_that_others_read_are_summed_along_rows():
+    """Rows gain more than it takes to compute a difference again."""
+
+    def forces(x):
+        difference = x[:, None] - x[None]
+        return (difference / jnp.sum(difference**2, -1, keepdims=True)).sum(1)
+
+    assert "short_sum" in found(forces, random(64, 3))

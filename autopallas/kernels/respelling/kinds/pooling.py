@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import cast
 
 import jax
@@ -14,6 +15,7 @@ from jax import lax
 
 from autopallas.compat import Dtype, JaxprEqn
 from autopallas.graph import Graph, Node
+from autopallas.kernels.respelling.computed_for_others import FOR_OTHERS, is_computed_for_others
 from autopallas.kernels.respelling.kind import Found, Kind, Sample, of_equation
 from autopallas.kernels.respelling.library_order import in_a_loop_or_branch
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
@@ -36,7 +38,10 @@ def _match(graph: Graph, node: Node) -> Found | None:
     window = node.equation.params["window_dimensions"]
     if sum(size > 1 for size in window) < 2 and in_a_loop_or_branch(node):
         return None
-    return _of_any(graph, node)
+    found = _of_any(graph, node)
+    if found is None or not is_computed_for_others(graph, node, deeply=True):
+        return found
+    return replace(found, parameters=tuple(sorted((*found.parameters, (FOR_OTHERS, True)))))
 
 
 def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
