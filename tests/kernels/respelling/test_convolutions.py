@@ -114,6 +114,23 @@ def test_depthwise_convolutions_of_late_layers_sum_over_their_window(stride):
     assert found.counts("respelling") == 3
 
 
+@pytest.mark.parametrize(
+    ("rank", "layout", "size", "window", "stride"),
+    [(2, 0, 20, 9, 1), (2, 1, 8, 9, 1), (2, 0, 24, 11, 2), (1, 0, 200, 90, 1)],
+)
+def test_depthwise_windows_of_many_taps_stand_in_loops(rank, layout, size, window, stride):
+    """As of structural similarity over colours, or of large kernels: each equation stays short."""
+    x, w = operands(rank, layout, 6, 6, size=size, window=window)
+    run = convolution(6, LAYOUTS[rank][layout], stride)
+    (site,) = sites(run, x, w)
+    assert kind_named("convolution").feature(site.spec).startswith("depthwise, 4096 taps of the window")
+    loss = jax.value_and_grad(lambda x, w: (jnp.tanh(run(x, w)) ** 2).sum(), (0, 1))
+    assert len(str(jax.make_jaxpr(optimized(loss))(x, w).jaxpr)) < 60_000
+    found = compare(loss, (x, w), gradients=False)
+    assert found.complaints == []
+    assert found.counts("respelling") == 3
+
+
 def test_few_elements_have_evidence_of_their_own():
     def feature(*shape):
         (site,) = sites(convolution(shape[-1], LAYOUTS[2][0]), jnp.ones(shape), jnp.ones((3, 3, 1, shape[-1])))
@@ -127,7 +144,7 @@ def test_few_elements_have_evidence_of_their_own():
 def test_other_convolutions_are_left_alone():
     numbers = LAYOUTS[2][0]
     plain = convolution(1, numbers), random(1, 8, 8, 4), random(3, 3, 4, 4)
-    wide = convolution(4, numbers), random(1, 20, 20, 4), random(9, 9, 1, 4)
+    wide = convolution(4, numbers), random(1, 70, 70, 4), random(65, 65, 1, 4)
     empty = convolution(4, numbers), random(0, 8, 8, 4), random(3, 3, 1, 4)
     for run, *arrays in (plain, wide, empty):
         assert sites(run, *arrays) == []

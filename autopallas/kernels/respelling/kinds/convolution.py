@@ -34,8 +34,10 @@ from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 __all__ = ["KIND"]
 
 _MOST_TAPS = 64
-_MOST_TAPS_OF_ONE = 4096
-"""Taps of a window over one channel, which stand in a loop."""
+_MOST_TAPS_IN_LOOPS = 4096
+"""Taps of a window over one channel or over each of several, which stand in a loop over the window's first axis."""
+_FEW_RESULTS = 9
+"""Elements of a depthwise convolution's result up to which it is summed for each of them, if its window is large."""
 _WEIGHTS_UNROLLED = 25
 """Weights above which a loop over the first axis of the window keeps the program short."""
 _SUMS_UNROLLED = 12
@@ -89,22 +91,27 @@ class _Convolution:
         """Whether the sum is over the window, not over the result: that of a depthwise weight's gradient is over the
         result even where the window is as small, and that of depthwise convolutions over the window even where the
         result is smaller, as of late layers: no product of matrices is left then."""
-        if self.of_batch and self.per_group == 1 and self.examples == 1:
-            return math.prod(self.result) > _MOST_TAPS
+        window, result = math.prod(self.window), math.prod(self.result)
+        if self._is_depthwise_gradient:
+            return not _are_few(self.result)
         if self._is_depthwise:
-            return math.prod(self.window) <= (_MOST_TAPS_OF_ONE if self.groups == 1 else _MOST_TAPS)
-        return math.prod(self.window) <= min(math.prod(self.result), _MOST_TAPS)
+            return self.groups == 1 or window <= _MOST_TAPS or (_are_few(self.window) and result > _FEW_RESULTS)
+        return window <= min(result, _MOST_TAPS)
 
     @property
     def _is_depthwise(self) -> bool:
         return self.features == 1 and self.per_group == 1 and not self.of_batch
 
     @property
+    def _is_depthwise_gradient(self) -> bool:
+        return self.of_batch and self.per_group == 1 and self.examples == 1
+
+    @property
     def elementwise(self) -> bool:
         """Whether each group has one feature, so that no product of matrices is left."""
         if self.few_weights:
             return self._is_depthwise
-        return self.per_group == 1 and self.of_batch and self.examples == 1
+        return self._is_depthwise_gradient
 
     @property
     def taps(self) -> int:
@@ -166,12 +173,20 @@ def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
     result = math.prod(equation.outvars[0].aval.shape[axis] for axis in sizes.out_spec[2:])
     if groups == 1:
         known = len({v.aval.dtype for v in (*equation.invars, *equation.outvars)}) == 1
-        few = 1 < window <= min(result, _MOST_TAPS_OF_ONE) and math.prod(windows[1:]) <= _MOST_TAPS
-        if not (known and few and features == results == 1):
+        if not (known and 1 < window <= result and _are_few(windows) and features == results == 1):
             return None
     elif min(window, result) > _MOST_TAPS:
-        return None
+        of_batch = params["batch_group_count"] > 1
+        images = equation.outvars[0].aval.shape[sizes.out_spec[0]] if of_batch else features
+        given = [equation.outvars[0].aval.shape[axis] for axis in sizes.out_spec[2:]] if of_batch else windows
+        if not (images == 1 and results == groups and _are_few(given)):
+            return None
     return parameters(params) | {"groups": groups, "of_batch": params["batch_group_count"] > 1}
+
+
+def _are_few(taps: Sequence[int]) -> bool:
+    """Returns whether so many taps along each axis of space stand in a loop over the first one."""
+    return math.prod(taps) <= _MOST_TAPS_IN_LOOPS and math.prod(taps[1:]) <= _MOST_TAPS
 
 
 def _original(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Array]:
@@ -378,7 +393,7 @@ def _feature(spec: RespellingSpec) -> str:
     have channels in fours, which XLA computes on vectors (JAX 0.10), and whether there are few elements."""
     own = _of(spec)
     many = "" if own.elementwise else ", many groups" if own.groups > 16 else ", few groups"
-    taps = next(limit for limit in (4, 9, 25, _MOST_TAPS, _MOST_TAPS_OF_ONE) if own.taps <= limit)
+    taps = next(limit for limit in (4, 9, 25, _MOST_TAPS, _MOST_TAPS_IN_LOOPS) if own.taps <= limit)
     order = "channels last" if own.lhs[0 if own.of_batch else 1] == len(own.lhs) - 1 else "channels first"
     dilated = ", dilated" if max(own.lhs_dilation) > 1 else ", strided" if max(own.strides) > 1 else ""
     if own.groups == 1:
@@ -402,6 +417,7 @@ _WINDOWS: tuple[tuple[str, tuple[int, ...], int, int | None, tuple[tuple[int, ..
     ("5x5-stride", (5, 5), 2, None, _IMAGES),
     ("7x7", (7, 7), 1, None, _IMAGES),
     ("7x7-stride", (7, 7), 2, None, _IMAGES),
+    ("11x11", (11, 11), 1, None, _IMAGES),
     ("3x3-grouped", (3, 3), 1, 32, _IMAGES),
     ("3x3-few", (3, 3), 1, 8, _IMAGES),
     ("3x3-few-stride", (3, 3), 2, 8, _IMAGES),
