@@ -201,7 +201,7 @@ def test_a_search_allows_gradients_of_loops_their_own_tolerance():
     def step(x, w):
         return jax.value_and_grad(lambda x, w: jnp.sin(scanned(markov)(x, w)[0]).sum(), (0, 1))(x, w)
 
-    (match,) = (site for site in sites(step, *arguments(B, states=64)) if site.spec.kind == GRADIENT)
+    (match,) = (site for site in sites(step, *arguments(256, states=64)) if site.spec.kind == GRADIENT)
     trial = Trial.abstract(match.measured)
     count = len(match.measured.results)
     faults = [trial.fault([Difference(2e-5 * (i == place), 0.0) for i in range(count)], None) for place in range(count)]
