@@ -389,8 +389,9 @@ def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:
 
 
 def _feature(spec: RespellingSpec) -> str:
-    """Returns what is computed, the number of taps, where the channels stand, and of windows over groups whether these
-    have channels in fours, which XLA computes on vectors (JAX 0.10), and whether there are few elements."""
+    """Returns what is computed, the number of taps, whether a large window exceeds the image, where the channels stand,
+    and of windows over groups whether these have channels in fours, which XLA computes on vectors (JAX 0.10), and
+    whether there are few elements."""
     own = _of(spec)
     many = "" if own.elementwise else ", many groups" if own.groups > 16 else ", few groups"
     taps = next(limit for limit in (4, 9, 25, _MOST_TAPS, _MOST_TAPS_IN_LOOPS) if own.taps <= limit)
@@ -398,6 +399,8 @@ def _feature(spec: RespellingSpec) -> str:
     dilated = ", dilated" if max(own.lhs_dilation) > 1 else ", strided" if max(own.strides) > 1 else ""
     if own.groups == 1:
         return f"one channel, {len(own.window)} axes, {taps} taps{dilated}"
+    if own.few_weights and math.prod(own.window) > max(_MOST_TAPS, math.prod(own.result)):
+        dilated += ", beyond the image"
     what = "depthwise" if own.elementwise else "grouped"
     where = "window" if own.few_weights else "result"
     given = spec.operands[0][0][own.lhs[1]] // own.groups
