@@ -441,6 +441,14 @@ def test_a_row_of_another_spelling_licenses_that_spelling(monkeypatch):
     assert "spelling" in of_table(usual, "xla", CPU).gap
 
 
+def test_a_row_of_products_with_more_axes_holds_for_no_fewer():
+    """XLA makes one kernel of attention that is spelled with matmul, and none of products with two axes of a batch."""
+    match = match_of(lambda q, k, v: matmul(q, k, v), *[jax.ShapeDtypeStruct((1, 4, 4096, 64), "float32")] * 3)
+    row = replace(_row_of_gain(2.1), spelling="abcde,abfe->abcdf; abcde,abef->abcdf")
+    assert "no row for this spelling" in gap(row, match, CPU, own_form=True)
+    assert gap(replace(row, spelling=""), match, CPU, own_form=True) == ""
+
+
 def test_what_is_measured_here_says_what_it_holds_for(machine):
     machine(None)
     row = Row(None, 1.0, 2.0, 1, 2, "measured", "2026-11-21", "jax")
