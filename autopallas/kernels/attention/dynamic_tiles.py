@@ -1,12 +1,14 @@
 """Decides at run time which tiles have to be computed, by side inputs: segment ids, lengths, masks.
 
 The decision is exact, made once per mask, and needs no array of the size of the scores: ``spec.live`` is evaluated for
-one block of rows at a time.
+one block of rows at a time.  On a GPU, where each of these would be several small kernels, it is evaluated for as many
+rows as give few million tiles of one row, within the kernel that reduces it to these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal, TypeAlias
 
 import jax
@@ -15,9 +17,15 @@ import jax.numpy as jnp
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tiles import DEAD, PARTIAL
 
-__all__ = ["compacted", "run_time_states"]
+__all__ = ["UNIT", "by_units", "compacted", "merged", "run_time_states", "unseen"]
 
 Array: TypeAlias = jax.Array
+Decide: TypeAlias = Callable[[Array, Array, Sequence[Array]], Array]
+
+UNIT = 64
+"""Rows and keys of the tiles that are decided together on a GPU; those of its kernels are multiples, or parts."""
+_AT_ONCE = 2**22
+"""Tiles of one row that are decided at once there."""
 
 
 def run_time_states(spec: AttentionSpec, query_block: int, key_block: int, sides: Sequence[Array]) -> Array | None:
@@ -61,6 +69,81 @@ def run_time_states(spec: AttentionSpec, query_block: int, key_block: int, sides
     starts = jnp.arange(rows, dtype=jnp.int32) * query_block
     wanted = jnp.moveaxis(jax.lax.map(block, (starts, read)), 0, 1)
     return jnp.where(wanted, PARTIAL, DEAD).astype(jnp.int32)
+
+
+def unseen(spec: AttentionSpec, sides: Sequence[Array]) -> Array | None:
+    """Returns which tiles :func:`run_time_states` has as DEAD, of :data:`UNIT` rows and keys, [B|1, rows, keys]."""
+    live = spec.live
+    if live is None or not live.sides or not spec.assume_finite:
+        return None
+
+    def decide(t: Array, s: Array, given: Sequence[Array]) -> Array:
+        alive = live.evaluate(None, t, s, given) & (s < spec.key_length)
+        seen = jnp.any(jnp.broadcast_to(alive, _widened(alive, t, s)), axis=-1)
+        return ~seen & jnp.any(seen, axis=-1, keepdims=True)
+
+    return by_units(spec, sides, live.sides, decide)
+
+
+def by_units(spec: AttentionSpec, sides: Sequence[Array], read: Collection[int], decide: Decide) -> Array:
+    """Returns of which tiles of :data:`UNIT` rows and keys something holds in each row of each head, [B|1, rows, keys].
+
+    Args:
+      spec: the attention.
+      sides: the side inputs, each [B|1, K|1, G|1, T|1, S|1].
+      read: those that are read.
+      decide: is given positions of some rows and of all keys, [rows, 1, 1] and [tiles, UNIT], of which the last may
+        be beyond the end, and the side inputs at these, [B|1, K|1, G|1, rows|1, tiles|1, UNIT|1]; returns what holds
+        in each row of each tile, [B|1, K|1, G|1, rows, tiles].
+    """
+    columns = -(-spec.key_length // UNIT)
+    key = jnp.arange(columns * UNIT, dtype=jnp.int32).reshape(columns, UNIT)
+    heads = math.prod(max((sides[n].shape[axis] for n in read), default=1) for axis in range(3))
+    most = max(1, _AT_ONCE // (heads * columns * UNIT))
+    units = -(-spec.query_length // UNIT)
+    parts = -(-units // most)
+    height = -(-units // parts) * UNIT  # rows of a part
+    missing = parts * height - spec.query_length
+
+    def cut(x: Array) -> Array:
+        """Reshapes a side input to [parts, B|1, K|1, G|1, rows|1, tiles|1, UNIT|1]."""
+        tall, wide = x.shape[3] > 1, x.shape[4] > 1
+        x = jnp.pad(x, [(0, 0)] * 3 + [(0, missing * tall), (0, wide * (columns * UNIT - spec.key_length))])
+        x = x.reshape(*x.shape[:3], *((parts, height) if tall else (1, 1)), *((columns, UNIT) if wide else (1, 1)))
+        return jnp.broadcast_to(jnp.moveaxis(x, 3, 0), (parts, *x.shape[:3], *x.shape[4:]))
+
+    def part(inputs: tuple[Array, dict[int, Array]]) -> Array:
+        start, here = inputs
+        row = (start + jnp.arange(height, dtype=jnp.int32)).reshape(height, 1, 1)
+        holds = decide(row, key, [here.get(n, jnp.zeros((), x.dtype)) for n, x in enumerate(sides)])
+        holds |= row[..., 0] >= spec.query_length
+        return jnp.all(holds.reshape(*holds.shape[:3], height // UNIT, UNIT, columns), axis=(1, 2, 4))
+
+    cuts = {n: cut(sides[n]) for n in read}
+    starts = jnp.arange(parts, dtype=jnp.int32) * height
+    if parts == 1:
+        return part((starts[0], {n: x[0] for n, x in cuts.items()}))[:, :units]
+    found = jnp.moveaxis(jax.lax.map(part, (starts, cuts)), 0, 1)
+    return found.reshape(len(found), -1, columns)[:, :units]
+
+
+def _widened(x: Array, row: Array, key: Array) -> tuple[int, ...]:
+    """Returns the shape of what is known of each element, [B|1, K|1, G|1, rows, tiles, UNIT]."""
+    return *((1,) * (6 - x.ndim) + x.shape)[:3], len(row), *key.shape
+
+
+def merged(holds: Array, row_block: int, column_block: int, rows: int, columns: int) -> Array:
+    """Returns the same for blocks of other sizes, multiples or parts of :data:`UNIT`, [B|1, rows, columns]."""
+    for axis, (block, count) in enumerate([(row_block, rows), (column_block, columns)], 1):
+        if block < UNIT:
+            holds = jnp.repeat(holds, UNIT // block, axis)
+        else:
+            ratio = block // UNIT
+            widths = [(0, (count * ratio - holds.shape[axis]) if n == axis else 0) for n in range(3)]
+            holds = jnp.pad(holds, widths, constant_values=True)
+            holds = jnp.all(holds.reshape(*holds.shape[:axis], count, ratio, *holds.shape[axis + 1 :]), axis=axis + 1)
+        holds = jax.lax.slice_in_dim(holds, 0, count, axis=axis)
+    return holds
 
 
 def compacted(

@@ -4,6 +4,10 @@ A kernel that lists its tiles before it starts cannot wait for the maxima of its
 key is below minus the product of the greatest norms.  If the score program does not decrease with the score, what it
 gives for that is a bound of each score, and the greatest bound among a row's keys is one of the row's maximum.  Keys
 that positions show, as far as is known while tracing, are tried for that; results do not depend on which these are.
+
+What side inputs hide, beside positions or alone, is found by two such bounds of each score: what the program gives for
+minus the product of the greatest norms, and for that product itself.  A tile in which the second is low throughout is
+left out if in each of its rows the first is great enough for some key.  Both are reduced to tiles as they are computed.
 """
 
 from __future__ import annotations
@@ -16,7 +20,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas.kernels.attention.fills import greatest_product, skips, tile_states, usual
+from autopallas.kernels.attention.dynamic_tiles import by_units
+from autopallas.kernels.attention.fills import (
+    LOW,
+    greatest_product,
+    hides_by_sides,
+    least_beside,
+    skips,
+    tile_states,
+    usual,
+)
 from autopallas.kernels.attention.operands import Operands
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tiles import FULL, PARTIAL
@@ -36,12 +49,14 @@ class Proof(NamedTuple):
       spec, sides: the attention, and its side inputs.
       usual: whether hidden keys add nothing to a row whose maximum is great enough, a boolean scalar.
       lowest: a bound below which no product of a query and a key is.
+      unseen: where side inputs may hide keys, the tiles of 64 rows and keys that add nothing, [B|1, rows, keys].
     """
 
     spec: AttentionSpec
     sides: Sequence[Array]
     usual: Array
     lowest: Array
+    unseen: Array | None
 
     @staticmethod
     def of(
@@ -55,12 +70,17 @@ class Proof(NamedTuple):
           dout: in a backward, the result's cotangent.
           numbers: what else weights of 0 are multiplied with.
         """
-        if spec.fill is None or not skips(spec, "pallas_gpu"):
+        by_sides = hides_by_sides(spec)
+        if not by_sides and (spec.fill is None or not skips(spec, "pallas_gpu")):
             return None
-        found = usual(spec, operands, dout)
+        finite = jnp.asarray(True)
         for x in numbers:
-            found &= jnp.all(jnp.isfinite(x))
-        return Proof(spec, operands.sides, found, -greatest_product(spec, operands))
+            finite &= jnp.all(jnp.isfinite(x))
+        greatest = greatest_product(spec, operands)
+        unseen = None
+        if by_sides:
+            unseen = _unseen(spec, operands.sides, greatest) & finite & usual(spec, operands, dout, bounds=False)
+        return Proof(spec, operands.sides, finite & usual(spec, operands, dout), -greatest, unseen)
 
     def rows(self, least: float) -> Array:
         """Returns for which rows it is certain that their maximum is at least ``least`` and that hidden keys add
@@ -94,6 +114,34 @@ class Proof(NamedTuple):
         missing = -rows.shape[1] % size
         rows = jnp.pad(rows, [(0, 0), (0, missing)], constant_values=True)
         return jnp.all(rows.reshape(len(rows), -1, size), axis=-1)
+
+
+def _unseen(spec: AttentionSpec, sides: Sequence[Array], greatest: Array) -> Array:
+    """Returns which tiles add nothing, if what their weights are multiplied with is finite, [B|1, rows, keys].
+
+    Args:
+      spec: the attention.
+      sides: its side inputs.
+      greatest: a bound on the size of the products of queries and keys.
+    """
+    wide = spec.accumulation_dtype
+
+    def decide(t: Array, s: Array, given: Sequence[Array]) -> Array:
+        exists = s < spec.key_length
+
+        def bound(product: Array, otherwise: float) -> Array:
+            """Returns the greatest of a row's bounds in each tile; a NaN, which shows nothing, is ``otherwise``."""
+            found = spec.score.evaluate(product.astype(spec.score_dtype), t, s, given).astype(wide)
+            found = jnp.where(exists, jnp.where(jnp.isnan(found), otherwise, found), -jnp.inf)
+            shape = ((1,) * (6 - found.ndim) + found.shape)[:3]
+            return jnp.max(jnp.broadcast_to(found, (*shape, len(t), *s.shape)), axis=-1)
+
+        high, low = bound(greatest, jnp.inf), bound(-greatest, -jnp.inf)
+        hidden = high <= LOW
+        of_hidden = jnp.max(jnp.where(hidden, high, -jnp.inf), axis=-1, keepdims=True)
+        return hidden & (jnp.max(low, axis=-1, keepdims=True) >= least_beside(of_hidden))
+
+    return by_units(spec, sides, spec.score.sides, decide)
 
 
 @lru_cache(maxsize=256)

@@ -9,6 +9,8 @@ kernel computes the other tiles first, and then a block's hidden tiles too, unle
 * what these are multiplied with is finite, and scores are not huge if the bound presumes so (:func:`usual`).
 
 So nothing is assumed: results equal those of all tiles, for rows without a key, low scores, infinities and NaNs too.
+
+A kernel of a GPU finds at run time which tiles side inputs hide too (:func:`hides_by_sides`, :mod:`.fill_proofs`).
 """
 
 from __future__ import annotations
@@ -44,10 +46,13 @@ if TYPE_CHECKING:
     from autopallas.kernels.attention.spec import AttentionSpec
 
 __all__ = [
+    "LOW",
     "Fill",
     "TileStates",
     "fill_of",
     "greatest_product",
+    "hides_by_sides",
+    "least_beside",
     "mask_class",
     "picture",
     "skips",
@@ -61,10 +66,17 @@ States: TypeAlias = np.ndarray
 _IMPLEMENTATIONS = frozenset({"xla", "pallas_tpu", "pallas_gpu"})
 """Implementations that skip hidden tiles; the others compute all of them."""
 
-_LOW = -500.0
+LOW = -500.0
 """Greatest score that hides a key: the maximum of most rows is more than 200 above it."""
+_LEAST_SCORES = 2**20
+"""Scores of a head from which it is found at run time which tiles side inputs hide: fewer take a GPU less time than the
+small kernels that find it."""
+_LEAST_SHARING = 8
+"""Heads that share what is evaluated for that; for each of them it would cost much of what the attention does."""
 _MAGNITUDES = (None, 2.0**30, 2.0**24, 2.0**20, 2.0**16, 2.0**13, 2.0**10)
 """Bounds on scores and floating side inputs, the weakest presumption first; None for no bound."""
+_SPACING = 2.0**-18
+"""Part of a score by which another has to be above it, whatever was rounded."""
 _ROUNDING = 1.05
 """Factor for the rounding of a product, beside the product of the norms, which bounds a score."""
 _COARSE = 32
@@ -180,13 +192,15 @@ def mask_class(spec: AttentionSpec, implementation: str | None = None) -> str:
     """
     hides = skips(spec, implementation)
     fill = fill_of(spec) if hides else None
-    if fill is not None and fill.mask is not None:
+    by_sides = implementation == "pallas_gpu" and hides_by_sides(spec)
+    if fill is not None and fill.mask is not None and not by_sides:
         return fill.mask
     found = classify(spec)
-    if fill is None and found != "dynamic":
+    if fill is None and found != "dynamic" and not by_sides:
         return found
     by_positions = _known_from_positions(spec, hides)
-    return found if by_positions is None else f"{by_positions} and dynamic"
+    by_data = "dynamic" if by_sides else found
+    return by_data if by_positions is None else f"{by_positions} and dynamic"
 
 
 def _known_from_positions(spec: AttentionSpec, hides: bool) -> Literal["causal", "static"] | None:
@@ -215,25 +229,50 @@ def skips(spec: AttentionSpec, implementation: str | None) -> bool:
     return rises(spec.score, rectangles([(0, spec.query_length)], [(0, spec.key_length)]), fill.magnitude)
 
 
-def usual(spec: AttentionSpec, operands: Operands, dout: Array | None = None) -> Array:
+def hides_by_sides(spec: AttentionSpec) -> bool:
+    """Returns whether tiles that side inputs may hide by low scores are looked for at run time, on a GPU.
+
+    There has to be an array that may be a mask: one of booleans or integers beside a low constant, or one of floating
+    numbers with one for each key and not for each head.  What is evaluated must be shared by several heads.
+    """
+    if spec.query_length * spec.key_length < _LEAST_SCORES:
+        return False
+    read = [spec.sides[number].varies for number in spec.score.sides]
+    heads = (spec.key_heads, spec.groups)
+    sharing = math.prod(n for axis, n in enumerate(heads, 1) if not any(varies[axis] for varies in read))
+    return sharing >= _LEAST_SHARING and _may_hide_by_sides(spec)
+
+
+@lru_cache(maxsize=1024)
+def _may_hide_by_sides(spec: AttentionSpec) -> bool:
+    sides, low = [spec.sides[number] for number in spec.score.sides], _mentions_low_scores(spec.score)
+    masks = any(side.varies[4] if side.differentiable else low for side in sides)
+    # What keys are dead is known at run time too, and needs no proof.
+    if not masks or spec.live is not None or not _is_eligible(spec, of_positions=False):
+        return False
+    return rises(spec.score, rectangles([(0, spec.query_length)], [(0, spec.key_length)]))
+
+
+def usual(spec: AttentionSpec, operands: Operands, dout: Array | None = None, bounds: bool = True) -> Array:
     """Returns whether hidden tiles add nothing to a row whose maximum is great enough, a boolean scalar.
 
-    That is so if the bounds hold, and if what weights of 0 are multiplied with is finite.  With the result's cotangent
-    the answer is for the backward, whose products read queries and keys too.
+    That is so if the bounds hold that are known while tracing, if those are used, and if what weights of 0 are
+    multiplied with is finite.  With the result's cotangent the answer is for the backward, whose products read queries
+    and keys too.
     """
     fill, dtype = fill_of(spec), spec.accumulation_dtype
-    assert fill is not None
+    magnitude = fill.magnitude if bounds and fill is not None else None
 
     found = _greatest_square(operands.value, dtype) < jnp.inf
     if dout is not None:
         found &= _greatest_square(dout, dtype) < jnp.inf
-    if fill.magnitude is not None or dout is not None:
-        greatest = float(jnp.finfo(dtype).max) if fill.magnitude is None else (fill.magnitude / _ROUNDING) ** 2
+    if magnitude is not None or dout is not None:
+        greatest = float(jnp.finfo(dtype).max) if magnitude is None else (magnitude / _ROUNDING) ** 2
         found &= _greatest_square(operands.query, dtype) * _greatest_square(operands.key, dtype) <= greatest
-    if fill.magnitude is not None:
+    if magnitude is not None:
         for number in spec.score.sides:
             if spec.sides[number].differentiable:
-                found &= jnp.all(jnp.abs(operands.sides[number].astype(dtype)) <= fill.magnitude)
+                found &= jnp.all(jnp.abs(operands.sides[number].astype(dtype)) <= magnitude)
     return found
 
 
@@ -270,11 +309,11 @@ class _Bounds:
     def __call__(self, ranges: Ranges) -> Interval:
         bound = intervals.evaluate(self._program, ranges, self._magnitude)
         guess = intervals.evaluate(self._program, ranges, 0.0)
-        hidden = bound.high <= _LOW
+        hidden = bound.high <= LOW
         if np.any(hidden):
             self.greatest = max(self.greatest, float(bound.high[hidden].max()))
             self.usual = max(self.usual, float(guess.high[hidden].max()))
-        shown = (guess.low > _LOW) & ~hidden
+        shown = (guess.low > LOW) & ~hidden
         return Interval(shown.astype(float), 1.0 - hidden, np.dtype(bool))
 
     def budget(self, count: int) -> int:
@@ -282,8 +321,9 @@ class _Bounds:
         return 2**20 if self.of_positions else 6 * count
 
 
-def _is_eligible(spec: AttentionSpec) -> bool:
-    """Returns whether a key of weight 0 only adds 0 to a row, or nothing at all if weights hide it."""
+def _is_eligible(spec: AttentionSpec, of_positions: bool = True) -> bool:
+    """Returns whether a key of weight 0 only adds 0 to a row, or nothing at all if weights hide it; with
+    ``of_positions`` also whether positions may hide it."""
     weights = [*spec.weights, *(weight for sums in spec.sums for weight in sums)]
     maxima = [s for s in spec.statistics or () if isinstance(s, ElementwiseProgram)]
     return (
@@ -294,7 +334,7 @@ def _is_eligible(spec: AttentionSpec) -> bool:
         and not (spec.statistics is not None and spec.keeps)
         # If positions alone decide which keys are dead, tiles are skipped without any check.
         and (spec.live is None or bool(spec.live.sides))
-        and any(isinstance(i, Index) for i in spec.score.inputs)
+        and (not of_positions or any(isinstance(i, Index) for i in spec.score.inputs))
         and _is_tame(spec)
     )
 
@@ -319,7 +359,7 @@ def _is_tame(spec: AttentionSpec) -> bool:
 
 def _mentions_low_scores(program: ElementwiseProgram) -> bool:
     """Returns whether there may be a mask: a great constant, or a logarithm."""
-    great = any(isinstance(i, Constant) and abs(i.value) >= -_LOW for i in program.inputs)
+    great = any(isinstance(i, Constant) and abs(i.value) >= -LOW for i in program.inputs)
     return great or "log" in program.primitives
 
 
@@ -332,5 +372,13 @@ def _least(bound: float, dtype: Dtype) -> float:
     """Returns the least maximum beside which the exponential of a score up to ``bound`` is 0, in the dtype."""
     largest = float(jnp.finfo(dtype).max)
     # If numbers are so great that their spacing is wider than that, the distance has to be greater.
-    distance = max(-exponential_underflows_below(dtype), abs(bound) * 2.0**-18) if math.isfinite(bound) else 0.0
+    distance = max(-exponential_underflows_below(dtype), abs(bound) * _SPACING) if math.isfinite(bound) else 0.0
     return float(np.asarray(max(bound + distance, -largest), dtype))
+
+
+def least_beside(bound: Array) -> Array:
+    """Returns the same for bounds that are known at run time, in their dtype, none of which is above those of hidden
+    scores."""
+    largest, underflow = float(jnp.finfo(bound.dtype).max), -exponential_underflows_below(bound.dtype)
+    found = bound + jnp.maximum(underflow, jnp.where(bound > -jnp.inf, -bound, 0.0) * _SPACING)
+    return jnp.maximum(found, -largest)

@@ -27,7 +27,7 @@ from autopallas.kernels.attention.gpu_grid import (
     turned_sides,
     vector,
 )
-from autopallas.kernels.attention.gpu_layout import Layout, Turned, padded
+from autopallas.kernels.attention.gpu_layout import Layout, Turned, moved, padded
 from autopallas.kernels.attention.gpu_order import Order, entry
 from autopallas.kernels.attention.gpu_score_units import F16, Units, fit, halves
 from autopallas.kernels.attention.gpu_warpgroups import ring
@@ -166,12 +166,13 @@ class Plan(NamedTuple):
         return self.flipped and fit(self.spec)
 
     def inputs(self, operands: Operands, scaled: ScaledRows, units: Units | None) -> list[Array]:
-        """Returns the arrays in main memory, padded to whole blocks."""
+        """Returns the arrays in main memory; of what is not moved by TMA alone, rows and columns of whole blocks."""
         spec, (rows, columns) = self.spec, self.lengths
         query, key, value, sides, _ = operands
         layouts, d, dv = self.layouts, self.head_size, self.value_head_size
-        of_rows = layouts["query"].padded(query, rows, d), layouts["query"].padded(scaled.dout, rows, dv)
-        of_columns = layouts["key"].padded(key, columns, d), layouts["value"].padded(value, columns, dv)
+        queries, keys = moved(spec.query_length), moved(spec.key_length)
+        of_rows = layouts["query"].padded(query, queries, d), layouts["query"].padded(scaled.dout, queries, dv)
+        of_columns = layouts["key"].padded(key, keys, d), layouts["value"].padded(value, keys, dv)
         found = [*(of_columns if self.flipped else of_rows), *(of_rows if self.flipped else of_columns)]
         shape = *query.shape[:3], spec.query_length
         numbers = [padded(jnp.broadcast_to(x, shape), rows) for x in (scaled.shift, scaled.delta)]
@@ -179,7 +180,7 @@ class Plan(NamedTuple):
             numbers[0] = jnp.where(np.arange(rows) < spec.query_length, numbers[0], jnp.inf)
         if self.halved:
             assert units is not None
-            name, streamed, length = ("query", query, rows) if self.flipped else ("key", key, columns)
+            name, streamed, length = ("query", query, queries) if self.flipped else ("key", key, keys)
             copy, scale = halves(streamed)
             unit = units.keys if self.flipped else units.rows
             back = 1 / (unit * jnp.expand_dims(scale, tuple(range(2, unit.ndim))))

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from autopallas.kernels.attention.block_sizes import PERSISTENT, SECTIONS, BlockSizes, Schedule
+from autopallas.kernels.attention.fills import mask_class
 from autopallas.kernels.attention.gpu_grid import WARPGROUP_ROWS, head_size_of, stored, turned_sides
 from autopallas.kernels.attention.gpu_score_units import F16, fit
 from autopallas.kernels.attention.spec import AttentionSpec
@@ -97,7 +98,10 @@ def forward_tiles(spec: AttentionSpec, block_sizes: BlockSizes) -> Tiles:
     # A thread holds its share of result, scores and 16-bit weights in 232 registers, or 160 with three warpgroups.
     most = min(3 if widest <= 64 else 2, -(-spec.query_length // WARPGROUP_ROWS))
     warpgroups = max(1, min(block_sizes.query_block // WARPGROUP_ROWS, most))
-    most_away = 64 if widest > 192 else 256 if widest <= 64 and warpgroups < 3 and _lean(spec) else 128
+    most_away = 256 if widest <= 64 and warpgroups < 3 and _lean(spec) else 128
+    # Weights that hide keys, or are within the sum, are held beside the scores: 128 keys of heads of 128 spill.
+    if widest > 192 or (widest > 96 and (spec.keeps or spec.inner_weights)):
+        most_away = 64
     away = min(rounded(block_sizes.key_block, 64), most_away)
     for w, a in ((warpgroups, away), (warpgroups, 64), (1, 64)):
         for found in _staged(spec, "forward", Tiles(w, a, 0)):
@@ -243,9 +247,10 @@ def schedules(spec: AttentionSpec) -> tuple[Schedule, ...]:
     On an H200 persistent blocks of threads had 0.85 to 0.99 of the time of the plain order forward under causal masks,
     and with gradients 0.92 to 0.99; without a mask 0.95 to 0.98 forward, and 1.14 with gradients (B1 T16384 N16 D128).
     """
-    if spec.mask_class not in ("full", "causal", "static"):
+    mask = mask_class(spec, "pallas_gpu")
+    if mask not in ("full", "causal", "static"):
         return ("",)
-    return ("", PERSISTENT) if spec.mask_class == "full" else (PERSISTENT, "", SECTIONS)
+    return ("", PERSISTENT) if mask == "full" else (PERSISTENT, "", SECTIONS)
 
 
 def candidates(spec: AttentionSpec, device: Device | None = None) -> tuple[BlockSizes, ...]:

@@ -34,7 +34,7 @@ from autopallas.kernels.attention.gpu_grid import (
     side_operand,
     vector,
 )
-from autopallas.kernels.attention.gpu_layout import Layout, Turned, padded
+from autopallas.kernels.attention.gpu_layout import Layout, Turned, moved, padded
 from autopallas.kernels.attention.gpu_order import Order, entry, list_length
 from autopallas.kernels.attention.gpu_softmax import LOG2E, Running, advanced
 from autopallas.kernels.attention.gpu_warpgroups import (
@@ -159,13 +159,17 @@ class _Plan(NamedTuple):
         return rounded(self.spec.query_length, self.query_block)
 
     def inputs(self, operands: Operands) -> list[Array]:
-        """Returns the arrays in main memory, padded to whole blocks."""
+        """Returns the arrays in main memory; what is not moved by TMA is padded to whole blocks."""
         spec, rows, columns = self.spec, self.rows, rounded(self.spec.key_length, self.key_block)
         query, key, value, sides, sink = operands
         of_query, of_key, of_value = map(Layout.of, spec.layouts)
-        found = [of_query.padded(query, rows, self.head_size), of_key.padded(key, columns, self.head_size)]
+        keys = moved(spec.key_length)
+        found = [
+            of_query.padded(query, moved(spec.query_length), self.head_size),
+            of_key.padded(key, keys, self.head_size),
+        ]
         if self.values:
-            found.append(of_value.padded(value, columns, self.value_head_size))
+            found.append(of_value.padded(value, keys, self.value_head_size))
         found += [*self.visits.operands, *self.order.operands]
         found += [side_operand(s, x, rows, columns, False) for s, x in zip(spec.sides, sides, strict=True)]
         if sink is not None:

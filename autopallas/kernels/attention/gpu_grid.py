@@ -20,7 +20,7 @@ from jax import lax
 
 from autopallas import compat
 from autopallas.compat import Dtype
-from autopallas.kernels.attention.dynamic_tiles import run_time_states
+from autopallas.kernels.attention.dynamic_tiles import merged, unseen
 from autopallas.kernels.attention.fill_proofs import Proof
 from autopallas.kernels.attention.fills import tile_states
 from autopallas.kernels.attention.gpu_elements import Value
@@ -98,7 +98,7 @@ class Visits:
       ordered: whether step n of every home block is block n.
       table: [B|1, home blocks, 2 + away blocks] of counts and blocks, or None if counts and order are known.
       known: the same as far as it is known while tracing: without hidden tiles, which are visited if it is not certain
-        that they add nothing; None if side inputs decide.
+        that they add nothing, and with tiles that side inputs leave out; None if these decide alone.
       has_full, has_partial: whether there are such tiles.
     """
 
@@ -126,24 +126,30 @@ class Visits:
         """Returns what each home block visits; without a proof, hidden tiles too, and if nothing is ``listed`` at run
         time, tiles that side inputs show to be dead."""
         rows, columns = edges(spec.query_length, row_block), edges(spec.key_length, column_block)
-        found = tile_states(spec, rows, columns, hides=proof is not None)
+        found = tile_states(spec, rows, columns, hides=proof is not None and len(rows) * len(columns) > 1)
         general, full = tile_programs(spec, rows, columns, found.states)
         states = found.states.copy()
         if spec.key_length % column_block:
             states[:, -1][states[:, -1] == FULL] = PARTIAL
         if home == "column" and spec.query_length % row_block:
             states[-1][states[-1] == FULL] = PARTIAL
-        certain = None if proof is None or not found.hides else proof.blocks(found.least, row_block)
-        decides = listed and states.size > 1
-        at_run_time = run_time_states(spec, row_block, column_block, sides) if decides else None
-        if at_run_time is not None:
+        static = states.T if home == "column" else states
+        known = _listed(static[None], np)
+        of_sides = None if proof is None or not listed else proof.unseen
+        skipped = [x for x in (unseen(spec, sides) if listed else None, of_sides) if x is not None]
+        certain = None
+        if proof is not None and of_sides is None and found.hides:
+            certain = proof.blocks(found.least, row_block)
+        if skipped and states.size > 1:
+            dead = [merged(x, row_block, column_block, *states.shape) for x in skipped]
+            at_run_time = jnp.where(dead[0] | dead[-1], DEAD, PARTIAL)
             if certain is not None:
                 at_run_time = _shown(at_run_time, states == HIDDEN, certain)
             turned = jnp.swapaxes(at_run_time, 1, 2) if home == "column" else at_run_time
             lists = _listed(turned, jnp)
-            return Visits(turned.shape[1], turned.shape[2], general, full, None, False, lists, None, False, True)
-        static = states.T if home == "column" else states
-        known = _listed(static[None], np)
+            varied = known if np.any(known[0, :, 1] != known[0, 0, 1]) else None
+            _, home_blocks, away_blocks = turned.shape
+            return Visits(home_blocks, away_blocks, general, full, None, False, lists, varied, False, True)
         counts, order = known[0, :, :2], known[0, :, 2:]
         same = bool(np.all(counts == counts[:1])) and certain is None
         visited = counts[:, 1:] if certain is None else np.sum(static != DEAD, axis=1, keepdims=True)

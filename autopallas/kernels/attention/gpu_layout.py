@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from autopallas.compat import Dtype
+from autopallas.kernels.gpu import rounded
 from autopallas.kernels.refs import Ref
 
-__all__ = ["Layout", "Turned", "padded"]
+__all__ = ["Layout", "Turned", "moved", "padded"]
 
 Array: TypeAlias = jax.Array
 
@@ -26,6 +27,14 @@ def padded(array: Array, *lengths: int) -> Array:
     leading = array.ndim - len(lengths)
     missing = [length - n for n, length in zip(array.shape[leading:], lengths, strict=True)]
     return jnp.pad(array, [(0, 0)] * leading + [(0, n) for n in missing]) if any(missing) else array
+
+
+def moved(length: int) -> int:
+    """Returns the length with which an axis of rows or keys is read.
+
+    TMA gives zeros behind the end of an array, so that blocks may reach beyond it; but Mosaic has it move tiles of 8.
+    """
+    return rounded(length, 8)
 
 
 class Layout(NamedTuple):

@@ -30,7 +30,7 @@ from autopallas.kernels.attention.gpu_grid import (
     side_values,
     vector,
 )
-from autopallas.kernels.attention.gpu_layout import Layout, Turned, padded
+from autopallas.kernels.attention.gpu_layout import Layout, Turned, moved, padded
 from autopallas.kernels.attention.gpu_warpgroups import ring, share_registers, started
 from autopallas.kernels.attention.operands import Operands, ScaledRows
 from autopallas.kernels.attention.schedule import TilePrograms, edges
@@ -169,10 +169,11 @@ class _Plan(NamedTuple):
         return jnp.concatenate([jnp.asarray(order), added[None].astype(jnp.int32)])
 
     def inputs(self, operands: Operands, scaled: ScaledRows, proof: Proof | None) -> list[Array]:
-        """Returns the arrays in main memory, padded to whole tiles."""
+        """Returns the arrays in main memory; what is not moved by TMA is padded to whole tiles."""
         spec, (rows, columns), d, dv = self.spec, self.lengths, self.head_size, self.value_head_size
         query, key, value, sides, _ = operands
-        arrays = (query, rows, d), (scaled.dout, rows, dv), (key, columns, d), (value, columns, dv)
+        queries, keys = moved(spec.query_length), moved(spec.key_length)
+        arrays = (query, queries, d), (scaled.dout, queries, dv), (key, keys, d), (value, keys, dv)
         found = [layout.padded(*array) for layout, array in zip(self.layouts, arrays, strict=True)]
         shape = spec.batch, spec.key_heads, spec.groups, spec.query_length
         found += [padded(jnp.broadcast_to(x, shape), rows) for x in (scaled.shift, scaled.delta)]

@@ -233,8 +233,11 @@ class AttentionSpec:
 
     def checks(self, implementation: str | None) -> tuple[str, ...]:
         """Returns in words what an implementation checks at run time."""
-        from autopallas.kernels.attention.fills import skips
+        from autopallas.kernels.attention.fills import hides_by_sides, skips
 
+        if implementation == "pallas_gpu" and hides_by_sides(self):
+            proof = "the mask and the norms of queries and keys prove"
+            return (f"a mask of data with low scores: tiles are skipped where {proof} them zero (checked at run time)",)
         if self.fill is None or implementation is None or not skips(self, implementation):
             return ()
         mask = f"{self.fill.mask} mask" if self.fill.mask else "part of the mask known from positions"

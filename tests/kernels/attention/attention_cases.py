@@ -278,12 +278,17 @@ def promoted_spec(spec: AttentionSpec) -> AttentionSpec:
 @cache
 def oracle(case: Case, dtype: Any) -> dict[str, np.ndarray]:
     """Result, logsumexp and gradients in float64, by the plain formula."""
+    return oracle_of(case, dtype, case.operands(dtype))
+
+
+def oracle_of(case: Case, dtype: Any, given: tuple[Any, ...]) -> dict[str, np.ndarray]:
+    """The same, of other operands than the case's, the cotangent last."""
     with jax.enable_x64(True):
 
         def wide(x: Any) -> Any:
             return jnp.asarray(np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x)
 
-        query, key, value, sides, sink, dout = jax.tree.map(wide, case.operands(dtype))
+        query, key, value, sides, sink, dout = jax.tree.map(wide, given)
         spec = promoted_spec(case.spec(dtype))
 
         @jax.jit
@@ -312,6 +317,7 @@ __all__ = [
     "causal",
     "named",
     "oracle",
+    "oracle_of",
     "promoted",
     "promoted_spec",
     "side",

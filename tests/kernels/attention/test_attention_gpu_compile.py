@@ -17,6 +17,7 @@ import autopallas
 from autopallas.compile.gpu import H100, Compiler, missing
 from autopallas.kernels.attention import gpu_block_sizes, gpu_forward, pallas_gpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.fills import hides_by_sides
 from autopallas.kernels.attention.operands import Cotangents, Operands, Residuals
 from autopallas.kernels.attention.spec import SideSpec
 from autopallas.kernels.attention.tuned_block_sizes import TABLE
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.skipif(
     reason=f"make check-gpu runs it, with the compiler ({missing() or 'which is here'})",
 )
 
-BF16 = np.dtype(jnp.bfloat16)
+BF16, I32 = np.dtype(jnp.bfloat16), np.dtype(np.int32)
 ROWS = TABLE.get("NVIDIA H100", {})
 ENTRIES = sorted({row.block_sizes for key, row in ROWS.items() if key[0] == "pallas_gpu"}, key=str)
 WHOLE, RAGGED = (2048, 2048), (2041, 1999)
@@ -207,6 +208,35 @@ def test_no_array_of_a_program_is_transposed(compiler, order, length):
     assert found.faults() == ()
     assert found.calls == 3
     assert found.copied_bytes <= 2 * length * 8 * 4
+
+
+@pytest.mark.parametrize("order", ["btnd", "bntd"])
+def test_lengths_of_tiles_of_8_are_read_as_they_lie(compiler, order):
+    """Of 1,000 rows only what is written is padded to whole blocks: the result, and the numbers of the rows."""
+    sizes = dict(b=2, t=1000, n=8, d=128)
+    given = (jax.ShapeDtypeStruct(tuple(sizes[letter] for letter in order), BF16),) * 3
+    found = compiler.compile(autopallas.optimize(partial(attend, order), **ALWAYS), given)
+    assert found.faults() == ()
+    rows = 2 * 8 * 1024
+    assert found.temporary_bytes < rows * (128 * 2 + 2 * 4) + 2**16
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("name", ["segments", "a mask"])
+def test_a_mask_of_data_is_looked_at_without_an_array_of_scores(compiler, name, backward):
+    """The bound of memory that ``check`` has is less than the scores of one head would be; and there is no loop."""
+    of_mask = SideSpec(np.dtype(bool), (True, False, False, True, True))
+    of_rows, of_keys = (SideSpec(np.dtype("int32"), (True, False, False, x, not x)) for x in (True, False))
+    filled, scale = -1e9, np.float32(0.125)
+    if name == "segments":
+        sides = of_rows, of_keys
+        score = traced(lambda s, a, b: jnp.where(a == b, s * scale, filled), SCORE, Side(0, I32), Side(1, I32))
+    else:
+        sides = (of_mask,)
+        score = traced(lambda s, m: jnp.where(m, s * scale, filled), SCORE, Side(0, np.dtype(bool)))
+    case = replace(sized("full", 64), score=score, sides=sides, draw="sm"[name != "segments"] * len(sides), key_heads=8)
+    assert hides_by_sides(case.spec(BF16))
+    check(compiler, case, BF16, BlockSizes(128, 128), backward)
 
 
 def test_a_layer_in_a_loop_runs_each_kernel_once(compiler):
