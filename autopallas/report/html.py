@@ -294,7 +294,7 @@ def _mask(site: Site) -> Iterator[str]:
     total = sum(counts.values()) or 1
     note = f"{counts['skipped'] / total:.0%} of the tiles are never computed." if counts["skipped"] else ""
     if site.spec.get("mask_class") == "dynamic" and not counts.get("hidden"):
-        note = "The mask is data: known only when the program runs, so every tile is computed."
+        note = "The mask is data: which tiles are computed is known only when the program runs."
     yield (
         f'<figure><div class="drawing"><span class="down">queries</span>{drawn}<span class="across">keys</span></div>'
         '<div class="legend">'
