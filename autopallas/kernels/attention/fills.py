@@ -192,15 +192,13 @@ def mask_class(spec: AttentionSpec, implementation: str | None = None) -> str:
     """
     hides = skips(spec, implementation)
     fill = fill_of(spec) if hides else None
-    by_sides = implementation == "pallas_gpu" and hides_by_sides(spec)
-    if fill is not None and fill.mask is not None and not by_sides:
+    if fill is not None and fill.mask is not None:
         return fill.mask
     found = classify(spec)
-    if fill is None and found != "dynamic" and not by_sides:
+    if fill is None and found != "dynamic":
         return found
     by_positions = _known_from_positions(spec, hides)
-    by_data = "dynamic" if by_sides else found
-    return by_data if by_positions is None else f"{by_positions} and dynamic"
+    return found if by_positions is None else f"{by_positions} and dynamic"
 
 
 def _known_from_positions(spec: AttentionSpec, hides: bool) -> Literal["causal", "static"] | None:

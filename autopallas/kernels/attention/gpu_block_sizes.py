@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from autopallas.kernels.attention.block_sizes import PERSISTENT, SECTIONS, BlockSizes, Schedule
-from autopallas.kernels.attention.fills import mask_class
+from autopallas.kernels.attention.fills import hides_by_sides
 from autopallas.kernels.attention.gpu_grid import WARPGROUP_ROWS, head_size_of, stored, turned_sides
 from autopallas.kernels.attention.gpu_score_units import F16, fit
 from autopallas.kernels.attention.spec import AttentionSpec
@@ -229,11 +229,12 @@ def schedule_of(spec: AttentionSpec, block_sizes: BlockSizes, device: Device | N
     """Returns the schedule with which the kernels compute, on a device or the current one, if these block sizes are
     asked for.
 
-    There is none to choose where each processor has at most one block, and none by lists where these would be long.
+    There is none to choose where each processor has at most one block, or data hide keys by low scores, for which rows
+    of other masks hold; and none by lists where these would be long.
     """
     rows = forward_tiles(spec, block_sizes).warpgroups * WARPGROUP_ROWS
     blocks = spec.batch * spec.key_heads * spec.groups * -(-spec.query_length // rows)
-    if blocks <= processors(device or Device.current()):
+    if blocks <= processors(device or Device.current()) or hides_by_sides(spec):
         return ""
     return SECTIONS if block_sizes.schedule == PERSISTENT and blocks > _MOST_LISTED else block_sizes.schedule
 
@@ -247,10 +248,9 @@ def schedules(spec: AttentionSpec) -> tuple[Schedule, ...]:
     On an H200 persistent blocks of threads had 0.85 to 0.99 of the time of the plain order forward under causal masks,
     and with gradients 0.92 to 0.99; without a mask 0.95 to 0.98 forward, and 1.14 with gradients (B1 T16384 N16 D128).
     """
-    mask = mask_class(spec, "pallas_gpu")
-    if mask not in ("full", "causal", "static"):
+    if spec.mask_class not in ("full", "causal", "static") or hides_by_sides(spec):
         return ("",)
-    return ("", PERSISTENT) if mask == "full" else (PERSISTENT, "", SECTIONS)
+    return ("", PERSISTENT) if spec.mask_class == "full" else (PERSISTENT, "", SECTIONS)
 
 
 def candidates(spec: AttentionSpec, device: Device | None = None) -> tuple[BlockSizes, ...]:

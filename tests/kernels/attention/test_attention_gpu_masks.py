@@ -16,6 +16,7 @@ from test_attention_fills import BF16, F16, KINDS, SCALE
 from test_attention_gpu_fills import both, needs_interpreter
 from test_attention_implementations import BY_NAME
 
+from autopallas.compile.gpu import H100
 from autopallas.kernels.attention import dynamic_tiles, fill_proofs, fills, gpu_block_sizes
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.dynamic_tiles import merged, run_time_states, unseen
@@ -175,10 +176,12 @@ def test_positions_count_too():
     assert gpu_block_sizes.schedules(spec) == ("",)
 
 
-def test_the_class_of_the_mask_is_that_of_the_implementation():
-    spec = case_of("segments").spec(BF16)
-    assert mask_class(spec, "pallas_gpu") == "dynamic"
-    assert {mask_class(spec, name) for name in (None, "xla", "cudnn", "pallas_tpu")} == {"full"}
+def test_rows_of_other_masks_hold_but_for_their_schedule():
+    """The time of a full mask is a bound of what is computed, and of lists nothing is known before."""
+    spec = case_of("segments", batch=64, key_heads=8).spec(BF16)
+    assert mask_class(spec, "pallas_gpu") == mask_class(spec, "cudnn") == "full"
+    assert gpu_block_sizes.schedules(spec) == ("",)
+    assert gpu_block_sizes.schedule_of(spec, BlockSizes(128, 128, "persistent"), H100) == ""
     assert "checked at run time" in spec.checks("pallas_gpu")[0]
     assert spec.checks("xla") == ()
 
@@ -284,7 +287,7 @@ def test_masks(form):
         {"groups": 2},
         {"query_length": 77, "key_length": 211},
         {"sizes": BlockSizes(128, 64)},
-        {"sizes": BlockSizes(128, 128, "persistent")},
+        {"sizes": BlockSizes(128, 128)},
         {"head_size": 72, "value_head_size": 72},
     ],
     ids=lambda changes: next(iter(changes)),
