@@ -36,6 +36,9 @@ IMPLEMENTATION = "pallas_gpu"
 
 FILLED = "causal, filled"
 """A causal mask that gives hidden keys a low score, as most programs do."""
+FILLED_SEGMENTS = "segments, filled"
+"""The same of segments."""
+_LOW = ("rows without keys", FILLED, FILLED_SEGMENTS)
 _MASKS = ("full", "causal", "window", "segments", "padded", "bias", "rows without keys", "soft cap", FILLED)
 _SHAPES = (
     # (B, T, N, K, D)
@@ -47,7 +50,7 @@ _TIMED = (
     # (B, T, N, D, mask, sizes of blocks, each with every schedule): the first ones are what the kernel is for.
     (1, 16384, 16, 128, "causal", 1), (1, 16384, 16, 128, "full", 1), (2, 4096, 16, 128, "mask + bias", 1),
     (4, 4096, 16, 64, "causal", 2), (4, 4096, 16, 128, "causal", 1), (4, 4096, 16, 128, "segments", 1),
-    (4, 4096, 16, 128, FILLED, 1), (1, 16384, 16, 128, FILLED, 1),
+    (4, 4096, 16, 128, FILLED, 1), (1, 16384, 16, 128, FILLED, 1), (4, 4096, 16, 128, FILLED_SEGMENTS, 1),
     (16, 1024, 16, 64, "full", 2), (4, 4096, 16, 128, "full", 1), (8, 2048, 16, 64, "full", 1),
     (8, 2048, 16, 128, "causal", 1), (16, 1024, 16, 64, "causal", 2),
     (32, 512, 16, 64, "causal", 1), (64, 256, 16, 64, "full", 1), (1, 8192, 16, 128, "causal", 1),
@@ -96,11 +99,12 @@ def _scores(mask: str, query: Any, key: Any, *rest: Any) -> Any:
         "mask + bias": lambda: past,
         "window": lambda: past & (i[:, None] - i < max(1, len(i) // 4)),
         "segments": lambda: past & (rest[0][:, None, :, None] == rest[0][:, None, None, :]),
+        FILLED_SEGMENTS: lambda: past & (rest[0][:, None, :, None] == rest[0][:, None, None, :]),
         "padded": lambda: (i < rest[0][:, None])[:, None, None, :],
         "rows without keys": lambda: i[:, None] >= i + len(i) // 2,
     }.get(mask)
     if shown is not None:
-        scores = jnp.where(shown(), scores, np.float32(-1e9) if mask in ("rows without keys", FILLED) else -jnp.inf)
+        scores = jnp.where(shown(), scores, np.float32(-1e9) if mask in _LOW else -jnp.inf)
     return scores
 
 
@@ -171,7 +175,7 @@ def operands(b: int, t: int, n: int, k: int, d: int, mask: str, dtype: str, cota
     kind = jnp.dtype(dtype)
     arrays = [jax.random.normal(key, (b, t, heads, d), kind) for key, heads in zip(keys[:4], (n, k, k, n), strict=True)]
     rest: list[Any] = []
-    if mask == "segments":
+    if mask in ("segments", FILLED_SEGMENTS):
         rest = [jnp.sort(jax.random.randint(keys[4], (b, t), 0, 4), axis=1)]
     elif mask == "padded":
         rest = [jax.random.randint(keys[4], (b,), 1, t + 1)]
@@ -253,6 +257,7 @@ def stressed(small: bool) -> Iterator[Check]:
     for shape, mask, dtype in (
         ((2, 2048, 8, 2, 128), "causal", "bfloat16"),
         ((2, 2048, 8, 8, 64), "segments", "bfloat16"),
+        ((2, 2048, 8, 8, 64), FILLED_SEGMENTS, "bfloat16"),
         ((2, 1024, 4, 4, 128), "bias", "bfloat16"),
         ((1, 2048, 8, 8, 256), "causal", "bfloat16"),
         ((2, 2048, 8, 2, 128), "causal", "float16"),
@@ -286,10 +291,11 @@ def _spec(b: int, t: int, n: int, d: int, mask: str) -> AttentionSpec:
             lambda s, c, i, j: jnp.where(i >= j, s * scale + c.astype(f32), -jnp.inf), score, Side(0, bf16), *at
         )
         live, sides = causal(), (SideSpec(bf16, (False, True, False, True, True)),)
-    elif mask == "segments":
-        given = Side(0, int32), Side(1, int32)
-        live = traced(lambda a, c, i, j: (a == c) & (i >= j), *given, *at)
-        program = traced(lambda s, a, c, i, j: jnp.where((a == c) & (i >= j), s * scale, -jnp.inf), score, *given, *at)
+    elif mask in ("segments", FILLED_SEGMENTS):
+        given, fill = (Side(0, int32), Side(1, int32)), np.float32(-1e9 if mask == FILLED_SEGMENTS else -np.inf)
+        if mask == "segments":
+            live = traced(lambda a, c, i, j: (a == c) & (i >= j), *given, *at)
+        program = traced(lambda s, a, c, i, j: jnp.where((a == c) & (i >= j), s * scale, fill), score, *given, *at)
         varies = ((True, False, False, True, False), (True, False, False, False, True))
         sides = tuple(SideSpec(int32, v) for v in varies)
     sizes = b, n, 1, t, t, d, d
@@ -316,7 +322,7 @@ def _timed(b: int, t: int, n: int, d: int, mask: str, count: int, backward: bool
         f"pallas_gpu {name}": wrapped(_of_implementation(pallas_gpu, spec, choice)) for name, choice in sizes.items()
     }
     others = {}
-    if Device.current().platform == "gpu" and mask != "segments":
+    if Device.current().platform == "gpu" and mask not in ("segments", FILLED_SEGMENTS):
         candidates["cudnn"] = wrapped(partial(_cudnn, mask))
         if cudnn.reduced(spec) is not None:
             (choice,) = cudnn.candidates(spec, Device.current())

@@ -145,6 +145,7 @@ def test_logits_that_are_kept(compiler, logit, dtype, vocabulary_major):
 )
 def test_a_train_step_has_the_kernels_and_a_part_of_the_memory(compiler, objective, kernels, share):
     """A row of an H100 keeps 4,096 rows of logits at a time; XLA keeps all, and their gradients."""
+
     def loss(x, w, labels):
         logits = (x @ w.T).astype(jnp.float32)
         picked = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
