@@ -178,8 +178,10 @@ def _registers(spec: AttentionSpec, kernel: Kernel, outputs: tuple[tuple[str, ..
 
 
 def _lean(spec: AttentionSpec) -> bool:
-    """Returns whether the forward holds no more for each key than its score and its weight: no side inputs."""
+    """Returns whether the forward holds no more for each key than its score and its weight: no side inputs, and no last
+    block that is shorter beside a sink."""
     lean = not (spec.sides or spec.weights or spec.inner_weights) and spec.score_dtype == np.float32
+    lean &= spec.sink is None or spec.key_length % 256 == 0
     return lean and spec.reads_weights == spec.value_dtype
 
 
