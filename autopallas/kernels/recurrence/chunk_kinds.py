@@ -2,7 +2,8 @@
 
 Letters: T steps, C steps of a chunk, G groups, H heads of a group, J heads that keys and queries have (H, or 1 where
 heads share them), N rows of a state (summed over in y), P columns.  Arrays of one chunk are [G, H|J, C, ...], states
-[G, H, N, P].
+[G, H, N, P].  Where heads share no keys, the axes G and H may be one axis of both: XLA's time to compile a kernel on
+CPUs grows with the axes, and equal slices of equal shapes are one kernel.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class _HeadsChunk(NamedTuple):
     products: Array
 
     def scores(self, before: bool, query: Array, key: Array) -> Array:
-        return _einsum("gjtn,gjsn->gjts", query, key) * self.seen(before)[..., 1:]
+        return _einsum("...tn,...sn->...ts", query, key) * self.seen(before)[..., 1:]
 
     def entering(self, before: bool, query: Array, state: Array) -> Array:
         return self.seen(before)[..., :1] * _of_rows(query, state)
@@ -102,7 +103,7 @@ class _HeadsChunk(NamedTuple):
 
     def added(self, key: Array, value: Array) -> Array:
         weighted = value * self.products[..., -1, 1:, None]
-        return _einsum("gjsn,ghsp->ghnp" if key.shape[1] == 1 else "ghsn,ghsp->ghnp", key, weighted)
+        return _einsum("gjsn,ghsp->ghnp" if _is_shared(key, value) else "...sn,...sp->...np", key, weighted)
 
     def seen(self, before: bool) -> Array:
         """Returns the factors from each step, and from before the chunk, to the state that y reads."""
@@ -112,8 +113,13 @@ class _HeadsChunk(NamedTuple):
         return jnp.concatenate([first, self.products[..., :-1, :]], -2)
 
 
+def _is_shared(key: Array, value: Array) -> bool:
+    """Returns whether all heads share a key, or a query; the values may be states."""
+    return key.ndim == 4 and key.shape[1] < value.shape[1]
+
+
 def _of_rows(query: Array, state: Array) -> Array:
-    return _einsum("gjtn,ghnp->ghtp" if query.shape[1] == 1 else "ghtn,ghnp->ghtp", query, state)
+    return _einsum("gjtn,ghnp->ghtp" if _is_shared(query, state) else "...tn,...np->...tp", query, state)
 
 
 class Heads:
@@ -123,9 +129,9 @@ class Heads:
     """
 
     def prepared(self, decay: Array, excess: Array | None) -> Decays:
-        """Returns the segment products [T / C, G, H, C, C + 1] of [T / C, G, H, C]."""
-        further = None if excess is None else jnp.moveaxis(excess, 3, 0)
-        return jnp.moveaxis(segment_products(jnp.moveaxis(decay, 3, 0), further), (0, 1), (3, 4)), None
+        """Returns the segment products [T / C, G, H, C, C + 1] of [T / C, G, H, C], or without H."""
+        further = None if excess is None else jnp.moveaxis(excess, -1, 0)
+        return jnp.moveaxis(segment_products(jnp.moveaxis(decay, -1, 0), further), (0, 1), (-2, -1)), None
 
     def chunk(self, decays: Decays) -> _HeadsChunk:
         return _HeadsChunk(decays[0])
@@ -141,24 +147,24 @@ class Heads:
     ) -> tuple[Array, tuple[Array, Operands]]:
         products, _ = decays
         key, value, query = operands[:3]
-        shared = key.shape[1] == 1
+        shared = _is_shared(key, value)
         seen = self.chunk(decays).seen(before)
-        scores = _einsum("gjtn,gjsn->gjts", query, key)
-        dweights = _einsum("ghtp,ghsp->ghts", dy, value)
+        scores = _einsum("...tn,...sn->...ts", query, key)
+        dweights = _einsum("...tp,...sp->...ts", dy, value)
         dscores = dweights * seen[..., 1:]
         into = dy * seen[..., :1]
         last = products[..., -1, 1:, None]
-        dvalue = _einsum("ghts,ghtp->ghsp", scores * seen[..., 1:], dy)
-        dadded = _einsum("gjsn,ghnp->ghsp" if shared else "ghsn,ghnp->ghsp", key, dstate)
+        dvalue = _einsum("...ts,...tp->...sp", scores * seen[..., 1:], dy)
+        dadded = _einsum("gjsn,ghnp->ghsp" if shared else "...sn,...np->...sp", key, dstate)
         dvalue += last * dadded
         if shared:
             dquery = _einsum("ghts,gjsn->gjtn", dscores, key) + _einsum("ghtp,ghnp->gtn", into, state)[:, None]
             dkey = _einsum("ghts,gjtn->gjsn", dscores, query) + _einsum("ghsp,ghnp->gsn", value * last, dstate)[:, None]
             dbefore = _einsum("gjtn,ghtp->ghnp", query, into)
         else:
-            dquery = _einsum("ghts,ghsn->ghtn", dscores, key) + _einsum("ghtp,ghnp->ghtn", into, state)
-            dkey = _einsum("ghts,ghtn->ghsn", dscores, query) + _einsum("ghsp,ghnp->ghsn", value * last, dstate)
-            dbefore = _einsum("ghtn,ghtp->ghnp", query, into)
+            dquery = _einsum("...ts,...sn->...tn", dscores, key) + _einsum("...tp,...np->...tn", into, state)
+            dkey = _einsum("...ts,...tn->...sn", dscores, query) + _einsum("...sp,...np->...sn", value * last, dstate)
+            dbefore = _einsum("...tn,...tp->...np", query, into)
         dbefore += products[..., -1, :1, None] * dstate
         of_rows = _of_rows(query, state)
         dseen = jnp.concatenate([jnp.sum(dy * of_rows, -1, keepdims=True), dweights * scores], -1)
@@ -178,7 +184,7 @@ class Heads:
         until = jnp.concatenate([first, products[..., :-1, :]], -2)
         count = products.shape[-2]
         held = jnp.tril(jnp.ones((count, count), products.dtype))  # a segment to t holds step r for r <= t
-        beside = _einsum("ghts,ghrs->ghtr", jnp.tril(cotangent), until)
+        beside = _einsum("...ts,...rs->...tr", jnp.tril(cotangent), until)
         return jnp.sum(products[..., 1:] * held * beside, -2)
 
 
@@ -197,13 +203,13 @@ class _ChannelsChunk(NamedTuple):
 
     def entering(self, before: bool, query: Array, state: Array) -> Array:
         read = self._decayed(before, query) * self.products.from_start
-        return _einsum("ghtn,ghnp->ghtp", read, state)
+        return _einsum("...tn,...np->...tp", read, state)
 
     def passed(self, state: Array) -> Array:
         return self.products.total[..., None] * state
 
     def added(self, key: Array, value: Array) -> Array:
-        return _einsum("ghsn,ghsp->ghnp", key * self.products.to_end, value)
+        return _einsum("...sn,...sp->...np", key * self.products.to_end, value)
 
     def _decayed(self, before: bool, query: Array) -> Array:
         """Returns queries of the states before their steps: a state after a step has decayed once more."""
@@ -216,7 +222,7 @@ def _scores(levels: Array, query: Array, key: Array) -> Array:
 
     def add(found: Array, size: tuple[Array, Array]) -> tuple[Array, None]:
         weights, own = size
-        across = _einsum("ghtn,ghsn->ghts", query * weights, key * weights)
+        across = _einsum("...tn,...sn->...ts", query * weights, key * weights)
         return found + jnp.where(own, across, jnp.zeros_like(across)), None
 
     count = query.shape[-2]
@@ -233,8 +239,8 @@ def _scores_backward(given: tuple[Array, Array, Array], cotangent: Array) -> tup
     def add(found: tuple[Array, Array], size: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
         weights, own = size
         across = jnp.where(own, cotangent, jnp.zeros_like(cotangent))
-        of_query = _einsum("ghts,ghsn->ghtn", across, key * weights)
-        of_key = _einsum("ghts,ghtn->ghsn", across, query * weights)
+        of_query = _einsum("...ts,...sn->...tn", across, key * weights)
+        of_key = _einsum("...ts,...tn->...sn", across, query * weights)
         return (found[0] + of_query * weights, found[1] + of_key * weights), of_query * query + of_key * key
 
     nothing = jnp.zeros_like(query), jnp.zeros_like(key)

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from autopallas.compat import ArrayFunction, PyTree
 from autopallas.kernels.recurrence.chunk_kinds import Channels, Decays, Form, Heads, Kind, Operands
 from autopallas.kernels.recurrence.delta_rule import Corrected
 
@@ -119,17 +120,48 @@ def by_heads(of_chunks: OfChunks) -> OfChunks:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scans(before: bool, given: Recurrence) -> tuple[Array, Array]:
-    form = _form(given)
-    last, y = lax.scan(
+    merged = _merged(given)
+    form = _form(merged)
+    last, y = _scanned(
         lambda state, own: form.step(before, state, own),
-        given.initial,
-        (form.prepared(given.decay, given.excess), _operands(given)),
+        merged.initial,
+        (form.prepared(merged.decay, merged.excess), _operands(merged)),
     )
-    return y, last
+    return y.reshape(given.value.shape), last.reshape(given.initial.shape)
+
+
+def _merged(given: Recurrence) -> Recurrence:
+    """Returns the same with one axis for groups and heads, where heads share no keys."""
+    if given.key.shape[2] < given.value.shape[2]:
+        return given
+    of_steps = {n: x.reshape(x.shape[0], -1, *x.shape[3:]) for n in _OF_STEPS if (x := getattr(given, n)) is not None}
+    initial = given.initial
+    return given._replace(initial=initial.reshape(-1, *initial.shape[2:]), **of_steps)
+
+
+def _scanned(step: ArrayFunction, first: Array, chunks: PyTree, reverse: bool = False) -> tuple[Array, PyTree]:
+    """Runs ``lax.scan`` with slices and results of one axis each.
+
+    XLA's time to compile a slice, an update and the zeros of a stacked result on CPUs grows with their axes; and behind
+    a barrier, equal slices are one kernel, whatever reads them.
+    """
+    leaves, tree = jax.tree.flatten(chunks)
+    result: PyTree = None
+
+    def one(state: Array, flat: list[Array]) -> tuple[Array, list[Array]]:
+        nonlocal result
+        own = [x.reshape(whole.shape[1:]) for x, whole in zip(lax.optimization_barrier(flat), leaves, strict=True)]
+        state, result = step(state, jax.tree.unflatten(tree, own))
+        return state, lax.optimization_barrier([x.reshape(-1) for x in jax.tree.leaves(result)])
+
+    last, stacked = lax.scan(one, first, [x.reshape(x.shape[0], -1) for x in leaves], reverse=reverse)
+    shapes = [x.shape for x in jax.tree.leaves(result)]
+    found = [x.reshape(x.shape[0], *shape) for x, shape in zip(stacked, shapes, strict=True)]
+    return last, jax.tree.unflatten(jax.tree.structure(result), found)
 
 
 def _form(given: Recurrence) -> Form:
-    kind: Kind = Channels() if given.decay.ndim == 5 else Heads()
+    kind: Kind = Channels() if given.decay.ndim == given.key.ndim else Heads()
     return kind if given.probe is None else Corrected(kind)
 
 
@@ -142,16 +174,17 @@ def _forward(before: bool, given: Recurrence) -> tuple[tuple[Array, Array], Recu
 
 
 def _backward(before: bool, given: Recurrence, cotangents: tuple[Array, Array]) -> tuple[Recurrence]:
-    dy, dlast = cotangents
-    form = _form(given)
-    decays = form.prepared(given.decay, given.excess)
-    operands = _operands(given)
+    merged = _merged(given)
+    dy, dlast = (x.reshape(like.shape) for x, like in zip(cotangents, (merged.value, merged.initial), strict=True))
+    form = _form(merged)
+    decays = form.prepared(merged.decay, merged.excess)
+    operands = _operands(merged)
 
     def enter(state: Array, own: tuple[Decays, Operands]) -> tuple[Array, Array]:
         return form.advance(state, *own), state
 
-    _, states = lax.scan(enter, given.initial, (decays, operands))
-    dinitial, (ddecay, found) = lax.scan(
+    _, states = _scanned(enter, merged.initial, (decays, operands))
+    dinitial, (ddecay, found) = _scanned(
         lambda dstate, own: form.step_transposed(before, dstate, *own),
         dlast,
         (decays, operands, states, dy),
@@ -159,7 +192,7 @@ def _backward(before: bool, given: Recurrence, cotangents: tuple[Array, Array]) 
     )
     excess = None if given.excess is None else jnp.zeros_like(given.excess)
     gradients = Recurrence(ddecay, found.key, found.value, found.query, dinitial, excess, found.probe, found.write)
-    return (gradients,)
+    return (jax.tree.map(lambda own, like: own.reshape(like.shape), gradients, given),)
 
 
 _scans.defvjp(_forward, _backward)

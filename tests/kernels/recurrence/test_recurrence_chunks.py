@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autopallas import compat
 from autopallas.kernels.recurrence.block_sizes import BlockSizes
 from autopallas.kernels.recurrence.chunks import Recurrence, by_scans, chunked
 from autopallas.kernels.recurrence.products import constant_pairs_of, halved_products, pairs, pairs_of, segment_products
@@ -299,3 +300,18 @@ def test_no_row_holds_for_a_loop_with_more_than_one_readout():
         more = conditions(SimpleNamespace(spec=spec(**changes)))
         assert more.spelling
         assert more.holds_from == float("inf")
+
+
+@pytest.mark.parametrize("kind", ["scalar", "channel", "delta"])
+def test_loops_over_chunks_slice_and_stack_arrays_of_few_axes(kind):
+    """XLA compiles a kernel for each shape that is sliced, and takes longer for more axes."""
+    steps, rows = 32, (32, 2, 2, 8)
+    q, k, v = (jnp.ones(rows) for _ in range(3))
+    decay = jnp.ones(rows if kind == "channel" else rows[:3])
+    given = Recurrence(decay, k, v, q, jnp.zeros((2, 2, 8, 8)), probe=k if kind == "delta" else None)
+    program = jax.make_jaxpr(jax.grad(lambda given: jnp.sum(chunked(given, 8, False, by_scans)[0])))(given)
+    loops = [e for e in program.eqns if e.primitive.name == "scan" and e.params["length"] == steps // 8]
+    sliced = [v.aval for e in loops for v in e.invars[sum(compat.scan_parts(e)) :]]
+    stacked = [v.aval for e in loops for v in e.outvars[compat.scan_parts(e)[1] :]]
+    assert len(loops) >= 2
+    assert {len(aval.shape) for aval in (*sliced, *stacked)} == {2}
