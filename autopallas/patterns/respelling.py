@@ -51,16 +51,14 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             graph.respelt.update((*loops.results, *(n for later in loops.then for n in later.results)))
     for node in graph.nodes:
         for kind in kinds.get(node.name, ()):
-            with contained(node, OPERATION.name, "recognition"):
-                place = kind.match(graph, node)
-                match = None if place is None else _match(graph, node, kind, place)
-                if match is not None and match.spec.assumptions() and not assume_finite:
-                    continue
-                if match is not None and places.isdisjoint(match.equations):
-                    found.append(match)
-                    places.add(node)
-                    graph.respelt.update(match.results)
-                    break
+            match = _looked(graph, node, kind)
+            if match is None or (match.spec.assumptions() and not assume_finite):
+                continue
+            if places.isdisjoint(match.equations):
+                found.append(match)
+                places.add(node)
+                graph.respelt.update(match.results)
+                break
     if _is_looked_for(graph, repeated_steps.KIND):
         for node, place in runs_of_steps.find(graph):
             with contained(node, OPERATION.name, "recognition"):
@@ -82,6 +80,21 @@ def _is_looked_for(graph: Graph, kind: Kind) -> bool:
     if kind.on_request and kind.name not in graph.named:
         return False
     return looks_for(tuple(graph.named) or None, OPERATION.name, kind.name)
+
+
+def _looked(graph: Graph, node: Node, kind: Kind) -> Match | None:
+    """Returns what a kind makes of an equation; None too where an exception costs the candidate.
+
+    That context is entered for an exception alone: most equations of a program are of some kind's primitives, and to
+    enter it takes as long as the kind's first look.
+    """
+    try:
+        place = kind.match(graph, node)
+        return None if place is None else _match(graph, node, kind, place)
+    except Exception:
+        with contained(node, OPERATION.name, "recognition"):
+            raise
+    return None
 
 
 def _match(graph: Graph, node: Node, kind: Kind, place: Found) -> Match | None:

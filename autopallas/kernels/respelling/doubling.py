@@ -131,9 +131,10 @@ _REMEMBERED: WeakKeyDictionary[Graph, Mapping[int, Forward | Backward]] = WeakKe
 
 def scans_of(graph: Graph) -> Mapping[int, Forward | Backward]:
     """Returns the scans of a graph, and their gradients, each by the number of its first result."""
-    if graph not in _REMEMBERED:
-        _REMEMBERED[graph] = _found(graph)
-    return _REMEMBERED[graph]
+    known = _REMEMBERED.get(graph)
+    if known is None:
+        known = _REMEMBERED[graph] = _found(graph)
+    return known
 
 
 def _found(graph: Graph) -> dict[int, Forward | Backward]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -15,11 +16,12 @@ from support.mixtures import P, X
 from support.respellings import LAYOUTS, convolution, optimized, random, sites
 
 import autopallas
+from autopallas.faults import collecting
 from autopallas.graph import Graph, flatten
 from autopallas.kernels.respelling.example import operands
-from autopallas.kernels.respelling.kinds import kind_named, kind_names
+from autopallas.kernels.respelling.kinds import kind_named, kind_names, kinds_by_primitive
 from autopallas.kernels.respelling.tuned_block_sizes import TABLE
-from autopallas.patterns import find
+from autopallas.patterns import find, respelling
 from autopallas.sites.encoding import encoded, saved_site
 from autopallas.tuning.table import Table
 from autopallas.workbench.cases import cases_of, match_of
@@ -259,6 +261,18 @@ def test_a_site_of_another_operation_wins():
     found = optimized(loss)
     close(found(x, w), loss(x, w))
     assert found.report().counts() == {"cross_entropy": 1}
+
+
+def test_an_exception_in_one_kind_costs_its_candidate_alone(monkeypatch):
+    def failing(graph, node):
+        raise ZeroDivisionError("planted")
+
+    kinds = {name: (replace(own[0], match=failing), *own) for name, own in kinds_by_primitive().items()}
+    monkeypatch.setattr(respelling, "kinds_by_primitive", lambda: kinds)
+    with collecting() as failures:
+        found, _ = respelling.find(Graph(flatten(jax.make_jaxpr(jnp.cos)(jnp.ones(1024)))))
+    assert [match.spec.kind for match in found] == ["elementwise"]
+    assert [(f.op, f.stage, f.error) for f in failures] == [("respelling", "recognition", "ZeroDivisionError: planted")]
 
 
 def test_what_lies_in_a_site_that_is_kept_is_respelt(monkeypatch):
