@@ -31,7 +31,7 @@ _SHORTEST = 4
 _MOST_AT_ONCE = 8
 """Most occurrences of a step's rarest equation in one step."""
 _MOST_RUNS = 4
-"""Most runs of steps that are looked for in one body."""
+"""Most runs of steps that are looked for among equations with no others between them."""
 _MOVES = frozenset(
     """broadcast_in_dim concatenate copy expand_dims iota pad reshape rev slice squeeze stack transpose""".split()
 )

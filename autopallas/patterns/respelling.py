@@ -60,8 +60,8 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 graph.respelt.update(match.results)
                 break
     if _is_looked_for(graph, repeated_steps.KIND):
-        for node, place in runs_of_steps.find(graph):
-            with contained(node, OPERATION.name, "recognition"):
+        with contained("equal steps one after the other", OPERATION.name, "recognition"):
+            for node, place in runs_of_steps.find(graph):
                 match = _match(graph, node, repeated_steps.KIND, place)
                 found += [] if match is None else [match]
     misses: list[NearMiss] = []
