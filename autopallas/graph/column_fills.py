@@ -94,7 +94,10 @@ class _Fill:
         elif self.equation.primitive.name == "scatter":
             written = self._scattered(columns, *indices)
         else:
-            written = lax.dynamic_update_slice(jnp.zeros(columns, bool), jnp.ones(self.count, bool), indices)
+            # The equation's own indices are clamped: a program that counts from the end has done so before.
+            written = lax.dynamic_update_slice(
+                jnp.zeros(columns, bool), jnp.ones(self.count, bool), indices, allow_negative_indices=False
+            )
         over = lax.broadcast_in_dim(written, array.shape, (self.axis,)), lax.broadcast(number, array.shape)
         is_written, filled = (divided_like(x, jax.typeof(array)) for x in over)
         return lax.select_n(is_written, array, filled)

@@ -216,6 +216,19 @@ def test_what_looks_alike_is_right(name):
         assert compare(function, arguments(), gradients=False).complaints == []
 
 
+@pytest.mark.parametrize("negative", [True, False])
+@pytest.mark.parametrize("index", [-V - 7, -7, -1, 0, LEFT, V + 7])
+def test_a_slice_that_data_tell_is_where_the_program_has_it(index, negative):
+    def loss(x, w, first):
+        padding = jnp.full((N, 5), -1e9, x.dtype)
+        return loss_of(lax.dynamic_update_slice(x @ w, padding, (0, first), allow_negative_indices=negative))
+
+    args = [*arguments(), jnp.int32(index)]
+    optimized = autopallas.optimize(loss, objective="always")
+    assert jnp.allclose(jax.jit(loss)(*args), optimized(*args), rtol=1e-5)
+    assert optimized.report().counts()["cross_entropy"] == 1
+
+
 def test_writes_far_from_a_softmax_stay():
     def program(x, w):
         return jnp.exp(x).sum() + (x @ w).at[:, LEFT:].set(0.0).sum()
