@@ -12,6 +12,7 @@ from autopallas.graph.edit import surviving
 from autopallas.patterns.match import Match
 from autopallas.patterns.order import circle
 from autopallas.plan.decision import Decision
+from autopallas.plan.faster_steps import loops_around, with_faster_steps
 
 __all__ = ["without_nested"]
 
@@ -43,7 +44,8 @@ def without_nested(
     custom = outside(custom, others)
     left = [*custom, *outside(others, custom)]
     given = {number for match, decision in left if decision.verdict == "applied" for number in match.reads}
-    last = _outermost([pair for pair in outside(last, left) if not pair[0].holds_any(given)])
+    last = with_faster_steps(graph, [pair for pair in outside(last, left) if not pair[0].holds_any(given)])
+    last = _outermost(last)
     left += _around_no_other(graph, last, left)
     left = _in_some_order(graph, left)
     return [match for match, _ in left], [decision for _, decision in left]
@@ -55,7 +57,7 @@ def _outermost(pairs: list[Planned]) -> list[Planned]:
     left: set[int] = set()
     for match, decision in sorted(pairs, key=lambda pair: -len(pair[0].equations)):
         own = set(map(id, match.equations))
-        if not own <= within:
+        if not own or not own <= within:
             left.add(id(match))
             within |= own if decision.verdict == "applied" else set()
     return [pair for pair in pairs if id(pair[0]) in left]
@@ -83,19 +85,7 @@ def _around_no_other(graph: Graph, last: list[Planned], others: list[Planned]) -
     }
     if not loops:
         return last
-    inside = [_loops_around(graph, match) for match, decision in others if decision.verdict == "applied"]
+    inside = [loops_around(graph, match) for match, decision in others if decision.verdict == "applied"]
     around = {id(loops[key]) for keys in inside for key in keys if key in loops}
     left = {key for key, match in loops.items() if id(match) not in around}
-    return [pair for pair in last if id(pair[0]) not in around and left.isdisjoint(_loops_around(graph, pair[0]))]
-
-
-def _loops_around(graph: Graph, match: Match) -> set[int]:
-    """Returns the identities of the equations that hold the bodies in which a site is computed, backward included."""
-    nodes = (graph.definitions.get(number) for number in match.replaced)
-    bodies = {*match.sources, *(node.body for node in nodes if node is not None)}
-    found: set[int] = set()
-    for body in bodies:
-        while body in graph.holders:
-            body, position = graph.holders[body]
-            found.add(id(body.equations[position]))
-    return found
+    return [pair for pair in last if id(pair[0]) not in around and left.isdisjoint(loops_around(graph, pair[0]))]

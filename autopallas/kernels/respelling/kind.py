@@ -69,6 +69,8 @@ class Kind:
         JAX, than it was measured with.
       on_request: whether it is looked for only where the option ``ops`` names it.
       maps_alike: whether many examples are one with larger arrays, for which the same evidence holds.
+      keeps_steps: whether the steps of a loop are computed as they are, in a loop of another form, so that sites within
+        them may gain more.
       in_loops: whether small ones usually occur in loops, so that a search measures them there: alone, they take less
         time than the call.
       least_steps: of such a loop: 2 where the original is only slow in one.
@@ -92,6 +94,7 @@ class Kind:
     elsewhere_from: float = 0.0
     on_request: bool = False
     maps_alike: bool = False
+    keeps_steps: bool = False
     in_loops: bool = False
     least_steps: int = 1
     is_slow_among_others: bool = False

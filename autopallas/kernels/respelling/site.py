@@ -47,6 +47,11 @@ class RespellingSite:
         return kind_named(self.form.kind).maps_alike
 
     @property
+    def keeps_steps(self) -> bool:
+        """Whether the same steps are computed in a loop of another form, so that sites within them may gain more."""
+        return kind_named(self.form.kind).keeps_steps
+
+    @property
     def has_backward(self) -> bool:
         """Whether the derivative is computed otherwise too.  Within a program the equations of a gradient are sites of
         their own; a gradient that is taken outside is the original's."""

@@ -14,6 +14,11 @@ from support.compare import compare
 from support.respellings import random
 
 import autopallas
+from autopallas.graph import Graph, flatten
+from autopallas.patterns.respelling import find
+from autopallas.plan.decision import Decision
+from autopallas.plan.nested_sites import without_nested
+from autopallas.tuning.row import Row
 
 NAME = "repeated_steps"
 SHAPE = (6, 5)
@@ -292,15 +297,47 @@ def test_devices_with_parts():
     np.testing.assert_allclose(optimized(*operands), jax.jit(parts)(*operands), rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_within_an_applied_run_is_no_site():
-    def steps(u, v):
+def planned(function, operands, gains):
+    """The kinds that are left of what is found, each applied with a gain, or without evidence."""
+    graph = Graph(flatten(jax.make_jaxpr(function)(*operands)))
+    matches = [match for match in find(graph, assume_finite=True)[0] if match.spec.kind in gains]
+    assert {match.spec.kind for match in matches} == set(gains)
+    rows = {kind: gain and Row((), 1.0, gain, 0, 0, "measured", "", "") for kind, gain in gains.items()}
+    decisions = [Decision("applied", "", "cpu", evidence=rows[match.spec.kind]) for match in matches]
+    found = zip(*without_nested(graph, matches, decisions), strict=True)
+    return {match.spec.kind for match, decision in found if decision.verdict == "applied"}
+
+
+def sines(u, v):
+    for _ in range(6):
+        u = jnp.sin(u) * v + jnp.cos(u) * 0.5
+    return u
+
+
+def sines_in_a_loop(u, v):
+    def step(u, _):
+        return jnp.sin(u) * v + jnp.cos(u) * 0.5, None
+
+    return lax.scan(step, u, None, length=32, unroll=8)[0]
+
+
+@pytest.mark.parametrize(("function", "kind"), [(sines, NAME), (sines_in_a_loop, "unrolled_scan")])
+def test_either_the_loop_or_what_is_within_its_steps_is_replaced(function, kind):
+    """The one that gains more: a loop of the steps has none of the others' replacements."""
+    operands = arguments(shape=(64, 512))
+    assert planned(function, operands, {kind: None, "elementwise": None}) == {kind}
+    assert planned(function, operands, {kind: 20.0, "elementwise": 4.0}) == {kind}
+    assert planned(function, operands, {kind: 1.5, "elementwise": 4.0}) == {"elementwise"}
+    assert planned(function, operands, {kind: None, "elementwise": 4.0}) == {"elementwise"}
+    assert planned(function, operands, {kind: 1.5, "elementwise": 1.1}) == {kind}
+    assert compare(function, operands, gradients=False).complaints == []
+
+
+def test_what_is_a_small_part_of_the_steps_does_not_decide():
+    def step(u, v):
         for _ in range(6):
-            u = jnp.sin(u) * v + jnp.cos(u) * 0.5
+            u = ((((u + v) * u - v) * u + v) * u - v) * 0.1 + jnp.sin(u[:1])
         return u
 
-    operands = arguments(shape=(64, 512))
-    optimized = autopallas.optimize(steps, objective="always")
-    optimized(*operands)
-    (site,) = optimized.report().sites
-    assert (site.op, site.verdict, site.spec["kind"]) == ("respelling", "applied", NAME)
-    assert compare(steps, operands, gradients=False).complaints == []
+    operands = arguments(shape=(512, 4096))
+    assert planned(step, operands, {NAME: 1.5, "elementwise": 4.0}) == {NAME}

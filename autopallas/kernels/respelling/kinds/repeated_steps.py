@@ -114,5 +114,6 @@ KIND = Kind(
     feature=_feature,
     samples=_samples,
     elsewhere_from=2.0,
+    keeps_steps=True,
     platforms=("cpu",),
 )

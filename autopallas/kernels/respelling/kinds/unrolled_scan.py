@@ -210,5 +210,6 @@ KIND = Kind(
     feature=_feature,
     samples=_samples,
     elsewhere_from=1.5,
+    keeps_steps=True,
     platforms=("cpu",),
 )
