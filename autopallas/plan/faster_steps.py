@@ -81,7 +81,7 @@ def _work(equation: JaxprEqn) -> float:
     bodies = [jaxprs.open_jaxpr(body)[0] for _, _, body in jaxprs.bodies(equation)]
     if bodies:
         return sum(_work(inner) for body in bodies for inner in body.eqns)
-    size = max((int(v.aval.size) for v in (*equation.outvars, *equation.invars)), default=0)
+    size = max((int(getattr(v.aval, "size", 0)) for v in (*equation.outvars, *equation.invars)), default=0)
     if equation.primitive.name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
         summed = 1
