@@ -30,7 +30,9 @@ _SHORTEST = 4
 """Fewest equations of a step."""
 _MOST_AT_ONCE = 8
 """Most occurrences of a step's rarest equation in one step."""
-_MOST_RUNS = 4
+_MOST_KINDS = 4
+"""Most equations, the rarest first, by whose places a run is looked for."""
+_MOST_RUNS = 16
 """Most runs of steps that are looked for among equations with no others between them."""
 _MOVES = frozenset(
     """broadcast_in_dim concatenate copy expand_dims iota pad reshape rev slice squeeze stack transpose""".split()
@@ -98,7 +100,7 @@ def _longest_run(kinds: Sequence[Hashable]) -> tuple[int, int, int] | None:
         if kind is not None:
             places[kind].append(place)
     often = [own for own in places.values() if len(own) >= LEAST_STEPS]
-    for own in sorted(often, key=lambda own: (len(own), own))[:_MOST_RUNS]:
+    for own in sorted(often, key=lambda own: (len(own), own))[:_MOST_KINDS]:
         for together in range(1, min(_MOST_AT_ONCE, len(own) // LEAST_STEPS) + 1):
             middle = len(own) // 2 - together // 2
             period = own[min(middle + together, len(own) - 1)] - own[min(middle, len(own) - 1 - together)]

@@ -283,7 +283,7 @@ def test_16_bit_values_beside_float32_count_too(machine):
 def test_every_operation_asks_for_the_processor(machine, tables, case):
     match = match_of_case(case)
     assert of_table(match, "xla", CPU).exact
-    machine("avx512_bf16")
+    machine("neon_bf16")
     choice = of_table(match, "xla", CPU)
     assert not choice.exact
     assert "vector extensions" in choice.gap

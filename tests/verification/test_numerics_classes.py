@@ -180,7 +180,8 @@ def in_programs(found):
 
 
 def optimized(function, numerics):
-    ops = [*operation_names(), "scan_checkpoint"]  # which is looked for by name alone
+    # The one is looked for by name alone, and the other, beside it, too.
+    ops = [*operation_names(), "scan_checkpoint", "unrolled_scan"]
     return autopallas.optimize(function, objective="always", numerics=numerics, strict=True, ops=ops)
 
 

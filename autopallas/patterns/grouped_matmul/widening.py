@@ -38,6 +38,10 @@ _LONGEST = 12
 """Most operations on a weight."""
 
 
+class _OtherWeights(Exception):
+    """Raised where weights are not made of such that are stored; the message says why, for debugging."""
+
+
 def cast_program(source: Dtype, target: Dtype) -> ElementwiseProgram:
     """Returns the program of a cast of weights."""
     return traced(lambda weight: jax.lax.convert_element_type(weight, target), Score(source))
@@ -61,7 +65,7 @@ def with_widening(graph: Graph, match: Match, alive: frozenset[int]) -> Match:
     reader = _Reader(graph, match.body, number, [label for (label,) in labels])
     try:
         program = reader.program()
-    except Mismatch:
+    except (Mismatch, _OtherWeights):
         return match
     stored, scales = reader.stored.value, [scale.value for scale in reader.scales]
     if not _is_read_by_products(graph, number, stored, scales, alive):
@@ -130,11 +134,11 @@ class _Reader:
         """Returns the program of the weights.
 
         Raises:
-          Mismatch: they are not computed as such a program computes them.
+          _OtherWeights: they are not computed as such a program computes them.
         """
         is_line, result = self._register(self._weights)
         if not is_line:
-            raise Mismatch("nothing becomes of the weights")
+            raise _OtherWeights("nothing becomes of the weights")
         instructions = []
         for node, registers in self._lines:
             primitive, params = operation(node)
@@ -145,7 +149,7 @@ class _Reader:
         try:
             hash(program)
         except TypeError:
-            raise Mismatch("a parameter is no plain value") from None
+            raise _OtherWeights("a parameter is no plain value") from None
         return program
 
     def _register(self, ref: Ref) -> tuple[bool, int]:
@@ -178,9 +182,9 @@ class _Reader:
         if dtype.name in STORED_DTYPES:
             space = self._scope.space
             if self.stored.value >= 0 and not space.same(self.stored, at):
-                raise Mismatch("there are two arrays of 8 bits")
+                raise _OtherWeights("there are two arrays of 8 bits")
             if space.atoms(at) != space.atoms(self._weights) or not self._is_whole(at):
-                raise Mismatch("the array of 8 bits is repeated, or a part is read")
+                raise _OtherWeights("the array of 8 bits is repeated, or a part is read")
             self.stored = at
             return self._input(Score(dtype))
         if self._is_narrow(at, _LONGEST):
@@ -192,9 +196,9 @@ class _Reader:
             kind = int if dtype.kind in "iu" else bool if dtype.kind == "b" else float
             return self._input(Constant(kind(known), dtype))
         if value not in self._places:
-            raise Mismatch("a scale is not there where the product is")
+            raise _OtherWeights("a scale is not there where the product is")
         if not self._is_whole(at):
-            raise Mismatch("a part of a scale is read")
+            raise _OtherWeights("a part of a scale is read")
         known_as = (i for i, scale in enumerate(self.scales) if self._scope.space.same(scale, at))
         if (position := next(known_as, None)) is None:
             position = len(self.scales)

@@ -464,7 +464,7 @@ def test_looking_at_what_reads_a_result_is_bounded():
             y = y * x + 1
         return y
 
-    assert found(long, random(2048)) == []
+    assert "elementwise" not in found(long, random(2048))
 
 
 def test_an_accuracy_that_is_asked_for_is_left_to_the_compiler():
