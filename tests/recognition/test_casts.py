@@ -542,3 +542,22 @@ def test_operands_of_eight_bits_which_jax_promotes_to_no_other_type_are_left_alo
     optimized = optimized_like_a_user(step)
     jax.tree.map(np.testing.assert_array_equal, optimized(x[0, 0]), jax.jit(step)(x[0, 0]))
     assert "floats of 8 bits" in str(optimized.report())
+
+
+def test_a_maximum_that_is_rounded_otherwise_is_not_compared_with_logits():
+    """What the forward makes of the maximum of float16 logits is rounded once, and bfloat16 logits that the backward
+    makes of them twice: none may be equal to it, and the gradient of the maximum would be 0 / 0."""
+
+    def loss(x, w):
+        z = x @ w
+        z = (z - z.mean(-1, keepdims=True)).astype(bf16)
+        e = jnp.exp(z - z.max(-1, keepdims=True))
+        return -jnp.log(e / e.sum(-1, keepdims=True) + 1e-9)[:, 3].astype(f32).sum()
+
+    draw = np.random.default_rng(0)
+    x, w = (jnp.asarray(draw.normal(size=size) * scale, f16) for size, scale in (((64, 8), 8), ((8, 40), 3)))
+    optimized = optimized_like_a_user(jax.value_and_grad(jax.checkpoint(loss), (0, 1)))
+    _, gradients = optimized(x, w)
+    assert all(np.isfinite(np.float32(gradient)).all() for gradient in gradients)
+    (miss,) = optimized.report().near_misses
+    assert "rounded otherwise" in miss.reason

@@ -355,6 +355,11 @@ class _TileBuilder(ProgramBuilder):
                     compared = self.region.algebra.greatest(ref)
                     if compared is not None:
                         return self._greatest(ref, compared)
+                    if self.region.algebra.is_rounded_otherwise(ref):
+                        raise Mismatch(
+                            "logits of 16 bits are compared with a maximum that is rounded otherwise",
+                            advice=LOGITS_ONCE,
+                        )
                     return self._elementwise(ref, self.scope.graph.dtype(ref.value))
         return super()._written(expression)
 

@@ -229,6 +229,23 @@ class RowStatistics(Softmax):
                         return value
         return None
 
+    def is_rounded_otherwise(self, tile: Ref) -> bool:
+        """Returns whether a tile compares 16-bit numbers with what the program makes of the maximum of others: what is
+        made of the maximum is rounded fewer times than they are, so that none of them need be equal to it."""
+        compared = self.space.operands(tile)
+        if compared is None or self.scope.name(tile) != "eq":
+            return False
+        for value, greatest in (compared, compared[::-1]):
+            if self.carries_axis(value) and not self.carries_axis(greatest) and self.scope.dtype(value).itemsize == 2:
+                todo: list[Expression | None] = [self.result_of(greatest)]
+                while todo:
+                    made = todo.pop()
+                    if isinstance(made, Computed) and made.kind == "max":
+                        return True
+                    if isinstance(made, Apply):
+                        todo += made.arguments
+        return False
+
     # ------------------------------------------------------------------ exponentials
 
     def _exponentials(self, tile: Ref) -> Expression:
