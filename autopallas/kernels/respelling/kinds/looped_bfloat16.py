@@ -47,9 +47,8 @@ def _match(graph: Graph, node: Node) -> Found | None:
     loop, numbers = place
     results, kept = results_of(graph, node)
     stacked = [n for i, n in zip(kept, results, strict=True) if i >= loop.carried]
-    for_memory = graph.objective == "memory" or scan_checkpoint.KIND.name in graph.named
-    if stacked and for_memory and KIND.name not in graph.named:
-        return None  # a loop that stacks less of its results goes before one that stacks them faster
+    if stacked and scan_checkpoint.goes_before(graph, KIND.name):
+        return None
     stacks = any(graph.dtype(number) == BFLOAT16 for number in stacked)
     carried, whole = set_by_slices(loop)
     if not carried and not (stacks and length >= _LEAST_STACKED) or not is_plain(loop.step):

@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from autopallas.graph import Graph
 from autopallas.kernels.respelling.checkpointed import Part, pair_as_written, pair_in
 from autopallas.kernels.respelling.kind import Kind, Sample, of_no_equation
 from autopallas.kernels.respelling.networks import float32_types, lstm
 from autopallas.kernels.respelling.spec import RespellingSpec
 
-__all__ = ["KIND"]
+__all__ = ["KIND", "goes_before"]
 
 
 def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
@@ -59,6 +60,12 @@ def _elementwise(x: jax.Array, a: jax.Array, b: jax.Array) -> tuple[jax.Array, .
 
     found: tuple[jax.Array, ...] = jax.grad(loss, (0, 1, 2))(x, a, b)
     return found
+
+
+def goes_before(graph: Graph, name: str) -> bool:
+    """Returns whether loops that stack are left to this kind, which stacks less, and not to one of another name that
+    takes less time: under the objective "memory", or where this one is asked for by name and the other is not."""
+    return name not in graph.named and (graph.objective == "memory" or KIND.name in graph.named)
 
 
 KIND = Kind(

@@ -42,9 +42,8 @@ def _match(graph: Graph, node: Node) -> Found | None:
     loop, numbers = place
     results, kept = results_of(graph, node)
     stacks = any(i >= loop.carried for i in kept)
-    for_memory = graph.objective == "memory" or scan_checkpoint.KIND.name in graph.named
-    if not results or (stacks and for_memory and KIND.name not in graph.named):
-        return None  # a loop that stacks less of its results goes before one that takes less time
+    if not results or (stacks and scan_checkpoint.goes_before(graph, KIND.name)):
+        return None
     loop = replace(loop, known=(), zeros=frozenset())
     return Found((("loop", replace(loop, key=key_of(loop))), ("results", kept)), numbers, results)
 
