@@ -21,6 +21,7 @@ from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.flatten import Body, is_contraction
+from autopallas.graph.joined_logits import LAYOUT
 from autopallas.graph.known_integers import Array, known_array
 from autopallas.graph.rewritten_body import Atom, RewrittenBody
 
@@ -28,7 +29,6 @@ __all__ = ["select_fills"]
 
 _WRITES = frozenset({"scatter", "dynamic_update_slice"})
 _EXPONENTIALS = frozenset({"exp", "exp2"})
-_LAYOUT = frozenset({"transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims", "copy", "slice", "split"})
 _SPREADS = frozenset({"broadcast_in_dim", "reshape", "convert_element_type", "copy"})
 """Primitives through which a number that is written is spread over the columns."""
 _MOST_SPREADS = 8
@@ -215,7 +215,7 @@ def _columns(equation: JaxprEqn) -> tuple[int, int] | None:
 def _between(body: Body) -> set[Atom]:
     """Returns the values that come from a product of matrices, and of which an exponential is computed, by elementwise
     operations and changes of layout alone."""
-    through = ELEMENTWISE | _LAYOUT | _WRITES | {"reduce_max"}
+    through = ELEMENTWISE | LAYOUT | _WRITES | {"reduce_max"}
     from_products: set[Atom] = set()
     for equation in body.equations:
         if is_contraction(equation) or (

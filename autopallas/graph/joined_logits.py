@@ -18,12 +18,13 @@ from autopallas.graph.flatten import Body, is_contraction
 from autopallas.graph.parts import MOST_PARTS, Cut, Parts
 from autopallas.graph.rewritten_body import Atom
 
-__all__ = ["take_logits_apart"]
+__all__ = ["LAYOUT", "take_logits_apart"]
 
 _JOINS = ("concatenate", "stack")
-_LAYOUT = frozenset(
+LAYOUT = frozenset(
     {"transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims", "copy", "slice", "split", "unstack"}
 )
+"""Primitives through which logits pass between a product and an exponential, with the elementwise ones."""
 
 
 def take_logits_apart(root: Body) -> Body:
@@ -56,7 +57,7 @@ def _joined(body: Body) -> tuple[set[Var], bool]:
     weights: set[Atom] = set()
     for equation in reversed(body.equations):
         name, results = equation.primitive.name, equation.outvars
-        through = name in ELEMENTWISE or name in _LAYOUT or name in _JOINS
+        through = name in ELEMENTWISE or name in LAYOUT or name in _JOINS
         if name in ("exp", "exp2") or (through and not exponents.isdisjoint(results)):
             exponents.update(a for a in equation.invars if isinstance(a, Var))
         weighs = is_contraction(equation) and not (body.transposed or compat.is_transposed(equation))
@@ -68,7 +69,7 @@ def _joined(body: Body) -> tuple[set[Var], bool]:
     for equation in body.equations:
         name = equation.primitive.name
         reads = any(isinstance(a, Var) and a in products for a in equation.invars)
-        if is_contraction(equation) or ((name in ELEMENTWISE or name in _LAYOUT) and reads):
+        if is_contraction(equation) or ((name in ELEMENTWISE or name in LAYOUT) and reads):
             products.update(equation.outvars)
         elif name in _JOINS and reads and len(equation.invars) <= MOST_PARTS:
             (result,) = equation.outvars
