@@ -16,7 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopallas.kernels.recurrence.products import HalvedProducts, halved_products, pairs, segment_products
+from autopallas.kernels.recurrence.products import (
+    HalvedProducts,
+    halved_products,
+    pairs,
+    products_to_end,
+    segment_products,
+)
 
 __all__ = ["Channels", "Chunk", "Decays", "Form", "Heads", "Kind", "Operands", "differentiated"]
 
@@ -195,11 +201,11 @@ class _ChannelsChunk(NamedTuple):
     products: HalvedProducts
 
     def scores(self, before: bool, query: Array, key: Array) -> Array:
-        found = _scores(self.products.levels, self._decayed(before, query), key)
-        if before:
-            return found
-        own_steps = jnp.sum(query * key, -1, keepdims=True)
-        return found + jnp.where(np.eye(query.shape[-2], dtype=bool), own_steps, jnp.zeros_like(own_steps))
+        count = query.shape[-2]
+        own_steps = jnp.zeros((*query.shape[:-1], count), query.dtype)
+        if not before:
+            own_steps = jnp.where(np.eye(count, dtype=bool), jnp.sum(query * key, -1, keepdims=True), own_steps)
+        return _scores(own_steps, self.products.levels, self._decayed(before, query), key)
 
     def entering(self, before: bool, query: Array, state: Array) -> Array:
         read = self._decayed(before, query) * self.products.from_start
@@ -217,23 +223,25 @@ class _ChannelsChunk(NamedTuple):
 
 
 @jax.custom_vjp
-def _scores(levels: Array, query: Array, key: Array) -> Array:
-    """Returns the scores [G, H, C, C] of pairs of steps in both halves of a block, for all sizes of blocks."""
+def _scores(own_steps: Array, levels: Array, query: Array, key: Array) -> Array:
+    """Adds to the scores [G, H, C, C] of steps with themselves those of pairs of steps in both halves of a block, for
+    all sizes of blocks."""
 
     def add(found: Array, size: tuple[Array, Array]) -> tuple[Array, None]:
         weights, own = size
         across = _einsum("...tn,...sn->...ts", query * weights, key * weights)
         return found + jnp.where(own, across, jnp.zeros_like(across)), None
 
-    count = query.shape[-2]
-    return lax.scan(add, jnp.zeros((*query.shape[:-1], count), query.dtype), (levels, pairs(count)))[0]
+    return lax.scan(add, own_steps, (levels, pairs(query.shape[-2])))[0]
 
 
-def _scores_forward(levels: Array, query: Array, key: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-    return _scores(levels, query, key), (levels, query, key)
+def _scores_forward(
+    own_steps: Array, levels: Array, query: Array, key: Array
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    return _scores(own_steps, levels, query, key), (levels, query, key)
 
 
-def _scores_backward(given: tuple[Array, Array, Array], cotangent: Array) -> tuple[Array, Array, Array]:
+def _scores_backward(given: tuple[Array, Array, Array], cotangent: Array) -> tuple[Array, Array, Array, Array]:
     levels, query, key = given
 
     def add(found: tuple[Array, Array], size: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
@@ -245,7 +253,7 @@ def _scores_backward(given: tuple[Array, Array, Array], cotangent: Array) -> tup
 
     nothing = jnp.zeros_like(query), jnp.zeros_like(key)
     found, of_levels = lax.scan(add, nothing, (levels, pairs(query.shape[-2])))
-    return of_levels, *found
+    return cotangent, of_levels, *found
 
 
 _scores.defvjp(_scores_forward, _scores_backward)
@@ -266,7 +274,8 @@ class Channels:
         return _ChannelsChunk(decays[0], halved_products(*decays))
 
     def advance(self, state: Array, decays: Decays, operands: Operands) -> Array:
-        return advanced(self.chunk(decays), state, operands)
+        to_end, total = products_to_end(*decays)
+        return total[..., None] * state + _einsum("...sn,...sp->...np", operands.key * to_end, operands.value)
 
     def step(self, before: bool, state: Array, own: tuple[Decays, Operands]) -> tuple[Array, Array]:
         return stepped(self.chunk(own[0]), before, state, own[1])

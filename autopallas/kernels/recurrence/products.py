@@ -24,6 +24,7 @@ __all__ = [
     "halved_products",
     "pairs",
     "pairs_of",
+    "products_to_end",
     "segment_products",
     "times",
 ]
@@ -110,12 +111,21 @@ class Segments(NamedTuple):
           late: whether a step is in the second half of its block.
           other_half: gives each step what its counterpart in the other half of its block has.
         """
-        factor, further = map(other_half, self.total)
+        other = _each(other_half, self.total)
         level = jnp.where(late, self.before[0], self.after[0])
-        one, zero = jnp.ones_like(factor), jnp.zeros_like(further)
-        before = times(*self.before, jnp.where(late, factor, one), jnp.where(late, further, zero))
-        after = times(*self.after, jnp.where(late, one, factor), jnp.where(late, zero, further))
-        return Segments(before, after, times(*self.total, factor, further)), level
+        before = times(*self.before, *_only(late, other))
+        after = times(*self.after, *_only(~late, other))
+        return Segments(before, after, times(*self.total, *other)), level
+
+
+def _each(function: Callable[[Array], Array], product: _Product) -> _Product:
+    return function(product[0]), function(product[1])
+
+
+def _only(steps: Array, factor: _Product) -> _Product:
+    """Returns the factor at some steps, and one at the others."""
+    product, excess = factor
+    return jnp.where(steps, product, jnp.ones_like(product)), jnp.where(steps, excess, jnp.zeros_like(excess))
 
 
 class SegmentCotangents(NamedTuple):
@@ -176,6 +186,19 @@ def halved_products(decay: Array, excess: Array | None = None, unrolled: bool = 
       unrolled: whether the sizes stand one after the other.
     """
     return _halved(unrolled, decay, decay - 1 if excess is None else excess)
+
+
+def products_to_end(decay: Array, excess: Array | None = None) -> tuple[Array, Array]:
+    """Returns ``to_end`` and ``total`` of :func:`halved_products` alone: less for XLA to compile."""
+
+    def longer(found: tuple[_Product, _Product], size: tuple[Array, Array]) -> tuple[tuple[_Product, _Product], None]:
+        (after, total), (late, places) = found, size
+        other = _each(partial(_of_steps, places=places), total)
+        return (times(*after, *_only(~late, other)), times(*total, *other)), None
+
+    first = Segments.of_steps(decay, decay - 1 if excess is None else excess)
+    (after, total), _ = lax.scan(longer, (first.after, first.total), _halves(decay.shape[-2]))
+    return after[0], total[0][..., 0, :]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
