@@ -50,7 +50,7 @@ def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
     spread = params["lhs_dilation"]
     if window[0] > _DEEPEST or (window[0] == 1 and max(spread) == 1):
         return None
-    if math.prod(window) > math.prod(y.aval.shape[axis] for axis in axes.out_spec[2:]):
+    if math.prod(window) >= math.prod(y.aval.shape[axis] for axis in axes.out_spec[2:]):
         return None  # the gradient of a weight, mostly, whose products are faster
     for axis, sides, step, apart in zip(axes.lhs_spec[2:], params["padding"], strides, spread, strict=True):
         if step > 1 and apart > 1:

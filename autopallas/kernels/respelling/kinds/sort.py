@@ -134,7 +134,7 @@ def _feature(spec: RespellingSpec) -> str:
 
 
 def _fill(spec: RespellingSpec, random: np.random.Generator, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Numbers the further integers along the axis, as for an argsort."""
+    """Numbers the further integers along the axis, as for an argsort, and draws keys that are integers from all."""
     axis = cast(int, spec["dimension"])
 
     def one(array: np.ndarray) -> np.ndarray:
@@ -143,7 +143,11 @@ def _fill(spec: RespellingSpec, random: np.random.Generator, arrays: Sequence[np
         along = np.arange(array.shape[axis], dtype=array.dtype)
         return np.broadcast_to(along.reshape([-1 if d == axis else 1 for d in range(array.ndim)]), array.shape).copy()
 
-    return [arrays[0], *map(one, arrays[1:])]
+    key = arrays[0]
+    if key.dtype.kind in "iu":
+        limits = np.iinfo(key.dtype)
+        key = random.integers(limits.min, limits.max, key.shape, key.dtype, endpoint=True)
+    return [key, *map(one, arrays[1:])]
 
 
 _INTEGERS: tuple[tuple[int, ...], ...] = ((1024,), (8192,), (65536,), (524288,), (64, 4096), (4096, 8), (65536, 8))
