@@ -43,6 +43,17 @@ def probabilities_returned(q, k, v):
     return p @ v, p
 
 
+@refused("the values, or their sums, are of dtype complex64")
+def complex_values(q, k, v):
+    o = softmax(q @ k.mT) @ lax.complex(v, 2 * v)
+    return o.real, o.imag
+
+
+@refused("the values, or their sums, are of dtype complex64")
+def real_part_of_complex_values(q, k, v):
+    return (softmax(q @ k.mT) @ lax.complex(v, 2 * v)).real
+
+
 @refused("scores or probabilities are also returned")
 def scores_returned(q, k, v):
     s = q @ k.mT

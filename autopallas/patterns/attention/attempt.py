@@ -292,6 +292,9 @@ class Attempt:
                 return None
             scope.given = frozenset(self.settled[score.value].values())
         self._check_scores(score, contraction[2])
+        for number in (value.value, root):
+            if jnp.issubdtype(graph.dtype(number), jnp.complexfloating):
+                raise Mismatch(f"the values, or their sums, are of dtype {graph.dtype(number)}", advice=FLOATS)
         found = softmax.exponential(weights)
         if any(factor.kind in ("multiply", "divide") for factor in found.weights):
             self.is_plain = False
