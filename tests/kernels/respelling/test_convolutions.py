@@ -50,6 +50,21 @@ def test_grouped_convolutions_and_their_gradients(
     assert found.counts("respelling") == 3
 
 
+@pytest.mark.parametrize(("window", "products"), [(2, 4), (3, 1)])
+def test_products_of_many_taps_stand_in_a_loop(window, products):
+    """What each tap reads is a kernel of its own to compile, since each begins at another place."""
+    x, w = operands(2, 0, 32, 2, size=9, window=window)
+    run = convolution(2, LAYOUTS[2][0])
+    y = run(x, w)
+    for function, given in (
+        (run, (x, w)),
+        (lambda x, y: jax.linear_transpose(lambda w: run(x, w), w)(y)[0], (x, y)),
+    ):
+        own = optimized(function, ops="convolution")
+        assert own.lower(*given).as_text().count("stablehlo.dot_general") == products
+        np.testing.assert_allclose(own(*given), function(*given), rtol=1e-5, atol=1e-5 * float(jnp.abs(y).max()))
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_convolutions_are_summed_in_float32(dtype):
     x, w = operands(2, 0, 6, 6, size=9, dtype=dtype)

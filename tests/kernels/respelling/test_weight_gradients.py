@@ -220,3 +220,19 @@ def test_what_positions_of_a_kernel_read_is_put_together_axis_by_axis(numbers, r
     parts = [line.count("tensor<") - 1 for line in text.splitlines() if "stablehlo.concatenate" in line]
     assert function.report().counts()["respelling"] == 1
     assert parts == [4] * rank
+
+
+@pytest.mark.parametrize(("stride", "kernel", "products"), [(1, 2, 4), (1, 3, 1), (2, 4, 1)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_of_many_positions_stand_in_a_loop(stride, kernel, products, transposed):
+    """What each position reads is a kernel of its own to compile, since each begins at another place."""
+    numbers = LAYOUTS[2][0]
+    x, w = operands(numbers, 20, 24, 9, kernel)
+    convolve = lax.conv_transpose if transposed else lax.conv_general_dilated
+    run = lambda w: convolve(x, w, (stride,) * 2, "SAME", dimension_numbers=numbers).sum()  # noqa: E731
+    function = autopallas.optimize(jax.grad(run), objective="always", ops="weight_gradient")
+    text = function.lower(w).as_text()
+    assert function.report().counts()["respelling"] == 1
+    assert text.count("stablehlo.dot_general") == products
+    wanted = jax.jit(jax.grad(run))(w)
+    np.testing.assert_allclose(function(w), wanted, rtol=1e-5, atol=1e-5 * float(jnp.abs(wanted).max()))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import jax
@@ -24,6 +24,7 @@ from jax import lax
 from autopallas.compat import Dtype, JaxprEqn
 from autopallas.graph import Graph, Node
 from autopallas.kernels.loop_carries import filled
+from autopallas.kernels.respelling import each_position
 from autopallas.kernels.respelling.convolution_spec import dimension_numbers, padding_of, parameters
 from autopallas.kernels.respelling.gradients import gradient_of
 from autopallas.kernels.respelling.inserted_zeros import assumed_finite
@@ -349,7 +350,6 @@ def _contracted(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
     x = lax.transpose(x, (own.lhs[0], *own.lhs[2:], own.lhs[1]))  # [batch, *space, features]
     w = lax.transpose(w, (*own.rhs[2:], own.rhs[1], own.rhs[0]))
     w = w.reshape(*own.window, own.features, own.groups, own.per_group)
-    axes = replace(own, lhs=(0, space + 1, *range(1, space + 1)))
     letters = "abcdefgh"[:space]
     rows = "gn{}i" if own.of_batch else "n{}gi"
 
@@ -360,20 +360,26 @@ def _contracted(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
         left, right = rows.format(kept + summed), f"{summed}igf"
         return jnp.einsum(f"{left},{right}->n{kept}gf", part, weights, preferred_element_type=own.accumulation)
 
+    def part(place: each_position.Place, apart: Sequence[int], sizes: Sequence[int], steps: Sequence[int]) -> jax.Array:
+        """Returns what a position reads of x, each position so far from the one before."""
+        begin = [i * step for i, step in zip(place, apart, strict=True)]
+        return each_position.read(x, [0, *begin, 0], [x.shape[0], *sizes, x.shape[-1]], [1, *steps, 1])
+
+    def of_window(place: each_position.Place) -> jax.Array:
+        weights = each_position.read(w, [*place, 0, 0, 0], [*(1 for _ in place), *w.shape[space:]], (1,) * w.ndim)
+        weights = weights.reshape(w.shape[space:])
+        return product(part(place, own.rhs_dilation, own.result, own.strides), weights, letters, "")
+
+    def of_result(place: each_position.Place) -> jax.Array:
+        return product(part(place, own.strides, own.window, own.rhs_dilation), w, "", letters)
+
+    channels = (own.groups, own.per_group)
     if own.few_weights:
-        total: jax.Array | None = None
-        for place in _places(own.window):
-            begin = [i * step for i, step in zip(place, own.rhs_dilation, strict=True)]
-            term = product(_slice(axes, x, begin, own.result, own.strides), w[place], letters, "")
-            total = term if total is None else total + term
-        assert total is not None
-        found = total
+        shape = (own.examples, *own.result, *channels)
+        found = each_position.summed(own.window, of_window, shape, own.accumulation)
     else:
-        parts = []
-        for place in _places(own.result):
-            begin = [i * stride for i, stride in zip(place, own.strides, strict=True)]
-            parts.append(product(_slice(axes, x, begin, own.window, own.rhs_dilation), w, "", letters))
-        found = jnp.stack(parts, 1).reshape(-1, *own.result, own.groups, own.per_group)
+        found = each_position.stacked(own.result, of_result, (own.examples, *channels), own.accumulation)
+        found = jnp.moveaxis(found, 0, 1).reshape(own.examples, *own.result, *channels)
     found = found.reshape(*found.shape[:-2], own.groups * own.per_group)
     return lax.transpose(found, _order((0, space + 1, *range(1, space + 1)), own.out))
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.compat import Dtype, JaxprEqn
+from autopallas.kernels.respelling import each_position
 from autopallas.kernels.respelling.convolution_spec import dimension_numbers, padding_of, parameters
 from autopallas.kernels.respelling.gradients import gradient_of, layer
 from autopallas.kernels.respelling.inserted_zeros import assumed_finite
@@ -149,7 +150,13 @@ def _respelt(spec: RespellingSpec, x: jax.Array, cotangent: jax.Array) -> list[j
     else:
         reads = _Reads.of(own, read, whole.shape[1:-1])
         if read.shape[-1] > _FEW:
-            return [_arranged(own, jnp.stack([_product(own, part, whole) for part in reads.slices()]))]
+
+            def product(place: each_position.Place) -> jax.Array:
+                return _product(own, reads.at(place), whole)
+
+            channels = (read, whole) if own.transposed != own.x_first else (whole, read)
+            shape = [array.shape[-1] for array in channels]
+            return [_arranged(own, each_position.stacked(own.taps, product, shape, own.accumulation))]
         tiles = reads.side_by_side()
     found = _product(own, tiles.reshape(*whole.shape[:-1], -1), whole)
     taps = math.prod(own.taps)
@@ -164,12 +171,15 @@ class _Reads:
 
     Attributes:
       read: [examples, *space, channels], padded.
-      starts: for each axis of space, where each position begins.
+      first, sign: for each axis of space, where the first position begins; each next one begins ``sign`` further.
+      taps: for each axis, the number of positions.
       steps, count: for each axis, the distance of the elements that are read, and their number.
     """
 
     read: jax.Array
-    starts: tuple[tuple[int, ...], ...]
+    first: tuple[int, ...]
+    sign: int
+    taps: tuple[int, ...]
     steps: tuple[int, ...]
     count: tuple[int, ...]
 
@@ -183,15 +193,13 @@ class _Reads:
             sign = -1
         else:
             around, first, steps, sign = list(own.padding), [0] * len(own.taps), own.reach, 1
-        starts = (tuple(start + sign * i for i in range(taps)) for start, taps in zip(first, own.taps, strict=True))
-        return _Reads(_padded(read, around), tuple(starts), tuple(steps), tuple(count))
+        return _Reads(_padded(read, around), tuple(first), sign, own.taps, tuple(steps), tuple(count))
 
-    def slices(self) -> Iterator[jax.Array]:
-        """Yields what each position reads."""
-        for begin in itertools.product(*self.starts):
-            part = self.read
-            end = [a + (n - 1) * step + 1 for a, n, step in zip(begin, self.count, self.steps, strict=True)]
-            yield lax.slice(part, (0, *begin, 0), (part.shape[0], *end, part.shape[-1]), (1, *self.steps, 1))
+    def at(self, place: each_position.Place) -> jax.Array:
+        """Returns what a position reads."""
+        begin = [start + self.sign * i for start, i in zip(self.first, place, strict=True)]
+        examples, *_, channels = self.read.shape
+        return each_position.read(self.read, [0, *begin, 0], [examples, *self.count, channels], [1, *self.steps, 1])
 
     def side_by_side(self) -> jax.Array:
         """Returns what all positions read, one beside the other along the channels.
@@ -199,7 +207,8 @@ class _Reads:
         They are put together axis by axis: XLA takes the longer to compile this, the more parts are put together.
         """
         found = self.read
-        for axis, (starts, step, n) in reversed(list(enumerate(zip(self.starts, self.steps, self.count, strict=True)))):
+        for axis, (step, n) in reversed(list(enumerate(zip(self.steps, self.count, strict=True)))):
+            starts = [self.first[axis] + self.sign * i for i in range(self.taps[axis])]
             ends = [start + (n - 1) * step + 1 for start in starts]
             parts = [lax.slice_in_dim(found, a, b, step, axis + 1) for a, b in zip(starts, ends, strict=True)]
             found = lax.concatenate(parts, found.ndim - 1)
