@@ -23,6 +23,7 @@ from autopallas.graph import (
     Graph,
     Parting,
     added_products,
+    bring_indices_out,
     flatten,
     move_heads_out,
     move_selections,
@@ -256,6 +257,7 @@ def _recognised(
         body = run("graph", "flatten", flatten, program)
         if moves:
             body = run("graph", "move heads out of checkpoints", move_heads_out, body)
+            body = run("graph", "bring indices out of custom rules", bring_indices_out, body)
             body = run("graph", "select fills of columns", select_fills, body)
             body = run("graph", "take joined logits apart", take_logits_apart, body)
             body = run("graph", "move row selections", move_selections, body, options.assume_finite, divided)

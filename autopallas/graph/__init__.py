@@ -10,6 +10,7 @@ from autopallas.graph.numbering import Graph
 from autopallas.graph.parted_columns import part_columns
 from autopallas.graph.parted_gradients import Parting, added_products, part_gradients
 from autopallas.graph.row_selections import move_selections
+from autopallas.graph.rule_indices import bring_indices_out
 
 __all__ = [
     "Body",
@@ -20,6 +21,7 @@ __all__ = [
     "Space",
     "View",
     "added_products",
+    "bring_indices_out",
     "flatten",
     "move_heads_out",
     "move_selections",

@@ -47,10 +47,10 @@ from autopallas.graph.loop_slices import (
     slice_read,
     summed_slices,
 )
+from autopallas.graph.rule_indices import CUSTOM_RULES, is_whole
 from autopallas.graph.steps import Steps
 from autopallas.numerics.casts import counts_exactly
 
-CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 _TRANSPARENT = jaxprs.CHECKPOINTS | {"jit", "pjit"}
 """Equations whose results are their body's results (an inner jit only if it has shardings of its own)."""
 _IDENTITY = frozenset({"copy", "copy_p", "name", "optimization_barrier", "pvary", "pcast"})
@@ -131,6 +131,8 @@ class Graph(EquationKeys):
         self._occurrences: dict[int, list[tuple[Body, int]]] | None = None
         self._having: dict[int, list[Body]] | None = None
         self._meshes: dict[Hashable, int] = {}
+        self._ruled: dict[tuple[int, ...], tuple[int, ...]] = {}
+        """Per frame of a custom rule's body, that around all rules, which whole numbers, without derivatives, have."""
         self._loops = Loops(self._read, self.held)
         self._slices: dict[tuple[int, int], int] = {}
         """Array of each slice, by the slice and the number of loops around it."""
@@ -492,6 +494,8 @@ class Graph(EquationKeys):
             if (slice_of := placed(self, equation, operands)) is not None:
                 aval = equation.outvars[0].aval
                 return "placed", frame, slice_of, tuple(aval.shape), aval.dtype
+        if frame in self._ruled and is_whole(equation):
+            frame = self._ruled[frame]
         return super().key_here(equation, operands, frame)
 
     @staticmethod
@@ -547,7 +551,9 @@ class Graph(EquationKeys):
         """Returns the frame of the bodies that an equation holds."""
         name = equation.primitive.name
         if name in CUSTOM_RULES:
-            return (*frame, id(equation))
+            inside = (*frame, id(equation))
+            self._ruled[inside] = self._ruled.get(frame, frame)
+            return inside
         if name == "shard_map":
             mesh = equation.params["mesh"], frozenset(equation.params["newly_manual_axes"])
             return (*frame, self._meshes.setdefault(mesh, len(self._meshes)))
