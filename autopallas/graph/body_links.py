@@ -60,9 +60,10 @@ def homes_of(graph: Graph, cotangent: int, gradients: Sequence[int]) -> list[Bod
     return [body for body in graph.bodies_with(cotangent) if all(computed(body, number) for number in gradients)]
 
 
-def may_be_given(graph: Graph, number: int, body: Body) -> bool:
-    """Returns whether a body has a variable for a value, or can be given that of a body around it."""
-    while number not in graph.positions[body]:
+def may_be_given(graph: Graph, number: int, body: Body, home: Body | None = None) -> bool:
+    """Returns whether a body has a variable for a value, or can be given that of a body around it, which may have that
+    of a ``home`` before it."""
+    while number not in graph.positions[body] and (home is None or not is_at_hand(graph, number, home, body)):
         if body not in graph.holders:
             return False
         outer, position = graph.holders[body]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 from autopallas.graph import Body, Graph, Ref
-from autopallas.graph.body_links import is_at_hand
+from autopallas.graph.body_links import is_at_hand, may_be_given
 from autopallas.graph.labels import Atom, Dimension
-from autopallas.numerics.casts import counts_exactly
+from autopallas.numerics.casts import counts_exactly, kind_of
 from autopallas.patterns.advice import DIAGONAL, IN_THE_BODY, OWN_DERIVATIVE
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Match, Mismatch
@@ -23,10 +23,13 @@ DEEPEST = 128
 
 def is_available(graph: Graph, value: int, homes: Sequence[Body], body: Body, across: bool) -> bool:
     """Returns whether a body has a variable for a value or, with ``across``, can be given the variable of one of
-    ``homes``."""
+    ``homes``, or integers, such as labels, of a body around it."""
     if value in graph.positions[body]:
         return True
-    return across and any(is_at_hand(graph, value, home, body) for home in homes)
+    if not across:
+        return False
+    integers = kind_of(graph.dtype(value)) in "iu"
+    return any(is_at_hand(graph, value, h, body) or integers and may_be_given(graph, value, body, h) for h in homes)
 
 
 def fewest_side_elements(graph: Graph, attempt: Callable[[bool], Match], enough: int) -> Match:

@@ -244,16 +244,16 @@ class _Splicer:
 
     def _operands_in(self, body: Body, match: Match) -> list[Var]:
         """Returns the operands in a body; those that it lacks are brought there from the loop of the forward."""
-        known = self.graph.positions[body]
-        operands = [
-            known[number][1] if number in known else self._brought_from(match.sources, number, body)
-            for number in match.operands
-        ]
+        operands = [self._known_or_brought(match.sources, number, body) for number in match.operands]
         for position, axis, size, of_one in match.spread:
             equation = jaxprs.repeated_equation(operands[position], axis, size, of_one)
             self._edit(body).added.append(equation)
             (operands[position],) = equation.outvars
         return operands
+
+    def _known_or_brought(self, homes: Sequence[Body], number: int, body: Body) -> Var:
+        known = self.graph.positions[body]
+        return known[number][1] if number in known else self._brought_from(homes, number, body)
 
     def _brought_from(self, homes: Sequence[Body], number: int, body: Body) -> Var:
         graph = self.graph
@@ -262,16 +262,13 @@ class _Splicer:
                 return self._across(variable, made, body)
         home = next((h for h in homes if number in graph.positions[h] and linked(graph, h, body)), None)
         if home is None:
-            return self._passed_in(number, body)
+            return self._passed_in(number, body, homes)
         return self._across(graph.positions[home][number][1], home, body)
 
-    def _passed_in(self, number: int, body: Body) -> Var:
-        """Brings a value of a body around this one into it, as a further operand of the equations that hold it."""
-        known = self.graph.positions[body]
-        if number in known:
-            return known[number][1]
+    def _passed_in(self, number: int, body: Body, homes: Sequence[Body]) -> Var:
+        """Brings a value of a body around this one into it, as a further operand of the equation that holds it."""
         outer, position = self.graph.holders[body]
-        holder, given = outer.equations[position], self._passed_in(number, outer)
+        holder, given = outer.equations[position], self._known_or_brought(homes, number, outer)
         if (given, body) not in self._brought:
             self._brought[given, body] = inner = Var(given.aval)
             edit = self._edit(body)
