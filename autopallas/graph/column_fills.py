@@ -3,11 +3,15 @@
 ``logits.at[:, size:].set(-1e9)`` leaves out what a vocabulary is padded with, ``scores.at[..., 0].set(-inf)`` a key.
 JAX has a scatter of the number for it, and its derivative scatters zeros among the cotangents.  Each is
 ``where(written, number, logits)`` of an array that tells for each column whether it is written to, as a mask does.
+
+Where an index may occur twice, under a derivative JAX numbers the writes, scatters the numbers, takes zero for the
+elements that have one, and adds what the last write of each gives.  That is the same selection, and so is what takes
+the cotangents of the elements without a number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,11 +27,14 @@ from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.flatten import Body, is_contraction
 from autopallas.graph.joined_logits import LAYOUT
 from autopallas.graph.known_integers import Array, known_array
+from autopallas.graph.numbered_writes import NumberedWrites
 from autopallas.graph.rewritten_body import Atom, RewrittenBody
 
 __all__ = ["select_fills"]
 
 _WRITES = frozenset({"scatter", "dynamic_update_slice"})
+_DERIVED = "scatter-add"
+"""Primitive that ends what a derivative makes of a scatter whose indices may occur twice."""
 _EXPONENTIALS = frozenset({"exp", "exp2"})
 _SPREADS = frozenset({"broadcast_in_dim", "reshape", "convert_element_type", "copy"})
 """Primitives through which a number that is written is spread over the columns."""
@@ -39,7 +46,8 @@ _MOST_FILLS = 16
 def select_fills(root: Body) -> Body:
     """Reads numbers that are written into columns of what a product gives, before an exponential, as selections, and
     the zeros that their derivatives write, in place, in every body."""
-    bodies = [body for body in root.walk() if not _WRITES.isdisjoint(e.primitive.name for e in body.equations)]
+    writes = _WRITES | {_DERIVED}
+    bodies = [body for body in root.walk() if not writes.isdisjoint(e.primitive.name for e in body.equations)]
     if not bodies:
         return root
     origins = _Origins(root)
@@ -48,9 +56,9 @@ def select_fills(root: Body) -> Body:
     for body in bodies:
         with contained("a number that is written into columns", "cross_entropy", "graph"):
             found[body] = _fills(body, origins)
-            reached = _between(body)
+            reached = _between(body, found[body].keys())
             places |= {fill.place for variable, fill in found[body].items() if variable in reached}
-            found[body] = {v: fill for v, fill in found[body].items() if v in reached or fill.is_zero}
+            found[body] = {v: f for v, f in found[body].items() if v in reached or f.is_zero or f.is_mask}
     for body, fills in found.items():
         fills = {v: fill for v, fill in fills.items() if fill.place in places}
         if fills and len(fills) <= _MOST_FILLS:
@@ -65,7 +73,8 @@ class _Fill:
 
     Attributes:
       equation: the write.
-      number: a scalar.
+      operand: the array that is written into; of a mask, the mask.
+      number: a scalar; None for a mask of the elements that are not written to.
       axis: the axis of the columns.
       first, count: the columns that are written to, where they are known and stand side by side; else how many for an
         index.
@@ -73,7 +82,8 @@ class _Fill:
     """
 
     equation: JaxprEqn
-    number: Atom
+    operand: Atom
+    number: Atom | None
     axis: int
     first: int | None
     count: int
@@ -83,24 +93,47 @@ class _Fill:
     def is_zero(self) -> bool:
         return isinstance(self.number, Literal) and float(self.number.val) == 0.0
 
+    @property
+    def is_mask(self) -> bool:
+        return self.number is None
+
+    @property
+    def indices(self) -> list[Atom]:
+        """Values that tell the columns, where these are not known."""
+        if self.first is not None:
+            return []
+        return [self.equation.invars[1 if self.scatters else 2 + self.axis]]
+
+    @property
+    def scatters(self) -> bool:
+        return self.equation.primitive.name.startswith("scatter")
+
     def selected(self, array: jax.Array, number: jax.Array, *indices: jax.Array) -> jax.Array:
         """Returns the array with the number in its columns."""
-        columns = array.shape[self.axis]
+        written = self.written(array.shape[self.axis], *indices)
+        over = lax.broadcast_in_dim(written, array.shape, (self.axis,)), lax.broadcast(number, array.shape)
+        is_written, filled = (divided_like(x, jax.typeof(array)) for x in over)
+        return lax.select_n(is_written, array, filled)
+
+    def unwritten(self, shape: tuple[int, ...], *indices: jax.Array) -> jax.Array:
+        """Returns a mask of the elements that are not written to."""
+        return lax.broadcast_in_dim(lax.bitwise_not(self.written(shape[self.axis], *indices)), shape, (self.axis,))
+
+    def written(self, columns: int, *indices: jax.Array) -> jax.Array:
+        """Tells for each column whether it is written to."""
         if self.first is not None:
             counted = lax.iota(jnp.int32, columns)
             written = counted >= self.first
             if self.first + self.count < columns:
                 written = jnp.logical_and(written, counted < self.first + self.count)
-        elif self.equation.primitive.name == "scatter":
+        elif self.scatters:
             written = self._scattered(columns, *indices)
         else:
             # The equation's own indices are clamped: a program that counts from the end has done so before.
             written = lax.dynamic_update_slice(
                 jnp.zeros(columns, bool), jnp.ones(self.count, bool), indices, allow_negative_indices=False
             )
-        over = lax.broadcast_in_dim(written, array.shape, (self.axis,)), lax.broadcast(number, array.shape)
-        is_written, filled = (divided_like(x, jax.typeof(array)) for x in over)
-        return lax.select_n(is_written, array, filled)
+        return written
 
     def _scattered(self, columns: int, indices: jax.Array) -> jax.Array:
         params = self.equation.params
@@ -127,6 +160,7 @@ class _Origins:
         self.given: dict[Var, Atom] = {}
         """By the input of a body: what its equation is given for it, the same in all steps of a loop."""
         self.known: dict[Var, Array | None] = {}
+        self.numbered = NumberedWrites(self.definition, lambda a, b: self.of(a) is self.of(b))
         for body in root.walk():
             self.definitions.update((v, e) for e in body.equations for v in e.outvars)
             for position, children in body.children.items():
@@ -140,6 +174,11 @@ class _Origins:
         while isinstance(atom, Var) and atom in self.given:
             atom = self.given[atom]
         return atom
+
+    def definition(self, atom: Atom) -> JaxprEqn | None:
+        """Returns the equation that computes a value."""
+        outer = self.of(atom)
+        return self.definitions.get(outer) if isinstance(outer, Var) else None
 
     def number(self, update: Atom) -> Atom | None:
         """Returns the scalar of which an array is full, if it is of one that the same body has."""
@@ -169,14 +208,12 @@ def _fills(body: Body, origins: _Origins) -> dict[Var, _Fill]:
     """Returns the results of all writes of one number into columns of an array of floats."""
     found: dict[Var, _Fill] = {}
     for equation in body.equations:
-        if equation.primitive.name not in _WRITES or not jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating):
+        written = _written(equation, origins)
+        columns = None if written is None else _columns(written[0])
+        if written is None or columns is None:
             continue
-        (result,) = equation.outvars
-        scatters = equation.primitive.name == "scatter"
-        number = origins.number(equation.invars[2 if scatters else 1])
-        columns = _columns(equation)
-        if number is None or columns is None:
-            continue
+        (result,), (equation, operand, number) = equation.outvars, written
+        scatters = equation.primitive.name.startswith("scatter")
         axis, count = columns
         index, first = origins.of(equation.invars[1 if scatters else 2 + axis]), None
         at = known_array(index, origins.definitions, origins.known)
@@ -184,8 +221,28 @@ def _fills(body: Body, origins: _Origins) -> dict[Var, _Fill]:
             first, most = int(at.reshape(())), result.aval.shape[axis] - count
             first = min(max(first, 0), most) if not scatters else first if 0 <= first <= most else None
         place = axis - len(result.aval.shape), result.aval.shape[axis], first, count
-        found[result] = _Fill(equation, number, axis, first, count, place)
+        found[result] = _Fill(equation, operand, number, axis, first, count, place)
     return found
+
+
+def _written(equation: JaxprEqn, origins: _Origins) -> tuple[JaxprEqn, Atom, Atom | None] | None:
+    """Returns an equation that writes one number into an array of floats, the array and the number; for a mask of the
+    elements that a scatter does not write to, the scatter and the mask."""
+    name = equation.primitive.name
+    if name == "eq":
+        scatter = origins.numbered.unwritten(equation.outvars[0])
+        here = scatter is not None and origins.of(equation.invars[0]) is equation.invars[0]
+        return (scatter, equation.outvars[0], None) if scatter is not None and here else None
+    if name not in (*_WRITES, _DERIVED) or not jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating):
+        return None
+    operand, update = equation.invars[0], equation.invars[1 if name == "dynamic_update_slice" else 2]
+    if name == _DERIVED:
+        derived = origins.numbered.write(equation)
+        if derived is None or origins.of(derived[0]) is not derived[0]:
+            return None
+        operand, update = derived
+    number = origins.number(update)
+    return None if number is None else (equation, operand, number)
 
 
 def _columns(equation: JaxprEqn) -> tuple[int, int] | None:
@@ -198,7 +255,8 @@ def _columns(equation: JaxprEqn) -> tuple[int, int] | None:
         return (cut[0], part[cut[0]]) if len(cut) == 1 else None
     numbers, indices, updates = equation.params["dimension_numbers"], equation.invars[1].aval, equation.invars[2].aval
     along = [int(i) for i in numbers.scatter_dims_to_operand_dims]
-    if len(along) != 1 or indices.shape[-1:] != (1,) or equation.params["update_jaxpr"] is not None:
+    adds = equation.params["update_jaxpr"] is not None and equation.primitive.name != _DERIVED
+    if len(along) != 1 or indices.shape[-1:] != (1,) or adds:
         return None
     if tuple(numbers.operand_batching_dims) or tuple(numbers.scatter_indices_batching_dims):
         return None
@@ -212,21 +270,22 @@ def _columns(equation: JaxprEqn) -> tuple[int, int] | None:
     return (axis, window[axis]) if others == [n for i, n in enumerate(whole) if i != axis] else None
 
 
-def _between(body: Body) -> set[Atom]:
+def _between(body: Body, fills: Collection[Var]) -> set[Atom]:
     """Returns the values that come from a product of matrices, and of which an exponential is computed, by elementwise
-    operations and changes of layout alone."""
+    operations, changes of layout and ``fills`` alone."""
     through = ELEMENTWISE | LAYOUT | _WRITES | {"reduce_max"}
     from_products: set[Atom] = set()
     for equation in body.equations:
         if is_contraction(equation) or (
-            equation.primitive.name in through
+            (equation.primitive.name in through or equation.outvars[0] in fills)
             and any(isinstance(a, Var) and a in from_products for a in equation.invars)
         ):
             from_products.update(equation.outvars)
     to_exponentials: set[Atom] = set()
     for equation in reversed(body.equations):
         name = equation.primitive.name
-        if name in _EXPONENTIALS or (name in through and not to_exponentials.isdisjoint(equation.outvars)):
+        passes = name in through or (equation.outvars and equation.outvars[0] in fills)
+        if name in _EXPONENTIALS or (passes and not to_exponentials.isdisjoint(equation.outvars)):
             to_exponentials.update(a for a in equation.invars if isinstance(a, Var))
     return from_products & to_exponentials
 
@@ -245,9 +304,12 @@ class _Selections(RewrittenBody):
             if fill is None:
                 self._add_original(position, equation)
                 continue
-            position = 1 if equation.primitive.name == "scatter" else 2 + fill.axis
-            indices = [] if fill.first is not None else [equation.invars[position]]
-            atoms = [equation.invars[0], self._named(fill.number), *indices]
+            if fill.number is None:
+                shape = equation.outvars[0].aval.shape
+                function = partial(_Fill.unwritten, fill, shape)
+                self.names[equation.outvars[0]] = self._emit(equation, function, *map(self._named, fill.indices))
+                continue
+            atoms = [self._named(a) for a in (fill.operand, fill.number, *fill.indices)]
             varying = [a for a in atoms if isinstance(a, Var)]
             literals = {n: a.val for n, a in enumerate(atoms) if isinstance(a, Literal)}
             function = partial(_applied, fill, literals, len(atoms))
