@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -30,11 +31,12 @@ from autopallas.patterns.advice import (
     WHOLE_COLUMNS,
     WHOLE_ROWS,
 )
+from autopallas.patterns.cross_entropy.cancelled_gradients import is_zero
 from autopallas.patterns.cross_entropy.flows import Flow, Flows
 from autopallas.patterns.cross_entropy.further_sums import summed_further
 from autopallas.patterns.cross_entropy.intent import Intent, changes
 from autopallas.patterns.cross_entropy.labelled_logits import HeadLogits, LabelledLogits
-from autopallas.patterns.cross_entropy.row_statistics import MASK_LOGITS, WEIGHTED, RowStatistics
+from autopallas.patterns.cross_entropy.row_statistics import CANCELS, MASK_LOGITS, WEIGHTED, RowStatistics
 from autopallas.patterns.expressions import (
     Apply,
     Computed,
@@ -576,6 +578,25 @@ class Region(LabelledLogits):
             return applied[id(part)][1]
 
         return replaced(expression, 0)
+
+    def is_cancelled(self, tile: Ref) -> bool:
+        """Returns whether a tile value is the gradient that comes back to the maximum of each row, where it adds up to
+        zero: a number per row times a mask of the elements that are equal to the maximum of exactly these values."""
+        if self.scope.name(tile) != "mul":
+            return False
+        for mask, number in itertools.permutations(map(self.space.canonical, self.space.operands(tile) or ())):
+            if not self.algebra.carries_axis(mask) or self.algebra.carries_axis(number):
+                continue
+            while self.scope.name(mask) == "convert_element_type" and (operands := self.space.operands(mask)):
+                mask = self.space.canonical(operands[0])
+            compared = self.algebra.greatest(mask)
+            # The logits themselves are what they were in the pass that found their maximum.
+            if compared is None or self.space.canonical(compared).value == self.logits:
+                continue
+            if is_zero(self.scope, self._result_of, number):
+                self.algebra.assumptions[CANCELS] = None
+                return True
+        return False
 
     def _one_step(self, ref: Ref) -> Expression:
         """Returns a number per row as a function of the numbers from which it is computed."""

@@ -33,7 +33,7 @@ from autopallas.patterns.softmax import Softmax
 from autopallas.patterns.softmax_terms import Factor, Term
 from autopallas.sites.elementwise import Axis, Constant
 
-__all__ = ["MASK_LOGITS", "WEIGHTED", "RowStatistics"]
+__all__ = ["CANCELS", "MASK_LOGITS", "WEIGHTED", "RowStatistics"]
 
 _BOOLEAN = np.dtype(bool)
 _STOP_GRADIENT = jax.make_jaxpr(lax.stop_gradient)(0.0).eqns[0].primitive
@@ -63,6 +63,8 @@ WEIGHTED = "the exponentials are weighted"
 MASK_LOGITS = "Mask the logits with -inf, before the softmax, and weight the losses, not the exponentials."
 ONE_HOT = "what the zeros of one-hot labels are multiplied with is finite"
 """Assumption about a contraction with a mask, which gives NaN where an infinity meets a zero."""
+CANCELS = "the parts of a maximum's gradient, which cancel, are finite"
+"""Assumption about a maximum that is subtracted before a softmax without stopping its gradient."""
 DIVIDED = "what the zeros around a label's gradient are divided by is not zero, such as a probability that vanishes"
 """Assumption about the derivative of a logarithm that is taken of all probabilities, one of which is picked."""
 
@@ -419,6 +421,13 @@ class RowStatistics(Softmax):
             a, b = (a, b) if self.pure(a) else (b, a)
             self.weighs |= self._has_exponential(b)
             yield from (self._times(s, a, dtype) for s in self._expand(b, depth))
+        elif self._is_sparse(a) or self._is_sparse(b):
+            a, b = (a, b) if self._is_sparse(a) else (b, a)
+            for part in self._expand(a, depth):
+                if part.label is not None:
+                    yield self._scaled(part, self._at(b, part.label))
+                else:
+                    yield from (replace(s, factors=(*s.factors, *part.factors)) for s in self._expand(b, depth))
         elif product is not None:
             yield self._exponential_sum(product)
         else:
@@ -437,6 +446,26 @@ class RowStatistics(Softmax):
         if depth > _DEEPEST:
             return False
         return self.remembered("places", self.space.canonical(tile), lambda: self._scatters(tile, depth + 1))
+
+    def _is_sparse(self, tile: Ref, depth: int = 0) -> bool:
+        """Returns whether a tile value is a sum of scatters of one element per row and of numbers per row."""
+        if depth > _DEEPEST:
+            return False
+        return self.remembered("sparse", self.space.canonical(tile), lambda: self._adds_few(tile, depth + 1))
+
+    def _adds_few(self, tile: Ref, depth: int) -> bool:
+        tile = self.space.canonical(tile)
+        if not self.carries_axis(tile) or self._places(tile):
+            return True
+        name, operands = self.scope.name(tile), self.space.operands(tile)
+        if operands is None:
+            return False
+        if name in ("mul", "div") and not self.carries_axis(operands[1]):
+            return self._is_sparse(operands[0], depth)
+        if name == "mul" and not self.carries_axis(operands[0]):
+            return self._is_sparse(operands[1], depth)
+        linear = name in ("add", "add_any", "sub", "neg", "convert_element_type")
+        return linear and all(self._is_sparse(operand, depth) for operand in operands)
 
     def _scatters(self, tile: Ref, depth: int) -> bool:
         tile = self.space.canonical(tile)
