@@ -20,6 +20,7 @@ from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn, JaxprLike
 from autopallas.sites.elementwise import Constant, ElementwiseProgram, Input, Instruction, Side, parameters
 
 __all__ = [
+    "CUSTOM_RULES",
     "ELEMENTWISE",
     "Rule",
     "called_program",
@@ -42,6 +43,8 @@ ELEMENTWISE = frozenset(
 _WITHIN = frozenset({"bitcast_convert_type", "polynomial"})
 """Further primitives that do so where no shape changes, read in functions with a derivative of their own: such a one is
 ``exp(-x * x)`` in JAX 0.12's derivative of ``erf``."""
+CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+"""Primitives that call a function with a derivative of its own."""
 _CALL = "custom_jvp_call"
 _LONGEST = 160
 

@@ -9,9 +9,10 @@ from jax.sharding import PartitionSpec
 
 from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn, JaxprLike, Literal, Var
+from autopallas.graph.custom_rules import CUSTOM_RULES
 from autopallas.graph.equation_keys import Node
 from autopallas.graph.flatten import Body
-from autopallas.graph.numbering import CUSTOM_RULES, Graph, computes
+from autopallas.graph.numbering import Graph, computes
 
 __all__ = ["Edit", "check", "rebuild", "surviving", "without_results"]
 

@@ -1,19 +1,20 @@
 """Reads the program that JAX's derivative makes of a scatter whose indices may occur twice.
 
 The writes are numbered from 1.  The numbers are scattered into zeros, so that an element has the number of the write
-that comes last, or 0.  Elements with a number are taken as 0, and to these the last write of each is added, the others as
-0.  So the elements without a number are those that are not written to, and what is added up is what a scatter gives.
+that comes last, or 0.  Elements with a number are taken as 0, and to these the last write of each is added, the others
+as 0.  So the elements without a number are those that are not written to, and what is added up is what a scatter gives.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 
 from autopallas.compat import JaxprEqn, Literal
 from autopallas.graph.rewritten_body import Atom
-from autopallas.numerics.casts import kind_of
+from autopallas.numerics.casts import counts_exactly, kind_of
 
 __all__ = ["NumberedWrites"]
 
@@ -54,9 +55,11 @@ class NumberedWrites:
             return None
         update, place = self._unspread(updates, counted[0])
         kept, last = self._chosen(masked), self._chosen(update)
-        if kept is None or last is None:
+        if kept is None or last is None or place is None:
             return None
         (mask, axis), (here, place) = self._unspread(kept[0], along[0]), self._unspread(last[0], place)
+        if axis is None:
+            return None
         scatter, written = self.unwritten(mask), self._definition(here)
         if scatter is None or written is None or written.primitive.name != "eq":
             return None
@@ -83,7 +86,7 @@ class NumberedWrites:
 
     def _numbers(self, scatter: JaxprEqn) -> bool:
         """Returns whether a scatter writes numbers from 1 on into zeros, along one axis, to each index its own."""
-        zeros, indices, numbers = scatter.invars
+        zeros, _, numbers = scatter.invars
         dimensions = scatter.params["dimension_numbers"]
         whole, updates = zeros.aval.shape, numbers.aval.shape
         window = [int(i) for i in dimensions.update_window_dims]
@@ -102,7 +105,7 @@ class NumberedWrites:
         """Returns whether an array holds 1, 2, 3, ... along the axes that are larger than 1 in a shape, and is the same
         along the others."""
         total = self._definition(numbers)
-        if total is None or total.primitive.name != "add" or not np.iinfo(numbers.aval.dtype).max > np.prod(counted):
+        if total is None or total.primitive.name != "add" or not counts_exactly(numbers.aval.dtype, math.prod(counted)):
             return False
         for ones, count in (total.invars, total.invars[::-1]):
             if not self._full_of(ones, 1):
@@ -126,12 +129,16 @@ class NumberedWrites:
         return False
 
     def _reads_back(self, atom: Atom, scatter: JaxprEqn) -> bool:
-        """Returns whether a value is gathered from the scattered numbers by the indices by which they were scattered."""
+        """Returns whether a value is gathered from scattered numbers by the indices by which they were scattered."""
         gather = self._definition(atom)
         if gather is None or gather.primitive.name != "gather":
             return False
         (result,), (operand, indices) = scatter.outvars, gather.invars
-        own, other, mode = gather.params["dimension_numbers"], scatter.params["dimension_numbers"], gather.params["mode"]
+        own, other, mode = (
+            gather.params["dimension_numbers"],
+            scatter.params["dimension_numbers"],
+            gather.params["mode"],
+        )
         (along,) = other.scatter_dims_to_operand_dims
         sizes = [1 if i == along else n for i, n in enumerate(result.aval.shape)]
         return (

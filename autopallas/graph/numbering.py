@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 
 from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn, Literal, ShapedArray, Var
-from autopallas.graph.custom_rules import is_elementwise_call, same_rule
+from autopallas.graph.custom_rules import CUSTOM_RULES, is_elementwise_call, same_rule
 from autopallas.graph.equal_loops import Loop, Loops, loops
 from autopallas.graph.equation_keys import MERGED, EquationKeys, Node
 from autopallas.graph.flatten import Body, Child, flatten, may_hold_bodies
@@ -47,7 +47,7 @@ from autopallas.graph.loop_slices import (
     slice_read,
     summed_slices,
 )
-from autopallas.graph.rule_indices import CUSTOM_RULES, is_whole
+from autopallas.graph.rule_indices import is_whole
 from autopallas.graph.steps import Steps
 from autopallas.numerics.casts import counts_exactly
 

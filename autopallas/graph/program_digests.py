@@ -9,7 +9,7 @@ import numpy as np
 
 from autopallas import compat, jaxprs
 from autopallas.compat import JaxprLike
-from autopallas.graph.numbering import CUSTOM_RULES
+from autopallas.graph.custom_rules import CUSTOM_RULES
 
 __all__ = ["bits", "digest"]
 

@@ -1,8 +1,8 @@
 """Computes before a call what a function with a derivative of its own makes of its integers for a gather.
 
-A loss in a ``jax.custom_vjp`` that is given logits and labels turns labels into indices inside.  The product that gives
-the logits stands outside, and so does the site that takes the place of both: it has to read the indices there.  They are
-integers, of which no rule gives a derivative, so that they are the same numbers inside and outside.
+A loss in a ``jax.custom_vjp`` that is given logits and labels turns labels into indices inside.  The product that
+gives the logits stands outside, and so does the site that takes the place of both: it has to read the indices there.
+They are integers, of which no rule gives a derivative, so that they are the same numbers inside and outside.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.faults import contained
+from autopallas.graph.custom_rules import CUSTOM_RULES
 from autopallas.graph.flatten import Body, Child
 from autopallas.graph.rewritten_body import Atom, RewrittenBody
 from autopallas.numerics.casts import kind_of
 
-__all__ = ["CUSTOM_RULES", "bring_indices_out", "is_whole"]
+__all__ = ["bring_indices_out", "is_whole"]
 
-CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 _MOST_INDICES = 64
 """Most equations of one function that are computed before its call too."""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from autopallas import jaxprs
 from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn, JaxprLike, Literal, Var
-from autopallas.graph.numbering import CUSTOM_RULES
+from autopallas.graph.custom_rules import CUSTOM_RULES
 from autopallas.sites.device import Device
 
 __all__ = ["at_a_time", "is_plain", "without_checkpoints"]

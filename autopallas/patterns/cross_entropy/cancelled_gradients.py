@@ -1,20 +1,21 @@
 """Proves that what comes back to a row's maximum adds up to zero.
 
-A softmax does not change with what is subtracted from its row.  Where a program subtracts the maximum and does not stop
-its gradient, the derivative has two parts that cancel: what comes back through the difference, summed over the
-vocabulary, and what comes back otherwise.  A number per row is written as a polynomial of statistics and of numbers that
-do not depend on the logits; it is zero if no term is left.
+A softmax does not change with what is subtracted from its row.  Where a program subtracts the maximum and does not
+stop its gradient, the derivative has two parts that cancel: what comes back through the difference, summed over the
+vocabulary, and what comes back otherwise.  A number per row is written as a polynomial of statistics and of numbers
+that do not depend on the logits; it is zero if no term is left.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import TypeAlias
 
 from autopallas.graph import Ref
 from autopallas.numerics.casts import is_floating, kind_of
-from autopallas.patterns.expressions import Apply, Computed, Expression, Scope, parts_of
+from autopallas.patterns.cross_entropy.row_statistics import RowStatistics
+from autopallas.patterns.expressions import Apply, Computed, Expression, parts_of
 from autopallas.sites.elementwise import Constant
 
 __all__ = ["is_zero"]
@@ -47,12 +48,11 @@ class _Undecided(Exception):
         self.condition = condition
 
 
-def is_zero(scope: Scope, result_of: Callable[[Ref], Expression | None], number: Ref) -> bool:
+def is_zero(algebra: RowStatistics, number: Ref) -> bool:
     """Returns whether a number per row is zero but for rounding, whatever the logits are, if all terms are finite.
 
     Args:
-      scope: the values of the site.
-      result_of: gives a number per row as a function of statistics, if a reduction computes it.
+      algebra: tells of a number per row which function of statistics it is.
       number: a number per row.
     """
     todo: list[dict[Hashable, bool]] = [{}]
@@ -62,7 +62,7 @@ def is_zero(scope: Scope, result_of: Callable[[Ref], Expression | None], number:
         if cases > _MOST_CASES:
             return False
         try:
-            if _Polynomials(scope, result_of, known).of(number):
+            if _Polynomials(algebra, known).of(number):
                 return False
         except _TooLong:
             return False
@@ -74,10 +74,9 @@ def is_zero(scope: Scope, result_of: Callable[[Ref], Expression | None], number:
 class _Polynomials:
     """Writes numbers per row as polynomials, where each condition is known to hold or not."""
 
-    def __init__(
-        self, scope: Scope, result_of: Callable[[Ref], Expression | None], known: Mapping[Hashable, bool]
-    ):
-        self._scope, self._result_of, self._known = scope, result_of, known
+    def __init__(self, algebra: RowStatistics, known: Mapping[Hashable, bool]):
+        self._algebra, self._scope, self._known = algebra, algebra.scope, known
+        self._result_of = algebra.result_of
         self._found: dict[Hashable, Polynomial] = {}
         self._kept: list[Expression] = []  # so that no key of one is taken for another
         self._left = _MOST_STEPS
@@ -110,13 +109,50 @@ class _Polynomials:
                 own = self._result_of(expression)
                 if own is not None:
                     return self.of(own, depth)
+                if (total := self._of_labels(expression)) is not None:
+                    return self._sum(total, depth)
                 node, operands = self._scope.node(expression), self._scope.space.operands(expression)
                 if node is None or not operands:
                     return _atom(key)
                 name, arguments, params = self._scope.name(expression) or "", tuple(operands), node.params
+            case Computed(kind="sum"):
+                return self._sum(expression, depth)
             case _:
                 return _atom(key)
         return self._applied(name, arguments, params, key, depth)
+
+    def _of_labels(self, number: Ref) -> Computed | None:
+        """Returns a sum that the program takes over an axis of the vocabulary's length, of what the logits do not give,
+        such as labels, as one over the vocabulary."""
+        node, space = self._scope.node(number), self._scope.space
+        if node is None or node.name != "reduce_sum" or len(node.params["axes"]) != 1:
+            return None
+        (summed,), (axis,) = node.inputs, node.params["axes"]
+        labels = space.resolve(self._algebra.axis)
+        if self._scope.graph.shape(summed)[axis] != space.extent(labels):
+            return None
+        view = [*number.view[:axis], (0, labels), *number.view[axis:]]
+        return Computed("sum", Ref(summed, tuple(view)), self._algebra.wide)
+
+    def _sum(self, computed: Computed, depth: int) -> Polynomial:
+        """Reads a sum over the vocabulary, with numbers of the whole row as its factors."""
+        tile, factor = self._canonical(computed.argument), {_ONE: 1.0}
+        for _ in range(_DEEPEST):
+            operands = self._scope.space.operands(tile) if isinstance(tile, Ref) else None
+            name = self._scope.name(tile) if isinstance(tile, Ref) else None
+            if not operands or name not in ("neg", "mul", "div"):
+                break
+            if name == "neg":
+                factor = _sum({}, factor, -1.0)
+                tile = self._canonical(operands[0])
+                continue
+            varying = [i for i, operand in enumerate(operands) if self._algebra.carries_axis(operand)]
+            if len(varying) != 1 or (name == "div" and varying != [0]):
+                break
+            other = self.of(operands[1 - varying[0]], depth)
+            factor = _product(factor, other if name == "mul" else _power(other, -1.0))
+            tile = self._canonical(operands[varying[0]])
+        return _product(factor, _atom(("sum of", self._scope.key(tile))))
 
     def _constant(self, value: float, key: Hashable) -> Polynomial:
         return {_ONE: value} if math.isfinite(value) else _atom(("not finite", repr(value)))

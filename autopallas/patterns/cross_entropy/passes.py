@@ -352,7 +352,7 @@ class _TileBuilder(ProgramBuilder):
                         return self._side(expression)
                     if self.scope.name(ref) == "scatter-add":
                         return self._register(self.region.algebra.spread(ref))
-                    if not self._at_once and self.region.is_cancelled(ref):
+                    if ref.value in self.region.cancelled:
                         return self._input(Constant(0.0, self.scope.graph.dtype(ref.value)))
                     compared = self.region.algebra.greatest(ref)
                     if compared is not None:
@@ -372,11 +372,6 @@ class _TileBuilder(ProgramBuilder):
                 return self._input(Side(_HEADS + number, self.scope.graph.dtype(ref.value)))
         raise Mismatch("the logits of a head enter the program in two layouts", advice=SAME_HEADS)
 
-    @property
-    def _at_once(self) -> bool:
-        """Whether the pass forms products from statistics that it takes itself."""
-        return self.owner is not None and self.owner.one
-
     def _greatest(self, ref: Ref, compared: Ref) -> Register:
         """Marks the position where a row is greatest.
 
@@ -384,13 +379,12 @@ class _TileBuilder(ProgramBuilder):
         element, the program therefore compares positions.
         """
         plain = self._elementwise(ref, self.scope.graph.dtype(ref.value))
-        if not self._at_once:
+        if self.owner is None or not self.owner.one:
             if self.scope.space.canonical(compared).value != self.scope.score:
                 raise Mismatch(
                     "the gradient of a maximum needs the logits in the pass that finds it", advice=LOGITS_ONCE
                 )
             return plain
-        assert self.owner is not None
         wide, index, boolean = self.region.wide, jnp.dtype(jnp.int32), jnp.dtype(bool)
         ties, argmax = (
             self._input(Side(_FROM_HERE + self.owner.finished(Computed(kind, compared, dtype)), dtype))

@@ -502,7 +502,7 @@ def _match(
     Raises:
       Mismatch: there is no site.
     """
-    region.parted = others
+    region.parted, region.may_cancel = others, assume_finite
     (first, *then), left = _passes(graph, region, before)
     if returned := left & graph.returned:
         region.asked = frozenset(returned)

@@ -53,6 +53,8 @@ __all__ = ["Region", "Terminal"]
 
 _DEEPEST = 128
 """Most operations on one path from statistics to a number per row."""
+_NEAR = 64
+"""Most values among which a maximum's gradient, and what is computed for it alone, is looked for."""
 
 
 @dataclass(slots=True)
@@ -89,6 +91,8 @@ class Region(LabelledLogits):
       asked: values inside that the program returns, and that a pass may write.
       parted: results of other sites that wait for results of this one: a pass that waits for them must not compute what
         they wait for.
+      may_cancel: whether it may be assumed that what cancels is finite.
+      cancelled: values inside that are zero, since what comes back to the maximum of a row adds up to nothing.
       further: the logits of the others, seen under the labels of the first one's; filled by :meth:`read`.
       terminals: the ends of the flow, operands before results; filled by :meth:`read`.
       intent: signs of what the logits are for.
@@ -114,6 +118,10 @@ class Region(LabelledLogits):
         self._flows = flows
         self.asked: frozenset[int] = frozenset()
         self.parted: frozenset[int] = frozenset()
+        self.may_cancel = False
+        self.cancelled: frozenset[int] = frozenset()
+        self._idle: frozenset[int] = frozenset()
+        """The results of what is computed for cancelled values alone."""
         self._waiting: dict[int, bool] = {}
         self.other, self.shared = other, shared
         self.terminals: list[Terminal] = []
@@ -193,16 +201,29 @@ class Region(LabelledLogits):
             raise Mismatch("the program computes its logits in pieces of the vocabulary already", advice=NO_LOOP)
         if any(loops(node.body) > around for node in self.ends):
             raise Mismatch("the logits are computed once and read inside a loop", advice=NO_LOOP)
+        self.cancelled = self._idle = frozenset()
+        self._read_ends()
+        if self.may_cancel and self._cancel():
+            self._read_ends()
+        terminals = [t for region in self.regions for t in region.terminals if t.kind == "statistics"]
+        if not any(_computes(t.expression, "exp_sum") for t in terminals):
+            if any(region.algebra.weighs for region in self.regions):
+                raise Mismatch(WEIGHTED, advice=MASK_LOGITS)
+            raise Mismatch("nothing sums the exponentials of the logits", advice=LOSS_PER_ROW)
+
+    def _read_ends(self) -> None:
+        """Reads every end that is not idle."""
         before = -1
         while self.refinements != before:
             before = self.refinements
             self._levels.clear()
             for region in self._asked_for:
                 region.start()
-            for node in self.ends:  # values aligned by the logits tell how to align scatters
+            ends = [node for node in self.ends if not node.outputs or not self._idle.issuperset(node.outputs)]
+            for node in ends:  # values aligned by the logits tell how to align scatters
                 with contextlib.suppress(Mismatch):
                     self._aligned(self._source(node))
-            for node in self.ends:
+            for node in ends:
                 region, terminal = self._end(node)
                 region.terminals.append(terminal)
                 self._levels[terminal.result] = terminal.level
@@ -210,11 +231,48 @@ class Region(LabelledLogits):
             for region in self.regions:
                 region._out_of_rules()
             self._written_out()
-        terminals = [t for region in self.regions for t in region.terminals if t.kind == "statistics"]
-        if not any(_computes(t.expression, "exp_sum") for t in terminals):
-            if any(region.algebra.weighs for region in self.regions):
-                raise Mismatch(WEIGHTED, advice=MASK_LOGITS)
-            raise Mismatch("nothing sums the exponentials of the logits", advice=LOSS_PER_ROW)
+        if self.cancelled:
+            self.algebra.assumptions[CANCELS] = None
+
+    def _cancel(self) -> bool:
+        """Finds gradients that come back to the maximum of each row and add up to zero, and what is computed for these
+        alone; returns whether there are any."""
+        graph = self.graph
+        cancelled: set[int] = set()
+        for number in sorted(self.inside):
+            if graph.name(number) == "eq":
+                todo, followed = list(graph.users[number]), 0
+                while todo and followed < _NEAR:
+                    user, followed = todo.pop(), followed + 1
+                    if user.name == "convert_element_type":
+                        todo += graph.users[user.outputs[0]]
+                    elif user.name == "mul" and user.outputs[0] in self.inside:
+                        with contextlib.suppress(Mismatch):
+                            if self._is_cancelled(self._aligned(user.outputs[0])):
+                                cancelled.update(user.outputs)
+        self.cancelled = frozenset(cancelled)
+        idle, waiting = set(cancelled), [n for number in cancelled for n in graph.definitions[number].inputs]
+        while waiting and len(idle) < len(cancelled) + _NEAR:
+            number = waiting.pop()
+            node = graph.definitions.get(number)
+            read = {n for user in graph.users[number] for n in user.outputs}
+            if node is not None and number not in idle and number not in graph.returned and read <= idle:
+                idle.add(number)
+                waiting += node.inputs
+        self._idle = frozenset(idle)
+        return bool(cancelled)
+
+    def _is_cancelled(self, tile: Ref) -> bool:
+        """Returns whether a tile value is a number per row that is zero, times a mask of the elements that are equal to
+        the maximum of exactly these values."""
+        for mask, number in itertools.permutations(map(self.space.canonical, self.space.operands(tile) or ())):
+            if not self.algebra.carries_axis(mask) or self.algebra.carries_axis(number):
+                continue
+            while self.scope.name(mask) == "convert_element_type" and (operands := self.space.operands(mask)):
+                mask = self.space.canonical(operands[0])
+            if self.algebra.greatest(mask) is not None and is_zero(self.algebra, number):
+                return True
+        return False
 
     @property
     def refinements(self) -> int:
@@ -226,6 +284,7 @@ class Region(LabelledLogits):
         self.terminals = []
         self.algebra = RowStatistics(self.scope, self.vocabulary, self.wide, self.counted)
         self.algebra.touches, self.algebra.result_of = self.touches, self._result_of
+        self.algebra.cancelled = self.cancelled
 
     def _end(self, node: Node) -> tuple[Region, Terminal]:
         """Reads an end under the labels of rows or, where that puts it in an earlier pass, of columns.
@@ -578,25 +637,6 @@ class Region(LabelledLogits):
             return applied[id(part)][1]
 
         return replaced(expression, 0)
-
-    def is_cancelled(self, tile: Ref) -> bool:
-        """Returns whether a tile value is the gradient that comes back to the maximum of each row, where it adds up to
-        zero: a number per row times a mask of the elements that are equal to the maximum of exactly these values."""
-        if self.scope.name(tile) != "mul":
-            return False
-        for mask, number in itertools.permutations(map(self.space.canonical, self.space.operands(tile) or ())):
-            if not self.algebra.carries_axis(mask) or self.algebra.carries_axis(number):
-                continue
-            while self.scope.name(mask) == "convert_element_type" and (operands := self.space.operands(mask)):
-                mask = self.space.canonical(operands[0])
-            compared = self.algebra.greatest(mask)
-            # The logits themselves are what they were in the pass that found their maximum.
-            if compared is None or self.space.canonical(compared).value == self.logits:
-                continue
-            if is_zero(self.scope, self._result_of, number):
-                self.algebra.assumptions[CANCELS] = None
-                return True
-        return False
 
     def _one_step(self, ref: Ref) -> Expression:
         """Returns a number per row as a function of the numbers from which it is computed."""

@@ -82,6 +82,8 @@ class RowStatistics(Softmax):
         """Tells whether a value is computed from the logits, or from a scatter that the site takes over."""
         self.result_of: Callable[[Ref], Expression | None] = lambda ref: None
         """Gives a number per row as a function of statistics, if an earlier reduction computes it."""
+        self.cancelled: frozenset[int] = frozenset()
+        """Values of the tile that are zero."""
         self.assumptions: dict[str, None] = {}
         """Assumptions about the logits, in words."""
         self.weighs = False
@@ -323,6 +325,8 @@ class RowStatistics(Softmax):
         tile = self.space.canonical(tile)
         if not self.carries_axis(tile):
             yield _Summand((tile,), None)
+            return
+        if tile.value in self.cancelled:
             return
         node = self.scope.node(tile)
         if self._is_placed(tile) and self._goes_to_rows(tile):
@@ -649,7 +653,7 @@ class RowStatistics(Softmax):
                 case Ref():
                     ref = self.space.canonical(expression)
                     key = self.scope.key(ref)
-                    if key in seen or self.scope.is_score(ref.value):
+                    if key in seen or self.scope.is_score(ref.value) or ref.value in self.cancelled:
                         continue
                     seen.add(key)
                     if self._is_placed(ref) and self._is_tile(ref):
