@@ -42,6 +42,8 @@ _PUTS = frozenset({"pad", "dynamic_update_slice", "scatter-add", "rev"})
 """Primitives that put the gradient of a selection among zeros, or in the order of what it selected from."""
 _ADDS = frozenset({"scatter-add", "scatter-sub"})
 """Primitives that add to elements of an array."""
+_CHANGES = _ADDS | {"scatter"}
+"""Primitives that change elements of an array."""
 _MOST = 32
 """Largest number of selections to move in one body; a loss has a few."""
 
@@ -66,7 +68,7 @@ def move_selections(root: Body, assume_finite: bool = True, divided: bool = Fals
 
 def _may_select(body: Body, choices: set[tuple[Hashable, ...]]) -> bool:
     names = {e.primitive.name for e in body.equations}
-    selects = not names.isdisjoint(SELECTIONS | _ADDS) and not names.isdisjoint(("exp", "exp2"))
+    selects = not names.isdisjoint(SELECTIONS | _CHANGES) and not names.isdisjoint(("exp", "exp2"))
     puts = bool(choices) and not names.isdisjoint(_PUTS)
     return "dot_general" in names and (selects or puts)
 
@@ -95,19 +97,26 @@ def _written_out(body: Body) -> set[Var]:
     }
 
 
-def _added(equation: JaxprEqn, array: jax.Array, indices: jax.Array, updates: jax.Array) -> jax.Array:
-    """Computes what a scatter adds to some elements as the sum of the array and of one that has these elements only."""
+def _changed(equation: JaxprEqn, array: jax.Array, indices: jax.Array, updates: jax.Array) -> jax.Array:
+    """Computes what a scatter makes of some elements: the array, and one that has these elements among zeros, are added
+    up, or a third one with ones chooses between them."""
     params = equation.params
-    apart = lax.scatter_add(
-        lax.full_like(array, 0),
-        indices,
-        lax.neg(updates) if equation.primitive.name == "scatter-sub" else updates,
-        params["dimension_numbers"],
-        indices_are_sorted=params["indices_are_sorted"],
-        unique_indices=params["unique_indices"],
-        mode=params["mode"],
-    )
-    return lax.add(array, apart)
+
+    def apart(elements: jax.Array) -> jax.Array:
+        return lax.scatter_add(
+            lax.full_like(array, 0),
+            indices,
+            elements,
+            params["dimension_numbers"],
+            indices_are_sorted=params["indices_are_sorted"],
+            unique_indices=params["unique_indices"],
+            mode=params["mode"],
+        )
+
+    if equation.primitive.name == "scatter":
+        written = lax.gt(apart(lax.full_like(updates, 1)), lax.full_like(array, 0))
+        return lax.select_n(written, array, apart(updates))
+    return lax.add(array, apart(lax.neg(updates) if equation.primitive.name == "scatter-sub" else updates))
 
 
 class _Mover(SpreadRows):
@@ -192,13 +201,15 @@ class _Mover(SpreadRows):
                 scores.add(equation.outvars[0])
         return False
 
-    def _adds_to_labels(self, equation: JaxprEqn) -> bool:
-        """Returns whether an equation adds to one element of each row of what is computed from logits row by row, as a
-        gradient that is written by hand does: ``probabilities.at[rows, labels].add(-1)``."""
+    def _changes_labels(self, equation: JaxprEqn) -> bool:
+        """Returns whether an equation adds to one element of each row of what is computed from logits row by row, or
+        replaces it, as a gradient that is written by hand does: ``probabilities.at[rows, labels].add(-1)``."""
         first, _, updates = equation.invars
         if not isinstance(first, Var) or first not in self.scores or len(self.names) >= _MOST:
             return False
         shape, added = first.aval.shape, math.prod(updates.aval.shape)
+        if equation.primitive.name == "scatter" and (equation.params["update_jaxpr"] is not None or added == 0):
+            return False
         return jnp.issubdtype(first.aval.dtype, jnp.floating) and any(added * n == math.prod(shape) for n in shape)
 
     # ------------------------------------------------------------------ selections move back
@@ -212,8 +223,8 @@ class _Mover(SpreadRows):
             several = self._label_set(equation) or self._label_window(equation)
             if several is not None:
                 return several
-        if name in _ADDS and self._adds_to_labels(equation):
-            return self._emit(equation, functools.partial(_added, equation), *equation.invars)
+        if name in _CHANGES and self._changes_labels(equation):
+            return self._emit(equation, functools.partial(_changed, equation), *equation.invars)
         if name == "concatenate":
             pieces = [self.pieces.get(a) if isinstance(a, Var) else None for a in equation.invars]
             found = rolled(pieces, equation.params["dimension"])
