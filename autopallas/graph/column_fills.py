@@ -11,7 +11,7 @@ the cotangents of the elements without a number.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,7 +32,8 @@ from autopallas.graph.rewritten_body import Atom, RewrittenBody
 
 __all__ = ["select_fills"]
 
-_WRITES = frozenset({"scatter", "dynamic_update_slice"})
+_UPDATES = "dynamic_update_slice"
+_WRITES = frozenset({"scatter", _UPDATES})
 _DERIVED = "scatter-add"
 """Primitive that ends what a derivative makes of a scatter whose indices may occur twice."""
 _EXPONENTIALS = frozenset({"exp", "exp2"})
@@ -58,7 +59,7 @@ def select_fills(root: Body) -> Body:
             found[body] = _fills(body, origins)
             reached = _between(body, found[body].keys())
             places |= {fill.place for variable, fill in found[body].items() if variable in reached}
-            found[body] = {v: f for v, f in found[body].items() if v in reached or f.is_zero or f.is_mask}
+            found[body] = {v: f for v, f in found[body].items() if v in reached or f.is_zero}
     for body, fills in found.items():
         fills = {v: fill for v, fill in fills.items() if fill.place in places}
         if fills and len(fills) <= _MOST_FILLS:
@@ -73,8 +74,8 @@ class _Fill:
 
     Attributes:
       equation: the write.
-      operand: the array that is written into; of a mask, the mask.
-      number: a scalar; None for a mask of the elements that are not written to.
+      operand: the array that is written into.
+      number: a scalar.
       axis: the axis of the columns.
       first, count: the columns that are written to, where they are known and stand side by side; else how many for an
         index.
@@ -83,7 +84,7 @@ class _Fill:
 
     equation: JaxprEqn
     operand: Atom
-    number: Atom | None
+    number: Atom
     axis: int
     first: int | None
     count: int
@@ -94,10 +95,6 @@ class _Fill:
         return isinstance(self.number, Literal) and float(self.number.val) == 0.0
 
     @property
-    def is_mask(self) -> bool:
-        return self.number is None
-
-    @property
     def indices(self) -> list[Atom]:
         """Values that tell the columns, where these are not known."""
         if self.first is not None:
@@ -106,7 +103,7 @@ class _Fill:
 
     @property
     def scatters(self) -> bool:
-        return self.equation.primitive.name.startswith("scatter")
+        return self.equation.primitive.name != _UPDATES
 
     def selected(self, array: jax.Array, number: jax.Array, *indices: jax.Array) -> jax.Array:
         """Returns the array with the number in its columns."""
@@ -114,10 +111,6 @@ class _Fill:
         over = lax.broadcast_in_dim(written, array.shape, (self.axis,)), lax.broadcast(number, array.shape)
         is_written, filled = (divided_like(x, jax.typeof(array)) for x in over)
         return lax.select_n(is_written, array, filled)
-
-    def unwritten(self, shape: tuple[int, ...], *indices: jax.Array) -> jax.Array:
-        """Returns a mask of the elements that are not written to."""
-        return lax.broadcast_in_dim(lax.bitwise_not(self.written(shape[self.axis], *indices)), shape, (self.axis,))
 
     def written(self, columns: int, *indices: jax.Array) -> jax.Array:
         """Tells for each column whether it is written to."""
@@ -175,6 +168,12 @@ class _Origins:
             atom = self.given[atom]
         return atom
 
+    def here(self, body: Body, atom: Atom) -> Atom | None:
+        """Returns the value in a body, or one that the body is given for it; None where it has none."""
+        if isinstance(atom, Literal) or atom in body.defined or atom in body.invars or atom in body.constvars:
+            return atom
+        return next((v for v in body.invars if self.of(v) is self.of(atom)), None)
+
     def definition(self, atom: Atom) -> JaxprEqn | None:
         """Returns the equation that computes a value."""
         outer = self.of(atom)
@@ -208,48 +207,65 @@ def _fills(body: Body, origins: _Origins) -> dict[Var, _Fill]:
     """Returns the results of all writes of one number into columns of an array of floats."""
     found: dict[Var, _Fill] = {}
     for equation in body.equations:
-        written = _written(equation, origins)
-        columns = None if written is None else _columns(written[0])
+        written = _written(body, equation, origins)
+        columns = None if written is None else _columns(written.write)
         if written is None or columns is None:
             continue
-        (result,), (equation, operand, number) = equation.outvars, written
-        scatters = equation.primitive.name.startswith("scatter")
+        (result,), equation, scatters = equation.outvars, written.write, written.write.primitive.name != _UPDATES
         axis, count = columns
+        if written.axis is not None:
+            axis = written.axis
         index, first = origins.of(equation.invars[1 if scatters else 2 + axis]), None
         at = known_array(index, origins.definitions, origins.known)
         if at is not None and at.size == 1:
             first, most = int(at.reshape(())), result.aval.shape[axis] - count
             first = min(max(first, 0), most) if not scatters else first if 0 <= first <= most else None
         place = axis - len(result.aval.shape), result.aval.shape[axis], first, count
-        found[result] = _Fill(equation, operand, number, axis, first, count, place)
+        found[result] = _Fill(equation, written.operand, written.number, axis, first, count, place)
     return found
 
 
-def _written(equation: JaxprEqn, origins: _Origins) -> tuple[JaxprEqn, Atom, Atom | None] | None:
-    """Returns an equation that writes one number into an array of floats, the array and the number; for a mask of the
-    elements that a scatter does not write to, the scatter and the mask."""
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A write of one number, what it writes into, the number, and the axis of the columns where it is not the
+    write's."""
+
+    write: JaxprEqn
+    operand: Atom
+    number: Atom
+    axis: int | None = None
+
+
+def _written(body: Body, equation: JaxprEqn, origins: _Origins) -> _Written | None:
+    """Reads an equation that writes one number into an array of floats, or that takes zero for the elements that a
+    scatter writes."""
     name = equation.primitive.name
-    if name == "eq":
-        scatter = origins.numbered.unwritten(equation.outvars[0])
-        here = scatter is not None and origins.of(equation.invars[0]) is equation.invars[0]
-        return (scatter, equation.outvars[0], None) if scatter is not None and here else None
+    if name == "select_n" and (kept := origins.numbered.kept(equation)) is not None:
+        scatter, axis, zero, operand = kept
+        index = origins.here(body, scatter.invars[1])
+        number = None if index is None else origins.number(zero)
+        if index is None or number is None:
+            return None
+        return _Written(
+            jaxprs.with_operands(scatter, [scatter.invars[0], index, scatter.invars[2]]), operand, number, axis
+        )
     if name not in (*_WRITES, _DERIVED) or not jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating):
         return None
-    operand, update = equation.invars[0], equation.invars[1 if name == "dynamic_update_slice" else 2]
+    operand, update = equation.invars[0], equation.invars[1 if name == _UPDATES else 2]
     if name == _DERIVED:
         derived = origins.numbered.write(equation)
         if derived is None or origins.of(derived[0]) is not derived[0]:
             return None
         operand, update = derived
     number = origins.number(update)
-    return None if number is None else (equation, operand, number)
+    return None if number is None else _Written(equation, operand, number)
 
 
 def _columns(equation: JaxprEqn) -> tuple[int, int] | None:
     """Returns the axis into whose columns an array is written, all else being whole, and how many columns for an
     index."""
     whole = equation.outvars[0].aval.shape
-    if equation.primitive.name == "dynamic_update_slice":
+    if equation.primitive.name == _UPDATES:
         part = equation.invars[1].aval.shape
         cut = [i for i, (n, m) in enumerate(zip(part, whole, strict=True)) if n != m]
         return (cut[0], part[cut[0]]) if len(cut) == 1 else None
@@ -270,22 +286,24 @@ def _columns(equation: JaxprEqn) -> tuple[int, int] | None:
     return (axis, window[axis]) if others == [n for i, n in enumerate(whole) if i != axis] else None
 
 
-def _between(body: Body, fills: Collection[Var]) -> set[Atom]:
+def _between(body: Body, fills: Set[Var]) -> set[Atom]:
     """Returns the values that come from a product of matrices, and of which an exponential is computed, by elementwise
     operations, changes of layout and ``fills`` alone."""
     through = ELEMENTWISE | LAYOUT | _WRITES | {"reduce_max"}
+
+    def passes(equation: JaxprEqn) -> bool:
+        return equation.primitive.name in through or not fills.isdisjoint(equation.outvars)
+
     from_products: set[Atom] = set()
     for equation in body.equations:
         if is_contraction(equation) or (
-            (equation.primitive.name in through or equation.outvars[0] in fills)
-            and any(isinstance(a, Var) and a in from_products for a in equation.invars)
+            passes(equation) and any(isinstance(a, Var) and a in from_products for a in equation.invars)
         ):
             from_products.update(equation.outvars)
     to_exponentials: set[Atom] = set()
     for equation in reversed(body.equations):
         name = equation.primitive.name
-        passes = name in through or (equation.outvars and equation.outvars[0] in fills)
-        if name in _EXPONENTIALS or (passes and not to_exponentials.isdisjoint(equation.outvars)):
+        if name in _EXPONENTIALS or (passes(equation) and not to_exponentials.isdisjoint(equation.outvars)):
             to_exponentials.update(a for a in equation.invars if isinstance(a, Var))
     return from_products & to_exponentials
 
@@ -304,11 +322,6 @@ class _Selections(RewrittenBody):
             if fill is None:
                 self._add_original(position, equation)
                 continue
-            if fill.number is None:
-                shape = equation.outvars[0].aval.shape
-                function = partial(_Fill.unwritten, fill, shape)
-                self.names[equation.outvars[0]] = self._emit(equation, function, *map(self._named, fill.indices))
-                continue
             atoms = [self._named(a) for a in (fill.operand, fill.number, *fill.indices)]
             varying = [a for a in atoms if isinstance(a, Var)]
             literals = {n: a.val for n, a in enumerate(atoms) if isinstance(a, Literal)}
@@ -319,7 +332,7 @@ class _Selections(RewrittenBody):
 
 def _applied(fill: _Fill, literals: Mapping[int, object], count: int, *arrays: jax.Array) -> jax.Array:
     left = iter(arrays)
-    dtype = fill.equation.outvars[0].aval.dtype
+    dtype = fill.operand.aval.dtype
     given = [
         jnp.asarray(literals[n], dtype if n < 2 else jnp.int32) if n in literals else next(left) for n in range(count)
     ]

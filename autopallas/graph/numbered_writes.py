@@ -44,6 +44,21 @@ class NumberedWrites:
                 return scatter if self._numbers(scatter) else None
         return None
 
+    def kept(self, equation: JaxprEqn) -> tuple[JaxprEqn, int, Atom, Atom] | None:
+        """Returns the scatter of numbers, the axis along which these are told apart, the zero and the array, where an
+        equation takes the elements without a number and zero elsewhere."""
+        if equation.primitive.name != "select_n" or len(equation.invars) != 3:
+            return None
+        mask, zero, taken = equation.invars
+        if not self._full_of(zero, 0):
+            return None
+        for axis in range(len(equation.outvars[0].aval.shape)):
+            source, place = self._unspread(mask, axis)
+            scatter = None if place is None else self.unwritten(source)
+            if scatter is not None and list(scatter.params["dimension_numbers"].inserted_window_dims) == [place]:
+                return scatter, axis, zero, taken
+        return None
+
     def write(self, equation: JaxprEqn) -> tuple[Atom, Atom] | None:
         """Returns the array into which a ``scatter-add`` writes, and what it writes, where it is such a program's last
         equation; None for any other."""

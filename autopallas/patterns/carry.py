@@ -15,7 +15,7 @@ from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Match, Mismatch
 from autopallas.sites.index_notation import Operand, Positions
 
-__all__ = ["DEEPEST", "Carrier", "fewest_side_elements", "is_available"]
+__all__ = ["DEEPEST", "Carrier", "fewest_side_elements", "is_available", "not_passed_in"]
 
 DEEPEST = 128
 """Most operations on one path of a program for a kernel; longer paths are left to the compiler."""
@@ -30,6 +30,16 @@ def is_available(graph: Graph, value: int, homes: Sequence[Body], body: Body, ac
         return False
     integers = kind_of(graph.dtype(value)) in "iu"
     return any(is_at_hand(graph, value, h, body) or integers and may_be_given(graph, value, body, h) for h in homes)
+
+
+def not_passed_in(graph: Graph, value: int, bodies: Sequence[Body], what: str = "an operand is") -> Mismatch:
+    """Returns the reason why a site in some bodies lacks a value, with what helps: one of the bodies, or that of the
+    value, may be one of a function with a derivative of its own."""
+    node = graph.definitions.get(value)
+    held = [*bodies, *(() if node is None else (node.body,))]
+    ruled = any(step.startswith("custom_") for body in held for step in body.path)
+    advice = OWN_DERIVATIVE if ruled else IN_THE_BODY
+    return Mismatch(f"{what} computed in an enclosing body and not passed in", value, advice=advice)
 
 
 def fewest_side_elements(graph: Graph, attempt: Callable[[bool], Match], enough: int) -> Match:
@@ -97,19 +107,10 @@ class Carrier:
         given one."""
         return all(is_available(self.scope.graph, value, self.homes, body, self.across) for body in self.bodies)
 
-    def _advice(self, value: int) -> str:
-        """Returns what helps where a value and the site are in different bodies, perhaps one of a custom rule."""
-        node = self.scope.graph.definitions.get(value)
-        bodies = [*self.bodies, *(() if node is None else (node.body,))]
-        ruled = any(step.startswith("custom_") for body in bodies for step in body.path)
-        return OWN_DERIVATIVE if ruled else IN_THE_BODY
-
     def further(self, value: int) -> None:
         """Adds an operand that no program reads, only the original equations do."""
         if not self.available(value):
-            raise Mismatch(
-                "an operand is computed in an enclosing body and not passed in", value, advice=self._advice(value)
-            )
+            raise not_passed_in(self.scope.graph, value, self.bodies)
         self.operands.append(value)
 
     def role(self, ref: Ref, value: int | None = None, name: str = "") -> Operand:
@@ -161,9 +162,7 @@ class Carrier:
         else:
             found = next((step for step in space.chain(ref) if step.value == value), None)
         if found is None:
-            raise Mismatch(
-                f"{what} computed in an enclosing body and not passed in", ref.value, advice=self._advice(ref.value)
-            )
+            raise not_passed_in(self.scope.graph, ref.value, self.bodies, what)
         view = space.view(found.view)
         labels = [a for _, atoms in view for a in atoms]
         if len(set(labels)) != len(labels):

@@ -17,11 +17,11 @@ from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
 from autopallas.graph.labels import Atom
 from autopallas.kernels.attention.site import AttentionSite
 from autopallas.kernels.attention.sum_site import AttentionSum
-from autopallas.patterns.advice import AT_HAND, IN_THE_BODY, QUERIES_ONCE, SIDE_EFFECTS, SIDE_INPUT_ONCE, WHOLE_GRADIENT
+from autopallas.patterns.advice import AT_HAND, QUERIES_ONCE, SIDE_EFFECTS, SIDE_INPUT_ONCE, WHOLE_GRADIENT
 from autopallas.patterns.attention.score_terms import Product
 from autopallas.patterns.attention.site import ProvedAttention
 from autopallas.patterns.backward import Backward, Level
-from autopallas.patterns.carry import fewest_side_elements, is_available
+from autopallas.patterns.carry import fewest_side_elements, is_available, not_passed_in
 from autopallas.patterns.expressions import computed_from
 from autopallas.patterns.forward import LAYOUT, Forward, differentiable
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, refuse_quantised
@@ -109,7 +109,7 @@ def match_of(graph: Graph, proved: Proved, second: Node, alive: Set[int]) -> Mat
     known = graph.positions[body]
     for number in free:  # values that cancel in the proof, but not in the original equations
         if number not in known:
-            raise Mismatch("an operand is computed in an enclosing body and not passed in", number, advice=IN_THE_BODY)
+            raise not_passed_in(graph, number, [body])
     operands = (*proved.operands, *free)
     for number in operands:
         if known[number][0] >= known[root][0]:
