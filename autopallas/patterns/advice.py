@@ -146,6 +146,10 @@ LOGITS_RETURNED = (
     "jax.lax.stop_gradient around these; or, where that gradient is needed, take the weight's in the same function: "
     "one kernel gives both."
 )
+LOSSES_OF_A_RULE = (
+    "Return the loss of each row from the function with a derivative of its own (custom_vjp), and average outside. Or "
+    "write it without one: the derivative that JAX makes is recognised."
+)
 MATRIX = (
     "Let the vector be a matrix of one column, (x @ w[:, None])[..., 0]: then the gradient is a product with it, which "
     "is recognised."

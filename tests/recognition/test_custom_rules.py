@@ -10,10 +10,8 @@ from jax.nn import softmax
 from support.catalogue import ODD, array, bhtd
 from support.compare import compare, compiled, optimized_like_a_user, with_gradients
 
-import autopallas
 from autopallas import jaxprs
 from autopallas.graph.custom_rules import called_program, is_elementwise_call, rule_of, same_rule
-from autopallas.patterns.advice import OWN_DERIVATIVE
 
 
 def arguments():
@@ -168,24 +166,3 @@ def test_a_derivative_that_has_some_of_the_cotangents_of_a_norms_rows_is_left_al
         return jax.grad(lambda x, scale: jnp.sum(jnp.sin(norm(x, scale))), (0, 1))(x, scale)
 
     assert compare(gradients, (rows, scale), gradients=False).complaints == []
-
-
-@pytest.mark.parametrize("ruled_too", [True, False])
-def test_what_a_custom_rule_keeps_apart_is_advised_to_be_written_without_one(ruled_too):
-    """The logits are multiplied outside of the loss with a derivative of its own, which they are passed to."""
-
-    def loss(logits, labels):
-        return jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[:, None], 1)[:, 0]
-
-    own = jax.custom_vjp(loss)
-    own.defvjp(
-        lambda logits, labels: (loss(logits, labels), (logits, labels)),
-        lambda kept, g: ((softmax(kept[0]) - jax.nn.one_hot(kept[1], 128)) * g[:, None], None),
-    )
-
-    def step(x, w, labels):
-        return jnp.mean((own if ruled_too else loss)(x @ w, labels))
-
-    report = autopallas.explain(step, array(64, 32), array(32, 128), jnp.arange(64))
-    assert [site.op for site in report.sites if site.op == "cross_entropy"] == ["cross_entropy"] * (not ruled_too)
-    assert [miss.advice for miss in report.near_misses] == [OWN_DERIVATIVE] * ruled_too

@@ -23,6 +23,7 @@ from autopallas.patterns.advice import (
     LOGITS_APART,
     LOGITS_ONCE,
     LOSS_PER_ROW,
+    LOSSES_OF_A_RULE,
     NO_FURTHER_PRODUCT,
     NO_LOOP,
     OWN_DERIVATIVE,
@@ -340,7 +341,14 @@ class Region(LabelledLogits):
             reached = {t.result: Ref(t.result, t.view) for t in within}
             for number in call.outputs:
                 if number not in self.inside and self.touches(self.graph.inner[number]):
-                    at = self._aligned(number, reached)
+                    try:
+                        at = self._aligned(number, reached)
+                    except Mismatch as mismatch:
+                        where = jaxprs.location(call.equation)
+                        raise Mismatch(
+                            f"a function with a derivative of its own adds up losses of several rows, at {where}",
+                            advice=LOSSES_OF_A_RULE,
+                        ) from mismatch
                     found = self._substituted(at, level)
                     self.terminals.append(Terminal(call, number, at.view, "statistics", found, level=level))
                     self._levels[number] = level

@@ -1,0 +1,198 @@
+"""Losses in a ``jax.custom_vjp`` to which logits of a product outside are given: found in any form, and right."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.nn import log_softmax, logsumexp, one_hot, softmax
+from support.catalogue import array, registry
+from support.compare import compare, optimized_like_a_user
+
+import autopallas
+from autopallas.patterns.advice import LOSSES_OF_A_RULE
+
+N, D, V = 12, 5, 33
+LABELS = jnp.arange(N) * 7 % V
+
+
+def arguments(dtype=jnp.float32):
+    """Rows x [N, D], weights w [D, V] and labels [N]."""
+    x, w = (array(*shape, dtype=dtype, seed=seed, scale=0.8) for seed, shape in enumerate(((N, D), (D, V)), 1))
+    return x, w, LABELS
+
+
+def ruled(forward, backward):
+    """A function with a derivative of its own; ``forward`` gives the losses and what is kept."""
+    loss = jax.custom_vjp(lambda *operands: forward(*operands)[0])
+    loss.defvjp(forward, backward)
+    return loss
+
+
+def ruled_by_itself(loss, backward):
+    """A function with a derivative of its own, whose forward rule calls the function, and which keeps its operands."""
+    own = jax.custom_vjp(loss)
+    own.defvjp(lambda *operands: (own(*operands), operands), backward)
+    return own
+
+
+def picked(values, labels):
+    return jnp.take_along_axis(values, labels[..., None], -1)[..., 0]
+
+
+RULES, rule = registry()
+
+
+def difference(kept, g):
+    z, labels = kept
+    return (g[:, None] * (softmax(z.astype(jnp.float32), -1) - one_hot(labels, V))).astype(z.dtype), None
+
+
+_of_operands = ruled_by_itself(lambda z, labels: logsumexp(z, -1) - picked(z, labels), difference)
+_of_rows_and_columns = ruled_by_itself(
+    lambda z, labels: logsumexp(z, -1) - z[jnp.arange(len(labels)), labels], difference
+)
+_of_one_hot = ruled_by_itself(lambda z, labels: -(one_hot(labels, V) * log_softmax(z, -1)).sum(-1), difference)
+
+
+@rule
+def of_its_operands(z, labels):
+    return _of_operands(z, labels)
+
+
+@rule
+def of_rows_and_columns(z, labels):
+    return _of_rows_and_columns(z, labels)
+
+
+@rule
+def of_labels_as_rows(z, labels):
+    return _of_one_hot(z, labels)
+
+
+def _kept_probabilities(z, labels):
+    logs = log_softmax(z.astype(jnp.float32), -1)
+    return -picked(logs, labels), (jnp.exp(logs), labels, jnp.zeros((), z.dtype))
+
+
+_of_probabilities = ruled(
+    _kept_probabilities,
+    lambda kept, g: ((g[:, None] * (kept[0] - one_hot(kept[1], V))).astype(kept[2].dtype), None),
+)
+
+
+@rule
+def that_keeps_probabilities(z, labels):
+    return _of_probabilities(z, labels)
+
+
+def _kept_sum(z, labels):
+    wide = z.astype(jnp.float32)
+    total = logsumexp(wide, -1)
+    return total - picked(wide, labels), (z, labels, total)
+
+
+def _of_sum(kept, g):
+    z, labels, total = kept
+    p = jnp.exp(z.astype(jnp.float32) - total[:, None])
+    return (g[:, None] * (p - one_hot(labels, V))).astype(z.dtype), np.zeros(labels.shape, jax.dtypes.float0)
+
+
+_of_a_sum = ruled(_kept_sum, _of_sum)
+
+
+@rule
+def that_keeps_a_sum(z, labels):
+    return _of_a_sum(z, labels)
+
+
+@rule
+def of_capped_logits(z, labels):
+    return _of_a_sum(5 * jnp.tanh(z / 5), labels)
+
+
+@rule
+def of_shifted_labels(z, labels):
+    return _of_operands(z, (labels + 1) % V)
+
+
+FORMS, form = registry()
+
+
+@form
+def forward(loss):
+    return loss
+
+
+@form
+def at_once(loss):
+    return jax.value_and_grad(loss, (0, 1))
+
+
+@form
+def checkpointed(loss):
+    return jax.value_and_grad(jax.checkpoint(lambda x, w, y: loss(jnp.tanh(x), w, y)), (0, 1))
+
+
+@form
+def in_checkpointed_chunks(loss):
+    def chunks(x, w, y):
+        body = jax.checkpoint(lambda total, rows: (total + loss(rows[0], w, rows[1]), None))
+        return lax.scan(body, jnp.float32(0), (jnp.stack([x, x * 0.3]), jnp.stack([y, (y + 3) % V])))[0]
+
+    return jax.value_and_grad(chunks, (0, 1))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", RULES)
+def test_a_loss_is_found_and_right(name, form, dtype):
+    function = FORMS[form](lambda x, w, y: RULES[name](x @ w, y).astype(jnp.float32).mean())
+    compared = compare(function, arguments(dtype), gradients=form == "forward")
+    assert compared.complaints == []
+    assert compared.counts("cross_entropy") == 1
+
+
+def test_a_rule_keeps_its_derivative_where_the_program_has_no_gradient():
+    """A gradient that is taken of the optimized function is that of the rule, here three times the loss's."""
+    tripled = ruled_by_itself(
+        lambda z, labels: logsumexp(z, -1) - picked(z, labels),
+        lambda kept, g: (3 * g[:, None] * (softmax(kept[0], -1) - one_hot(kept[1], V)), None),
+    )
+
+    def loss(x, w, y):
+        return tripled(x @ w, y).mean()
+
+    optimized = optimized_like_a_user(loss)
+    given, expected = (jax.grad(f, (0, 1))(*arguments()) for f in (optimized, loss))
+    assert optimized.report().counts()["cross_entropy"] == 1
+    for one, other in zip(given, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_a_backward_that_is_no_derivative_is_the_programs():
+    reduced = ruled_by_itself(
+        lambda z, labels: logsumexp(z, -1) - picked(z, labels),
+        lambda kept, g: (g[:, None] * (0.5 * softmax(kept[0], -1) - one_hot(kept[1], V)) + 0.01, None),
+    )
+    step = jax.value_and_grad(lambda x, w, y: reduced(x @ w, y).mean(), (0, 1))
+    compared = compare(step, arguments(), gradients=False)
+    assert compared.complaints == []
+    assert compared.counts("cross_entropy") == 1
+
+
+def test_an_index_inside_of_a_rule_inside_of_another_rule():
+    outer = ruled_by_itself(lambda z, labels: 2 * _of_operands(z, labels), lambda kept, g: difference(kept, 2 * g))
+    compared = compare(lambda x, w, y: outer(x @ w, y).mean(), arguments())
+    assert compared.complaints == []
+
+
+def test_a_rule_that_adds_up_losses_is_said():
+    mean = ruled_by_itself(
+        lambda z, labels: (logsumexp(z, -1) - picked(z, labels)).mean(),
+        lambda kept, g: difference(kept, jnp.full(N, g / N)),
+    )
+    report = autopallas.explain(lambda x, w, y: mean(x @ w, y), *arguments())
+    assert [miss.advice for miss in report.near_misses] == [LOSSES_OF_A_RULE]
