@@ -8,7 +8,8 @@ other axes to the operand of the product, and a value that is put among zeros mo
 remains is a loss over all the rows that there are, like any other.
 
 What a gradient written by hand adds to one element of each row, ``probabilities.at[rows, labels].add(-1)``, is added as
-an array of its own, which is zero but for these elements, as in JAX's derivative of a gather.
+an array of its own, which is zero but for these elements, as in JAX's derivative of a gather; what it writes there is
+selected from such an array.
 
 The equations of a body change only if the body then has no more products than before.
 """
@@ -29,12 +30,14 @@ from autopallas import compat
 from autopallas.compat import JaxprEqn, Var
 from autopallas.faults import contained
 from autopallas.graph.flatten import Body, is_contraction
+from autopallas.graph.known_integers import known_array
 from autopallas.graph.label_sets import gathered, label_set, scattered
 from autopallas.graph.label_windows import Column, Cut, Window, summed_axes
 from autopallas.graph.rewritten_body import Atom
 from autopallas.graph.rows import SELECTIONS, Rows, picked_from_several, picked_labels, rolled, selection
 from autopallas.graph.selected_rows import DEEPEST, KEEPS_ROWS, THROUGH
 from autopallas.graph.spread_rows import SpreadRows
+from autopallas.numerics.casts import kind_of
 
 __all__ = ["move_selections"]
 
@@ -208,7 +211,7 @@ class _Mover(SpreadRows):
         if not isinstance(first, Var) or first not in self.scores or len(self.names) >= _MOST:
             return False
         shape, added = first.aval.shape, math.prod(updates.aval.shape)
-        if equation.primitive.name == "scatter" and (equation.params["update_jaxpr"] is not None or added == 0):
+        if equation.primitive.name == "scatter" and not self._writes_once(equation):
             return False
         return jnp.issubdtype(first.aval.dtype, jnp.floating) and any(added * n == math.prod(shape) for n in shape)
 
@@ -296,6 +299,28 @@ class _Mover(SpreadRows):
         if rows.fill is not None:
             found = self._filled(equation, rows, found, rows.fill)
         return self._emit(equation, lambda array: lax.reshape(array, shape), found)
+
+    def _writes_once(self, equation: JaxprEqn) -> bool:
+        """Returns whether a scatter writes to no element twice: each index has a row of its own."""
+        if equation.params["update_jaxpr"] is not None:
+            return False
+        numbers, indices = equation.params["dimension_numbers"], equation.invars[1]
+        batches = [int(axis) for axis in numbers.scatter_indices_batching_dims]
+        total = math.prod(indices.aval.shape[:-1])
+        if equation.params["unique_indices"] or total == math.prod(indices.aval.shape[axis] for axis in batches):
+            return True
+        definition = self.definitions.get(indices) if isinstance(indices, Var) else None
+        if definition is None or definition.primitive.name != "concatenate":
+            return False
+        if definition.params["dimension"] != len(indices.aval.shape) - 1:
+            return False
+        rows = {
+            variable: np.asarray(constant)
+            for variable, constant in self._constants.items()
+            if constant.size == total and kind_of(constant.dtype) in "iu" and not compat.is_tracer(constant)
+        }
+        known = (known_array(component, self.definitions, {**rows}) for component in definition.invars)
+        return any(found is not None and np.array_equal(np.ravel(found), np.arange(total)) for found in known)
 
     def _counts(self, indices: Atom, components: Sequence[int]) -> bool:
         """Returns whether components of indices count one by one."""

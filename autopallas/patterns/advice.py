@@ -146,6 +146,10 @@ LOGITS_RETURNED = (
     "jax.lax.stop_gradient around these; or, where that gradient is needed, take the weight's in the same function: "
     "one kernel gives both."
 )
+LOGITS_OF_DISTANCES = (
+    "If rows and prototypes are as small as their differences, write the logits as a product: the softmax of "
+    "-|x - c|**2 is that of 2 * x @ c.T - |c|**2, a bias of each column, which is recognised."
+)
 LOSSES_OF_A_RULE = (
     "Return the loss of each row from the function with a derivative of its own (custom_vjp), and average outside. Or "
     "write it without one: the derivative that JAX makes is recognised."

@@ -263,6 +263,27 @@ def some_tokens_are_less_likely(w, x, y):
     return -picked(log_softmax((x @ w).at[:, :3].add(-10.0)), y).mean()
 
 
+@refused("reads the logits after scatter-mul at")
+def some_tokens_are_penalised(w, x, y):
+    return -picked(log_softmax((x @ w).at[:, jnp.array([1, 4, 4])].multiply(0.5)), y).mean()
+
+
+@refused("reads the logits after scatter-min at")
+def some_tokens_are_bounded(w, x, y):
+    return -picked(log_softmax((x @ w).at[:, jnp.array([1, 4])].min(-1e9)), y).mean()
+
+
+@refused("sums of squared differences, and no product")
+def distances_to_prototypes(w, x, y):
+    return -picked(log_softmax(-((x[:, None] - w.T) ** 2).sum(-1)), y).mean()
+
+
+@refused("sums of squared differences, and no product")
+def distances_of_each_row(w, x, y):
+    lengths = jax.vmap(lambda row: jnp.linalg.norm(row - w.T, axis=-1))(x)
+    return (logsumexp(-lengths, -1) + picked(lengths, y)).mean()
+
+
 @refused("in pieces of the vocabulary already")
 def streaming_over_the_vocabulary_already(w, x, y):
     def body(total, part):
@@ -311,6 +332,8 @@ UNRELATED = {
     "greedy decoding": lambda w, x, y: (x @ w).argmax(-1),
     "sampling": lambda w, x, y: jax.random.categorical(jax.random.key(0), x @ w),
     "a router": lambda w, x, y: lax.top_k(softmax(x @ w), 2),
+    "distances alone": lambda w, x, y: jnp.exp(-((x[:, None] - w.T) ** 2).sum(-1)),
+    "the nearest prototype": lambda w, x, y: ((x[:, None] - w.T) ** 2).sum(-1).argmin(-1),
     "a gated layer": lambda w, x, y: (jax.nn.silu(x @ w) * (x @ w)) @ w.T,
     "an attention": lambda w, x, y: softmax(x @ w) @ array(V, D, seed=4),
 }

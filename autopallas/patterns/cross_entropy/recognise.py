@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from autopallas import jaxprs
 from autopallas.compat import Literal
 from autopallas.faults import contained
-from autopallas.graph import Graph, Node
+from autopallas.graph import Graph, Node, Space
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.edit import surviving
 from autopallas.graph.keys import enters_mesh
@@ -37,6 +37,7 @@ from autopallas.patterns.advice import (
     IN_SHARD_MAP,
     JOINED,
     LOGITS_APART,
+    LOGITS_OF_DISTANCES,
     LOGITS_RETURNED,
     MATRIX,
     OF_PIXELS,
@@ -63,7 +64,7 @@ _LAYOUT = frozenset(
 _CUTS = frozenset({"slice", "split", "unstack"})
 _REARRANGES = frozenset({"dynamic_slice", "dynamic_update_slice", "gather", "pad", "rev", "sort"})
 """Primitives that pick rows of an array, or put them in another order or place."""
-_OVERWRITES = frozenset({"scatter", "scatter-add"})
+_OVERWRITES = frozenset({"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
 """Primitives that change some elements, such as the logit of a token that is never predicted."""
 _FURTHEST = 8
 """Most equations that only restate a value through which the value is followed."""
@@ -139,6 +140,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             *_in_parts(graph, apart),
             *_of_devices(graph, exponents, alive),
             *_of_pixels(graph, exponents, alive),
+            *_of_distances(graph, exponents, alive),
         ]
     with contained():
         of_sigmoids = [miss for miss in sigmoid_losses(graph, needed) if miss.value not in given]
@@ -243,6 +245,50 @@ def _of_pixels(graph: Graph, exponents: Set[int], alive: Set[int]) -> Iterator[N
             yield NearMiss("cross_entropy", where, "a convolution gives the logits", node.outputs[0], OF_PIXELS)
 
 
+def _of_distances(graph: Graph, exponents: Set[int], alive: Set[int]) -> Iterator[NearMiss]:
+    """Yields a near miss for logits that are sums of squared differences, as of embeddings and prototypes."""
+    left = _READINGS * len(graph.avals)
+    for node in graph.nodes:
+        if node.name != "reduce_sum" or node.outputs[0] not in exponents or node.outputs[0] not in alive or left < 0:
+            continue
+        if not _adds_up_squared_differences(graph, node):
+            continue
+        inside, ends = _flow(graph, node.outputs, alive)
+        left -= len(inside)
+        found = any(_picks(end) or takes_logarithm(graph, end) for end in ends.values())
+        if found and any(graph.name(n) in ("exp", "exp2") for n in inside):
+            where = jaxprs.location(node.equation)
+            reason = "the logits are sums of squared differences, and no product"
+            yield NearMiss("cross_entropy", where, reason, node.outputs[0], LOGITS_OF_DISTANCES)
+
+
+def _adds_up_squared_differences(graph: Graph, node: Node) -> bool:
+    """Returns whether a sum is that of squares of differences, of something along rows and something along columns."""
+    if not _is_square(graph, graph.definitions.get(origin(graph, node.inputs[0]))):
+        return False
+    space = Space(graph, through=True)
+    total = space.full(node.outputs[0])
+    at = space.canonical(space.reduced(total)[0])
+    while graph.name(at.value) == "convert_element_type":
+        at = space.canonical((space.operands(at) or [at])[0])
+    if not _is_square(graph, graph.definitions.get(at.value)):
+        return False
+    difference = space.canonical((space.operands(at) or [at])[0])
+    terms = space.operands(difference) if graph.name(difference.value) == "sub" else None
+    if not terms:
+        return False
+    first, second = (space.atoms(term) & space.atoms(total) for term in terms)
+    return bool(first - second and second - first)
+
+
+def _is_square(graph: Graph, node: Node | None) -> bool:
+    if node is None or node.name == "square":
+        return node is not None
+    if node.name == "integer_pow":
+        return bool(node.params["y"] == 2)
+    return node.name == "mul" and len(set(node.inputs)) == 1
+
+
 def _left_on_devices(graph: Graph, node: Node) -> list[int]:
     """Returns what each device computes of the results of a ``shard_map``."""
     position = next((i for i, equation in enumerate(node.body.equations) if equation is node.equation), None)
@@ -260,13 +306,18 @@ def _made_by(graph: Graph, number: int, names: Set[str]) -> Node | None:
 
 def _product_behind(graph: Graph, number: int) -> Node | None:
     """Returns the ``dot_general`` from which a value is computed by elementwise operations and layout."""
-    for _ in range(_FURTHEST):
+    todo, seen = [number], set[int]()
+    while todo and len(seen) < _FURTHEST:
+        number = todo.pop()
         node = graph.definitions.get(number)
-        if node is None or node.name == "dot_general":
+        if number in seen or node is None:
+            continue
+        if node.name == "dot_general":
             return node
-        if not _flows(node):
-            return None
-        number = max(node.inputs, key=lambda n: math.prod(graph.shape(n)))
+        seen.add(number)
+        if _flows(node) and node.inputs:
+            sizes = [math.prod(graph.shape(n)) for n in node.inputs]
+            todo += [n for n, size in zip(node.inputs, sizes, strict=True) if size == max(sizes)]
     return None
 
 
