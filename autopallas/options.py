@@ -95,8 +95,8 @@ class Options:
     """Path of a lockfile, which then decides sites, implementations and block sizes."""
     assume_finite: bool = True
     """Whether an inf or NaN that the original multiplies by an exact zero may vanish, one that is added to the
-    state of a loop may reach other steps near it, and exponentials from which no maximum is subtracted are taken not to
-    overflow."""
+    state of a loop may reach other steps near it, exponentials from which no maximum is subtracted are taken not to
+    overflow, and parts of a gradient that cancel to be finite."""
     disabled: bool = False
     """Whether ``AUTOPALLAS_DISABLE`` asks for every function to run as it was written."""
     implementation_of: tuple[tuple[str, str | tuple[str, ...]], ...] = ()
