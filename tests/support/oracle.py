@@ -87,9 +87,9 @@ def _in_jax(equation: Any, *arguments: Any) -> Any:
 
 
 def _scatter(equation: Any, *arguments: Any) -> Any:
-    """A scatter that adds or subtracts, of numbers that are promoted."""
+    """A scatter that combines numbers, of some that are promoted."""
     params = equation.params
-    scatter = jax.lax.scatter_sub if equation.primitive.name == "scatter-sub" else jax.lax.scatter_add
+    scatter = getattr(jax.lax, equation.primitive.name.replace("-", "_"))
     with jax.enable_x64(True):
         return promoted(
             scatter(
@@ -252,6 +252,9 @@ _RULES |= {
     "split": _split,
     "scatter-add": _scatter,
     "scatter-sub": _scatter,
+    "scatter-mul": _scatter,
+    "scatter-min": _scatter,
+    "scatter-max": _scatter,
     "reduce_sum": _reduction(np.sum),
     "reduce_max": _reduction(np.max),
     "reduce_min": _reduction(np.min),
