@@ -37,7 +37,7 @@ _WRITES = frozenset({"scatter", _UPDATES})
 _DERIVED = "scatter-add"
 """Primitive that ends what a derivative makes of a scatter whose indices may occur twice."""
 _EXPONENTIALS = frozenset({"exp", "exp2"})
-_SPREADS = frozenset({"broadcast_in_dim", "reshape", "convert_element_type", "copy"})
+_SPREADS = frozenset({"broadcast_in_dim", "reshape", "convert_element_type", "copy"}) | jaxprs.VARYING
 """Primitives through which a number that is written is spread over the columns."""
 _MOST_SPREADS = 8
 _MOST_FILLS = 16
@@ -170,7 +170,7 @@ class _Origins:
 
     def here(self, body: Body, atom: Atom) -> Atom | None:
         """Returns the value in a body, or one that the body is given for it; None where it has none."""
-        if isinstance(atom, Literal) or atom in body.defined or atom in body.invars or atom in body.constvars:
+        if _is_in(body, atom):
             return atom
         return next((v for v in body.invars if self.of(v) is self.of(atom)), None)
 
@@ -254,11 +254,18 @@ def _written(body: Body, equation: JaxprEqn, origins: _Origins) -> _Written | No
     operand, update = equation.invars[0], equation.invars[1 if name == _UPDATES else 2]
     if name == _DERIVED:
         derived = origins.numbered.write(equation)
-        if derived is None or origins.of(derived[0]) is not derived[0]:
+        if derived is None:
             return None
         operand, update = derived
     number = origins.number(update)
-    return None if number is None else _Written(equation, operand, number)
+    if number is None or not (_is_in(body, operand) and _is_in(body, number)):
+        return None
+    return _Written(equation, operand, number)
+
+
+def _is_in(body: Body, atom: Atom) -> bool:
+    """Returns whether an atom is one of a body, and not of one around it."""
+    return isinstance(atom, Literal) or atom in body.defined or atom in body.invars or atom in body.constvars
 
 
 def _columns(equation: JaxprEqn) -> tuple[int, int] | None:

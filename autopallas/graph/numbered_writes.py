@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from autopallas import jaxprs
 from autopallas.compat import JaxprEqn, Literal
 from autopallas.graph.rewritten_body import Atom
 from autopallas.numerics.casts import counts_exactly, kind_of
@@ -31,7 +32,22 @@ class NumberedWrites:
     """
 
     def __init__(self, definition: Callable[[Atom], JaxprEqn | None], same: Callable[[Atom, Atom], bool]):
-        self._definition, self._same = definition, same
+        self._defined, self._equal = definition, same
+
+    def _definition(self, atom: Atom) -> JaxprEqn | None:
+        return self._defined(self._plain(atom))
+
+    def _same(self, a: Atom, b: Atom) -> bool:
+        return self._equal(self._plain(a), self._plain(b))
+
+    def _plain(self, atom: Atom) -> Atom:
+        """Returns what is cast to vary over the axes of a mesh."""
+        for _ in range(_MOST_SPREADS):
+            equation = self._defined(atom)
+            if equation is None or equation.primitive.name not in jaxprs.VARYING:
+                break
+            (atom,) = equation.invars
+        return atom
 
     def unwritten(self, atom: Atom) -> JaxprEqn | None:
         """Returns the scatter of numbers from whose result a mask of the elements without a number is computed."""

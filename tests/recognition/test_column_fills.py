@@ -221,6 +221,22 @@ def test_a_loss_is_found_and_right_in_a_train_step(name, dtype):
     assert compared.counts("cross_entropy") == 1
 
 
+def test_columns_of_an_array_on_devices():
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, everywhere = jax.P("rows"), jax.P()
+    step = jax.shard_map(
+        lambda x, w: jax.value_and_grad(lambda x, w: lax.pmean(columns_of_an_array(x, w), "rows"), (0, 1))(x, w),
+        mesh=mesh,
+        in_specs=(rows, everywhere),
+        out_specs=(everywhere, (rows, everywhere)),
+    )
+    optimized = optimized_like_a_user(step)
+    given, expected = (jax.tree.leaves(jax.jit(f)(*arguments())) for f in (optimized, step))
+    assert optimized.report().counts()["cross_entropy"] == 1
+    for one, other in zip(given, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 def test_an_array_of_columns_leaves_no_array_of_numbers_of_writes():
     """JAX's derivative numbers the writes in an array of the logits' size."""
     optimized = optimized_like_a_user(jax.value_and_grad(columns_of_an_array, (0, 1)))
@@ -282,6 +298,17 @@ def an_array(x, w):
 @other
 def an_array_in_columns_of_an_array(x, w):
     return loss_of((x @ w).at[:, jnp.array(IDS[:1] + [2, 2])].set(x[:, :3] * 2))
+
+
+@other
+def a_number_of_another_body_in_columns_of_an_array(x, w):
+    """JAX moves what is written out of the loop, and the loop has no such number."""
+    number = lax.stop_gradient(w[0, 0]) - 9
+
+    def chunk(total, rows):
+        return total + loss_of((rows @ w).at[:, jnp.array(IDS)].set(number)), None
+
+    return lax.scan(jax.checkpoint(chunk), 0.0, x.reshape(3, -1, D))[0]
 
 
 @other
