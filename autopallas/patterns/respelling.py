@@ -22,7 +22,7 @@ from autopallas.kernels.respelling.operation import OPERATION
 from autopallas.kernels.respelling.site import RespellingSite
 from autopallas.kernels.respelling.spec import ArrayType, RespellingSpec
 from autopallas.numerics.casts import is_quantised
-from autopallas.patterns import checkpointed_scans, exponential_loops
+from autopallas.patterns import checkpointed_scans, exponential_loops, steps_apart
 from autopallas.patterns import repeated_steps as runs_of_steps
 from autopallas.patterns.associative_scans import unknown_scans
 from autopallas.patterns.match import Match, NearMiss
@@ -59,9 +59,14 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 places.add(node)
                 graph.respelt.update(match.results)
                 break
+    looped: set[Node] = set()
     if _is_looked_for(graph, repeated_steps.KIND):
         with contained("equal steps one after the other", OPERATION.name, "recognition"):
             for node, place in runs_of_steps.find(graph):
+                match = _match(graph, node, repeated_steps.KIND, place)
+                found += [] if match is None else [match]
+                looped.update(() if match is None else match.equations)
+            for node, place in steps_apart.find(graph, looped):
                 match = _match(graph, node, repeated_steps.KIND, place)
                 found += [] if match is None else [match]
     misses: list[NearMiss] = []

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from autopallas.kernels.respelling.around import Around
     from autopallas.kernels.respelling.checkpointed import CheckpointedScan
     from autopallas.kernels.respelling.indexed import IndexedLoop
-    from autopallas.kernels.respelling.repeated import RepeatedSteps
+    from autopallas.kernels.respelling.repeated import RepeatedSteps, StepsApart
 
 __all__ = ["ArrayType", "Parameters", "Plain", "RespellingSpec"]
 
 Plain: TypeAlias = (
-    "bool | int | str | tuple[Plain, ...] | Around | CheckpointedScan | IndexedLoop | RepeatedSteps | None"
+    "bool | int | str | tuple[Plain, ...] | Around | CheckpointedScan | IndexedLoop | RepeatedSteps | StepsApart | None"
 )
 Parameters: TypeAlias = tuple[tuple[str, Plain], ...]
 """Parameters by name, sorted."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from autopallas.kernels.respelling.kind import Kind, Sample, of_no_equation
 from autopallas.kernels.respelling.networks import float32_types
-from autopallas.kernels.respelling.repeated import steps_in
+from autopallas.kernels.respelling.repeated import StepsApart, steps_in
 from autopallas.kernels.respelling.spec import RespellingSpec
 
 __all__ = ["KIND"]
@@ -26,7 +26,8 @@ def _original(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
 
 
 def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
-    return steps_in(spec).looped(operands)
+    steps = steps_in(spec)
+    return steps.apart(operands) if isinstance(steps, StepsApart) else steps.looped(operands)
 
 
 # ---------------------------------------------------------------------- evidence
@@ -40,10 +41,12 @@ def _feature(spec: RespellingSpec) -> str:
     steps = steps_in(spec)
     equations = steps.step.jaxpr.eqns
     names = {e.primitive.name for e in equations}
+    apart = "apart, " if isinstance(steps, StepsApart) else ""
+    sums = "sums" if not names.isdisjoint(("dot_general", "reduce_max", "reduce_min", "reduce_sum")) else ""
     reads = "rolls" if "concatenate" in names else "elements" if names.isdisjoint(("pad", "slice")) else "slices"
     length = "long" if len(equations) >= _LONG else "short"
     several = "4 to 7" if steps.count < 8 else "8 to 15" if steps.count < 16 else "16 or more"
-    return f"{reads}, {several} {length} steps"
+    return f"{apart}{sums or reads}, {several} {length} steps"
 
 
 def _samples() -> Iterator[tuple[str, Sample]]:
@@ -107,7 +110,7 @@ KIND = Kind(
     name="repeated_steps",
     primitives=(),
     numerics="reordered",
-    instead="a loop over the steps",
+    instead="a loop over the steps, or each step apart from the others",
     match=of_no_equation,
     original=_original,
     respelt=_respelt,

@@ -1,0 +1,298 @@
+"""Finds steps that stand one after the other and give more than what the next one reads: a trajectory, or what a
+gradient keeps.
+
+Here steps need not be equal, nor read the same: a value that steps hand on is computed as it was, in a place of its own.
+What repeats shows only where the steps begin.  What a step computes of what it is given goes there, if more reads it than
+the step itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Container, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+from autopallas import array_types
+from autopallas.compat import ClosedJaxpr
+from autopallas.graph import Graph, Node
+from autopallas.graph.custom_rules import ELEMENTWISE, called_program, is_elementwise_call
+from autopallas.graph.extract import jaxpr_of
+from autopallas.graph.keys import hashable
+from autopallas.graph.prices import LONG
+from autopallas.graph.program_digests import digest
+from autopallas.kernels.respelling.kind import Found
+from autopallas.kernels.respelling.repeated import StepsApart
+
+__all__ = ["find"]
+
+_LEAST_STEPS = 4
+_SHORTEST = 4
+"""Fewest equations of a step."""
+_LONGEST = 2_000
+"""Most equations of a step."""
+_MOST_STEPS = 256
+_MOST_AT_ONCE = 8
+"""Most occurrences of a step's rarest equation in one step."""
+_MOST_TRIES = 64
+"""Most equations, the rarest first, by whose places runs of steps are looked for."""
+_MOST_RUNS = 16
+
+_NEIGHBOURS = frozenset({"concatenate", "pad", "slice"})
+_MOVES = _NEIGHBOURS | frozenset(
+    """broadcast_in_dim copy expand_dims iota reshape rev split squeeze stack transpose unstack""".split()
+)
+_SUMS = frozenset({"dot_general", "reduce_max", "reduce_min", "reduce_sum"})
+_STEPS_HOLD = ELEMENTWISE | _MOVES | _SUMS
+_KEPT = LONG | _SUMS | {"custom_jvp_call"}
+"""What is not computed again where something else reads it."""
+
+
+def find(graph: Graph, taken: Container[Node]) -> Iterator[tuple[Node, Found]]:
+    """Yields runs of steps, each with the node that ends it.
+
+    Args:
+      graph: the program.
+      taken: what steps that are found here do not hold.
+    """
+    parts: dict[int, list[Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if node.name in _STEPS_HOLD or is_elementwise_call(node.equation):
+            parts[id(node.body)].append(node)
+    graph.steps.spend(len(graph.nodes))
+    places: dict[int, int] = {}
+    for nodes in parts.values():
+        for run in _runs(graph, nodes, taken):
+            places = places or {id(node): place for place, node in enumerate(graph.nodes)}
+            found = _of_run(graph, run, places)
+            if found is not None:
+                yield run.nodes[-1], found
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Equations that repeat.
+
+    Attributes:
+      nodes: the equations, in order.
+      period: how many equations a step has.
+    """
+
+    nodes: Sequence[Node]
+    period: int
+
+
+def _runs(graph: Graph, nodes: Sequence[Node], taken: Container[Node]) -> Iterator[_Run]:
+    """Yields what repeats among the equations of a body, no equation twice."""
+    if len(nodes) < _LEAST_STEPS * _SHORTEST:
+        return
+    alike = Counter((node.name, graph.avals[node.outputs[0]].shape) for node in nodes)
+    if max(alike.values()) < _LEAST_STEPS:
+        return
+    chosen = [
+        node
+        for node in nodes
+        if alike[node.name, graph.avals[node.outputs[0]].shape] >= _LEAST_STEPS and node not in taken
+    ]
+    known: dict[int, Hashable] = {}
+    found = [_kind(graph, node, known) for node in chosen]
+    counts = Counter(found)
+    chosen = [node for node, kind in zip(chosen, found, strict=True) if counts[kind] >= _LEAST_STEPS]
+    kinds: list[Hashable] = [kind for kind in found if counts[kind] >= _LEAST_STEPS]
+    places: dict[Hashable, list[int]] = defaultdict(list)
+    for place, kind in enumerate(kinds):
+        places[kind].append(place)
+    runs = 0
+    for own in sorted(places.values(), key=lambda own: (len(own), own))[:_MOST_TRIES]:
+        own = [place for place in own if kinds[place] is not None]
+        run = _around(kinds, own)
+        if run is None:
+            continue
+        first, period, end = run
+        kinds[first:end] = [None] * (end - first)
+        yield _Run(chosen[first:end], period)
+        runs += 1
+        if runs == _MOST_RUNS:
+            return
+
+
+def _kind(graph: Graph, node: Node, known: dict[int, Hashable]) -> Hashable:
+    """Returns what equations of the same position in two steps have in common; their numbers may differ."""
+    types = tuple([(a.shape, a.dtype) for a in map(graph.avals.__getitem__, (*node.inputs, *node.outputs))])
+    if not node.params:
+        return node.name, types
+    params = known.get(id(node.params))
+    if params is None:
+        if is_elementwise_call(node.equation):
+            params = called_program(node.equation)
+        else:
+            params = hashable({k: v for k, v in node.params.items() if k not in ("sharding", "out_sharding")})
+        known[id(node.params)] = params
+    return node.name, params, types
+
+
+def _around(kinds: Sequence[Hashable], own: Sequence[int]) -> tuple[int, int, int] | None:
+    """Returns where what repeats begins, how many equations a step has, and where it ends, by the places of one of
+    them."""
+    for together in range(1, min(_MOST_AT_ONCE, len(own) // _LEAST_STEPS) + 1):
+        middle = len(own) // 2 - together // 2
+        start = own[min(middle, len(own) - 1 - together)]
+        period = own[min(middle + together, len(own) - 1)] - start
+        if not _SHORTEST <= period <= _LONGEST:
+            continue
+        first = start
+        while first > 0 and kinds[first - 1] is not None and kinds[first - 1] == kinds[first - 1 + period]:
+            first -= 1
+        end = start
+        while end < len(kinds) and kinds[end] is not None and (end - period < first or kinds[end] == kinds[end - period]):
+            end += 1
+        if _LEAST_STEPS <= (end - first) // period <= _MOST_STEPS:
+            return first, period, end
+    return None
+
+
+def _of_run(graph: Graph, run: _Run, places: dict[int, int]) -> Found | None:
+    """Returns the steps of a run, if they hand on anything that is computed of what they hold alone."""
+    nodes = _independent(graph, run, places)
+    first = _first_boundary(graph, nodes, run)
+    step = {number: (i - first) // run.period for i, node in nodes.items() for number in node.outputs}
+    handed = {
+        number for i, node in nodes.items() for number in node.inputs if step.get(number, i) < (i - first) // run.period
+    }
+    if not handed:
+        return None
+    latest = {(i - first) % run.period: i for i in nodes}
+    positions = {(i - first) % run.period for i, node in nodes.items() if not handed.isdisjoint(node.outputs)}
+    handed.update(number for position in positions for number in nodes[latest[position]].outputs)
+    needed = _needed(nodes, handed)
+    blocks: dict[int, list[Node]] = defaultdict(list)
+    for i, node in needed.items():
+        blocks[(i - first) // run.period].append(node)
+    if len(blocks) < _LEAST_STEPS or len(needed) < 2 * len(blocks):
+        return None
+    return _site(graph, list(blocks.values()), handed)
+
+
+def _independent(graph: Graph, run: _Run, places: dict[int, int]) -> dict[int, Node]:
+    """Returns the equations of a run, by their places there, that read nothing which other equations compute of the
+    run's results, and no product of two arrays that both differ from step to step."""
+    at = {id(node): i for i, node in enumerate(run.nodes)}
+    begin, end = places[id(run.nodes[0])], places[id(run.nodes[-1])]
+    lowest = run.nodes[0].outputs[0]
+    within: set[int] = set()
+    others: set[int] = set()
+    """Numbers that depend on the run by way of what it does not hold."""
+    found: dict[int, Node] = {}
+    for node in graph.nodes[begin : end + 1]:
+        i = at.get(id(node))
+        depends = any(
+            n in others or (n > lowest and n not in within and n not in graph.definitions and n not in graph.literals)
+            for n in node.inputs
+        )
+        if i is not None and not depends and not _multiplies_own(run, i, within):
+            found[i] = node
+            within.update(node.outputs)
+        elif depends or any(n in within for n in node.inputs) or i is not None:
+            others.update(node.outputs)
+    graph.steps.spend(end - begin + 1)
+    return found
+
+
+def _multiplies_own(run: _Run, place: int, within: Container[int]) -> bool:
+    """Returns whether an equation is a product of no array that the one a step earlier or later multiplies too."""
+    node = run.nodes[place]
+    if node.name != "dot_general":
+        return False
+    other = run.nodes[place - run.period if place >= run.period else place + run.period]
+    return not any(a == b and a not in within for a, b in zip(node.inputs, other.inputs, strict=True))
+
+
+def _first_boundary(graph: Graph, nodes: dict[int, Node], run: _Run) -> int:
+    """Returns the place among a run's first equations where a step hands on the least."""
+    made = {number: i for i, node in nodes.items() for number in node.outputs}
+    latest: dict[int, int] = {}
+    for i, node in nodes.items():
+        for number in node.inputs:
+            if number in made:
+                latest[number] = max(latest.get(number, 0), i)
+    middle = len(run.nodes) // run.period // 2 * run.period
+    change = [0] * (run.period + 1)
+    whole = 0
+    for number, end in latest.items():
+        start = made[number]
+        if not middle <= start < middle + run.period:
+            continue
+        size = int(graph.avals[number].size)
+        whole += (end - start) // run.period * size
+        begin, rest = (start + 1) % run.period, (end - start) % run.period
+        for a, b in ((begin, min(begin + rest, run.period)), (0, begin + rest - run.period)):
+            if a < b:
+                change[a] += size
+                change[b] -= size
+    handed, best = 0, (-1, 0)
+    for place in range(run.period):
+        handed += change[place]
+        if best[0] < 0 or handed < best[0]:
+            best = handed, place
+    return best[1]
+
+
+def _needed(nodes: dict[int, Node], handed: set[int]) -> dict[int, Node]:
+    """Returns the equations of which what steps hand on is computed, in order."""
+    needed: dict[int, Node] = {}
+    wanted = set(handed)
+    for i in sorted(nodes, reverse=True):
+        if not wanted.isdisjoint(nodes[i].outputs):
+            needed[i] = nodes[i]
+            wanted.update(nodes[i].inputs)
+    return dict(sorted(needed.items()))
+
+
+def _computed_once(blocks: Sequence[Sequence[Node]], handed: set[int]) -> set[int]:
+    """Returns the results that are not to be computed again of what a step is given: of which something within the
+    step takes long, or reads neighbours."""
+    found: set[int] = set()
+    for block in blocks:
+        for node in block:
+            far = node.name in _KEPT or node.name in _NEIGHBOURS
+            if far or any(n in found and n not in handed for n in node.inputs):
+                found.update(node.outputs)
+    return found
+
+
+def _site(graph: Graph, blocks: Sequence[Sequence[Node]], handed: set[int]) -> Found | None:
+    """Returns the site of some steps."""
+    within = {id(node) for block in blocks for node in block}
+    made = {number for block in blocks for node in block for number in node.outputs}
+    once = _computed_once(blocks, handed)
+    read_in = [
+        list(dict.fromkeys(n for node in block for n in node.inputs if n not in graph.literals)) for block in blocks
+    ]
+    operands = list(dict.fromkeys(n for read in read_in for n in read if n not in made))
+    number_of = {number: i for i, number in enumerate(operands)}
+    reads: list[tuple[int, ...]] = []
+    programs: list[ClosedJaxpr] = []
+    results: list[int] = []
+    for block, read in zip(blocks, read_in, strict=True):
+        own = {number for node in block for number in node.outputs}
+        given = []
+        for number in (number for node in block for number in node.outputs):
+            outside = number in graph.returned or any(id(user) not in within for user in graph.users[number])
+            if number in handed or (outside and number in once):
+                given.append(number)
+                results += [number] if outside else []
+        outer = [n for n in read if n not in own]
+        reads.append(tuple(number_of[n] for n in outer))
+        programs.append(jaxpr_of(graph, block, outer, given))
+        number_of.update({number: len(number_of) + i for i, number in enumerate(given)})
+    avals = [graph.avals[n] for n in (*operands, *results)]
+    if not results or array_types.varying_axes(avals):
+        return None
+    if any(array_types.explicit_sharding(aval) is not None for aval in avals):
+        return None
+    steps = StepsApart(
+        key=digest(programs),
+        steps=tuple(programs),
+        reads=tuple(reads),
+        results=tuple(number_of[n] for n in results),
+    )
+    return Found((("steps", steps),), tuple(operands), tuple(results))
