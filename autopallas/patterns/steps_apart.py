@@ -145,9 +145,20 @@ def _around(kinds: Sequence[Hashable], own: Sequence[int]) -> tuple[int, int, in
         end = start
         while end < len(kinds) and kinds[end] is not None and (end - period < first or kinds[end] == kinds[end - period]):
             end += 1
+        if (end - first) // period >= 2:
+            period = _shortest_period(kinds[first:end], period)
         if _LEAST_STEPS <= (end - first) // period <= _MOST_STEPS:
             return first, period, end
     return None
+
+
+def _shortest_period(kinds: Sequence[Hashable], period: int) -> int:
+    """Returns the shortest period of what has a period, of those that it is a multiple of."""
+    for parts in range(_MOST_AT_ONCE, 1, -1):
+        shorter, rest = divmod(period, parts)
+        if not rest and shorter >= _SHORTEST and all(a == b for a, b in zip(kinds, kinds[shorter:], strict=False)):
+            return shorter
+    return period
 
 
 def _of_run(graph: Graph, run: _Run, places: dict[int, int]) -> Found | None:
@@ -175,7 +186,8 @@ def _of_run(graph: Graph, run: _Run, places: dict[int, int]) -> Found | None:
 def _independent(graph: Graph, run: _Run, places: dict[int, int]) -> dict[int, Node]:
     """Returns the equations of a run, by their places there, that read nothing which other equations compute of the
     run's results, and no product of two arrays that both differ from step to step."""
-    at = {id(node): i for i, node in enumerate(run.nodes)}
+    sums = _sums(graph, run)
+    at = {id(node): i for i, node in enumerate(run.nodes) if i not in sums}
     begin, end = places[id(run.nodes[0])], places[id(run.nodes[-1])]
     lowest = run.nodes[0].outputs[0]
     within: set[int] = set()
@@ -194,6 +206,31 @@ def _independent(graph: Graph, run: _Run, places: dict[int, int]) -> dict[int, N
         elif depends or any(n in within for n in node.inputs) or i is not None:
             others.update(node.outputs)
     graph.steps.spend(end - begin + 1)
+    return found
+
+
+def _sums(graph: Graph, run: _Run) -> set[int]:
+    """Returns the places in a run of what only adds up what steps give, as gradients of what all of them read: a
+    compiler adds all of it at once."""
+    at = {id(node): i for i, node in enumerate(run.nodes)}
+    last = len(run.nodes) - run.period
+    sums: set[int] = set()
+    for i in range(len(run.nodes) - 1, -1, -1):
+        node = run.nodes[i]
+        if node.name not in ("add", "add_any"):
+            continue
+        (number,) = node.outputs
+        users = [at.get(id(user)) for user in graph.users[number]]
+        if i < last and (len(users) != 1 or None in users or number in graph.returned):
+            continue
+        if all(user is None or user in sums for user in users):
+            sums.add(i)
+    found: set[int] = set()
+    without: set[int] = set()
+    for i in sorted(sums):
+        if i < last or not without.isdisjoint(run.nodes[i].inputs):
+            found.add(i)
+            without.update(run.nodes[i].outputs)
     return found
 
 
@@ -247,23 +284,31 @@ def _needed(nodes: dict[int, Node], handed: set[int]) -> dict[int, Node]:
     return dict(sorted(needed.items()))
 
 
-def _computed_once(blocks: Sequence[Sequence[Node]], handed: set[int]) -> set[int]:
-    """Returns the results that are not to be computed again of what a step is given: of which something within the
-    step takes long, or reads neighbours."""
-    found: set[int] = set()
-    for block in blocks:
-        for node in block:
-            far = node.name in _KEPT or node.name in _NEIGHBOURS
-            if far or any(n in found and n not in handed for n in node.inputs):
-                found.update(node.outputs)
-    return found
+def _given_out(graph: Graph, blocks: Sequence[Sequence[Node]], handed: set[int]) -> set[int]:
+    """Returns the values that steps give to what is outside of them: what they hand on, and what is not to be computed
+    again of that, since something within the step takes long, or reads neighbours."""
+    nodes = [node for block in blocks for node in block]
+    once = set(handed)
+    for node in nodes:
+        far = node.name in _KEPT or node.name in _NEIGHBOURS
+        if far or any(n in once and n not in handed for n in node.inputs):
+            once.update(node.outputs)
+    within = set(map(id, nodes))
+    read: set[int] = set()
+    """Numbers of what is read outside, or of which something is computed again there."""
+    for node in reversed(nodes):
+        for number in node.outputs:
+            if number in graph.returned or any(id(user) not in within for user in graph.users[number]):
+                read.add(number)
+            if number in read and number not in once:
+                read.update(node.inputs)
+    return read & once
 
 
 def _site(graph: Graph, blocks: Sequence[Sequence[Node]], handed: set[int]) -> Found | None:
     """Returns the site of some steps."""
-    within = {id(node) for block in blocks for node in block}
     made = {number for block in blocks for node in block for number in node.outputs}
-    once = _computed_once(blocks, handed)
+    given_out = _given_out(graph, blocks, handed)
     read_in = [
         list(dict.fromkeys(n for node in block for n in node.inputs if n not in graph.literals)) for block in blocks
     ]
@@ -274,12 +319,8 @@ def _site(graph: Graph, blocks: Sequence[Sequence[Node]], handed: set[int]) -> F
     results: list[int] = []
     for block, read in zip(blocks, read_in, strict=True):
         own = {number for node in block for number in node.outputs}
-        given = []
-        for number in (number for node in block for number in node.outputs):
-            outside = number in graph.returned or any(id(user) not in within for user in graph.users[number])
-            if number in handed or (outside and number in once):
-                given.append(number)
-                results += [number] if outside else []
+        given = [number for node in block for number in node.outputs if number in handed or number in given_out]
+        results += [number for number in given if number in given_out]
         outer = [n for n in read if n not in own]
         reads.append(tuple(number_of[n] for n in outer))
         programs.append(jaxpr_of(graph, block, outer, given))

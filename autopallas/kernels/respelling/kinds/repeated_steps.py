@@ -37,16 +37,18 @@ _LONG = 20
 
 
 def _feature(spec: RespellingSpec) -> str:
-    """Returns whether a step rolls arrays or reads slices of them, whether it is long, and how many there are."""
+    """Returns whether steps are a loop or apart, multiply or sum, roll arrays or read slices of them, whether they are
+    long, and how many there are."""
     steps = steps_in(spec)
     equations = steps.step.jaxpr.eqns
     names = {e.primitive.name for e in equations}
-    apart = "apart, " if isinstance(steps, StepsApart) else ""
-    sums = "sums" if not names.isdisjoint(("dot_general", "reduce_max", "reduce_min", "reduce_sum")) else ""
     reads = "rolls" if "concatenate" in names else "elements" if names.isdisjoint(("pad", "slice")) else "slices"
+    if isinstance(steps, StepsApart):
+        sums = not names.isdisjoint(("reduce_max", "reduce_min", "reduce_sum"))
+        reads = f"apart, {'products, ' if 'dot_general' in names else 'sums, ' if sums else ''}{reads}"
     length = "long" if len(equations) >= _LONG else "short"
     several = "4 to 7" if steps.count < 8 else "8 to 15" if steps.count < 16 else "16 or more"
-    return f"{apart}{sums or reads}, {several} {length} steps"
+    return f"{reads}, {several} {length} steps"
 
 
 def _samples() -> Iterator[tuple[str, Sample]]:
@@ -63,6 +65,84 @@ def _samples() -> Iterator[tuple[str, Sample]]:
                     continue  # the original takes minutes to compile with JAX 0.10
                 function = partial(_repeated, step, count)
                 yield f"{name}-{count}-{rows}", Sample(function, float32_types(*[(rows, columns)] * carried))
+    yield from _apart_samples()
+
+
+def _apart_samples() -> Iterator[tuple[str, Sample]]:
+    """Yields trajectories of such steps, of waves and of gated units, and their gradients by each state, of two sizes."""
+    steps: dict[str, tuple[int, Callable[..., tuple[jax.Array, ...]]]] = {
+        "heat": (1, _heat), "reaction": (2, _reaction), "wave": (2, _wave), "relaxed": (2, _relaxed),
+        "convection": (3, _convection),
+    }  # fmt: skip
+    for count in (6, 10, 20):
+        for name, (carried, step) in steps.items():
+            for rows in (64, 256):
+                if (count, rows) == (20, 256) or (name, count) == ("reaction", 20):
+                    continue  # the originals take minutes to compile
+                state = (rows, rows)
+                forward = partial(_trajectory, step, count)
+                yield f"{name}-states-{count}-{rows}", Sample(forward, float32_types(*[state] * carried))
+                backward = partial(_pulled, step, count)
+                given = [*[(count, *state)] * carried, *[state] * carried]
+                yield f"{name}-gradients-{count}-{rows}", Sample(backward, float32_types(*given))
+    for count in (6, 10, 20):
+        for batch, width in ((16, 64), (32, 128)):
+            weights = [(width, 3 * width), (3 * width,)]
+            unit = partial(_trajectory_of_inputs, count)
+            shapes = [(batch, width), (count, batch, 3 * width), *weights]
+            yield f"unit-states-{count}-{width}", Sample(unit, float32_types(*shapes))
+            shapes = [(count, batch, width), (count, batch, 3 * width), (count, batch, width), *weights]
+            yield f"unit-gradients-{count}-{width}", Sample(partial(_pulled_unit, count), float32_types(*shapes))
+
+
+def _trajectory(step: Callable[..., tuple[jax.Array, ...]], count: int, *state: jax.Array) -> jax.Array:
+    """Returns what each of the steps gives first."""
+    found = []
+    for _ in range(count):
+        state = step(*state)
+        found.append(state[0])
+    return jnp.stack(found)
+
+
+def _pulled(step: Callable[..., tuple[jax.Array, ...]], count: int, *given: jax.Array) -> list[jax.Array]:
+    """Returns the gradients of all states, of what comes of the last one."""
+    carried = len(given) // 2
+    states, gradients = given[:carried], given[carried:]
+    found = []
+    for i in reversed(range(count)):
+        _, pull = jax.vjp(step, *(x[i] for x in states))
+        gradients = pull(gradients)
+        found.append(gradients[0])
+    return [*gradients, jnp.stack(found)]
+
+
+def _unit(h: jax.Array, x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns the next state of a gated recurrent unit [batch, width]."""
+    g, width = h @ w, h.shape[-1]
+    z = x + b
+    reset, update = (jax.nn.sigmoid(z[:, i : i + width] + g[:, i : i + width]) for i in (0, width))
+    candidate = jnp.tanh(z[:, 2 * width :] + reset * g[:, 2 * width :])
+    return (1 - update) * candidate + update * h
+
+
+def _trajectory_of_inputs(count: int, h: jax.Array, x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+    found = []
+    for i in range(count):
+        h = _unit(h, x[i], w, b)
+        found.append(h)
+    return jnp.stack(found)
+
+
+def _pulled_unit(
+    count: int, h: jax.Array, x: jax.Array, given: jax.Array, w: jax.Array, b: jax.Array
+) -> list[jax.Array]:
+    """Returns the gradients of the first state and of the weights, of what comes of each state."""
+    gradient, total = jnp.zeros_like(given[0]), jnp.zeros_like(w)
+    for i in reversed(range(count)):
+        _, pull = jax.vjp(lambda h, w, x=x[i]: _unit(h, x, w, b), h[i], w)
+        gradient, own = pull(gradient + given[i])
+        total = total + own
+    return [gradient, total]
 
 
 def _repeated(step: Callable[..., tuple[jax.Array, ...]], count: int, *state: jax.Array) -> tuple[jax.Array, ...]:
@@ -100,6 +180,10 @@ def _convection(x: jax.Array, y: jax.Array, z: jax.Array) -> tuple[jax.Array, ..
     half = [a + 0.005 * b for a, b in zip((x, y, z), rates(x, y, z), strict=True)]
     x, y, z = (a + 0.01 * b for a, b in zip((x, y, z), rates(*half), strict=True))
     return x, y, z
+
+
+def _wave(u: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+    return 2 * u - v + 0.2 * (_neighbours(u) - 4 * u), u
 
 
 def _iterated(x: jax.Array, a: jax.Array) -> tuple[jax.Array, ...]:
