@@ -132,7 +132,10 @@ class Trial:
                 operands = [
                     x if place is None else arguments[0][0][place] for x, place in zip(own, places, strict=True)
                 ]
-                results += map(random_keys.data, one(part, operands, cotangents))
+                found = one(part, operands, cotangents)
+                examples = part.site.operation.part("example")
+                found = examples.read(part.site, found, operands) if hasattr(examples, "read") else found
+                results += map(random_keys.data, found)
             return results
 
         if self.repeats == 1:

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from autopallas import array_types
 from autopallas.compat import ClosedJaxpr
 from autopallas.graph import Graph, Node
-from autopallas.graph.custom_rules import ELEMENTWISE, called_program, is_elementwise_call
+from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.extract import jaxpr_of
-from autopallas.graph.keys import hashable
 from autopallas.graph.prices import LONG
 from autopallas.graph.program_digests import digest
 from autopallas.kernels.respelling.kind import Found
@@ -31,6 +30,9 @@ _SHORTEST = 4
 _LONGEST = 2_000
 """Most equations of a step."""
 _MOST_STEPS = 256
+_SHORTEST_PATH = 4
+"""Fewest equations from what a step is given to what it hands on, where it neither reads neighbours nor multiplies
+matrices: to add up a few stored arrays again takes as long as to read them."""
 _MOST_AT_ONCE = 8
 """Most occurrences of a step's rarest equation in one step."""
 _MOST_TRIES = 64
@@ -42,7 +44,8 @@ _MOVES = _NEIGHBOURS | frozenset(
     """broadcast_in_dim copy expand_dims iota reshape rev split squeeze stack transpose unstack""".split()
 )
 _SUMS = frozenset({"dot_general", "reduce_max", "reduce_min", "reduce_sum"})
-_STEPS_HOLD = ELEMENTWISE | _MOVES | _SUMS
+_FUSED = ELEMENTWISE | _MOVES
+_STEPS_HOLD = _FUSED | _SUMS
 _KEPT = LONG | _SUMS | {"custom_jvp_call"}
 """What is not computed again where something else reads it."""
 
@@ -85,19 +88,17 @@ def _runs(graph: Graph, nodes: Sequence[Node], taken: Container[Node]) -> Iterat
     """Yields what repeats among the equations of a body, no equation twice."""
     if len(nodes) < _LEAST_STEPS * _SHORTEST:
         return
-    alike = Counter((node.name, graph.avals[node.outputs[0]].shape) for node in nodes)
-    if max(alike.values()) < _LEAST_STEPS:
+    avals = graph.avals
+    named = [(node.name, avals[node.outputs[0]].shape) for node in nodes]
+    counts = Counter(named)
+    if max(counts.values()) < _LEAST_STEPS:
         return
-    chosen = [
-        node
-        for node in nodes
-        if alike[node.name, graph.avals[node.outputs[0]].shape] >= _LEAST_STEPS and node not in taken
-    ]
-    known: dict[int, Hashable] = {}
-    found = [_kind(graph, node, known) for node in chosen]
-    counts = Counter(found)
-    chosen = [node for node, kind in zip(chosen, found, strict=True) if counts[kind] >= _LEAST_STEPS]
-    kinds: list[Hashable] = [kind for kind in found if counts[kind] >= _LEAST_STEPS]
+    chosen: list[Node] = []
+    kinds: list[Hashable] = []
+    for node, kind in zip(nodes, named, strict=True):
+        if counts[kind] >= _LEAST_STEPS and node not in taken:
+            chosen.append(node)
+            kinds.append(kind)
     places: dict[Hashable, list[int]] = defaultdict(list)
     for place, kind in enumerate(kinds):
         places[kind].append(place)
@@ -113,21 +114,6 @@ def _runs(graph: Graph, nodes: Sequence[Node], taken: Container[Node]) -> Iterat
         runs += 1
         if runs == _MOST_RUNS:
             return
-
-
-def _kind(graph: Graph, node: Node, known: dict[int, Hashable]) -> Hashable:
-    """Returns what equations of the same position in two steps have in common; their numbers may differ."""
-    types = tuple([(a.shape, a.dtype) for a in map(graph.avals.__getitem__, (*node.inputs, *node.outputs))])
-    if not node.params:
-        return node.name, types
-    params = known.get(id(node.params))
-    if params is None:
-        if is_elementwise_call(node.equation):
-            params = called_program(node.equation)
-        else:
-            params = hashable({k: v for k, v in node.params.items() if k not in ("sharding", "out_sharding")})
-        known[id(node.params)] = params
-    return node.name, params, types
 
 
 def _around(kinds: Sequence[Hashable], own: Sequence[int]) -> tuple[int, int, int] | None:
@@ -163,24 +149,91 @@ def _shortest_period(kinds: Sequence[Hashable], period: int) -> int:
 
 def _of_run(graph: Graph, run: _Run, places: dict[int, int]) -> Found | None:
     """Returns the steps of a run, if they hand on anything that is computed of what they hold alone."""
+    begin = _Run(run.nodes[: _LEAST_STEPS * run.period], run.period)
+    if not _handed_on(_independent(graph, begin, places), 0, run.period):  # as layers of a network do not
+        return None
     nodes = _independent(graph, run, places)
     first = _first_boundary(graph, nodes, run)
-    step = {number: (i - first) // run.period for i, node in nodes.items() for number in node.outputs}
-    handed = {
-        number for i, node in nodes.items() for number in node.inputs if step.get(number, i) < (i - first) // run.period
-    }
+    handed = _handed_on(nodes, first, run.period)
     if not handed:
         return None
     latest = {(i - first) % run.period: i for i in nodes}
     positions = {(i - first) % run.period for i, node in nodes.items() if not handed.isdisjoint(node.outputs)}
     handed.update(number for position in positions for number in nodes[latest[position]].outputs)
-    needed = _needed(nodes, handed)
+    nodes = _of_what_is_given(nodes, first, run, handed)
     blocks: dict[int, list[Node]] = defaultdict(list)
-    for i, node in needed.items():
+    for i, node in _needed(nodes, handed).items():
         blocks[(i - first) // run.period].append(node)
-    if len(blocks) < _LEAST_STEPS or len(needed) < 2 * len(blocks):
+    if len(blocks) < _LEAST_STEPS:
         return None
-    return _site(graph, list(blocks.values()), handed)
+    steps = list(blocks.values())
+    path = _fused_path(graph, steps[len(steps) // 2], handed)
+    is_short = len(path) < _SHORTEST_PATH and _NEIGHBOURS.isdisjoint(path)
+    if not path or (is_short and not any(node.name == "dot_general" for node in steps[len(steps) // 2])):
+        return None
+    return _site(graph, steps, handed, path)
+
+
+def _of_what_is_given(nodes: dict[int, Node], first: int, run: _Run, handed: set[int]) -> dict[int, Node]:
+    """Returns the equations that compute something of what an earlier step hands on, in a step in the middle, and those
+    at the same positions."""
+    middle = len(run.nodes) // run.period // 2
+    given: set[int] = set()
+    positions: set[int] = set()
+    for i, node in nodes.items():
+        if (i - first) // run.period < middle:
+            given.update(handed.intersection(node.outputs))
+        elif (i - first) // run.period == middle and not given.isdisjoint(node.inputs):
+            positions.add((i - first) % run.period)
+            given.update(node.outputs)
+    return {i: node for i, node in nodes.items() if (i - first) % run.period in positions}
+
+
+def _is_stored(graph: Graph, number: int) -> bool:
+    """Returns whether a value is stored in any case: it is a result, or an equation reads it that is not fused with what
+    computes its operands.  Sums are not, but for a product before them."""
+    if number in graph.returned:
+        return True
+    for user in graph.users[number]:
+        if user.name not in _FUSED and not is_elementwise_call(user.equation):
+            return True
+        (only, *others) = graph.users[user.outputs[0]] or [None]
+        if user.name == "mul" and only is not None and not others and only.name == "reduce_sum":
+            return True
+    return False
+
+
+def _fused_path(graph: Graph, block: Sequence[Node], handed: set[int]) -> list[str]:
+    """Returns the names of the equations of a step by which it computes what it hands on, of what it is given, with
+    nothing that is stored on the way."""
+    own = {number for node in block for number in node.outputs}
+    known: dict[int, bool] = {}
+
+    def is_free(number: int) -> bool:
+        if number not in known:
+            known[number] = not _is_stored(graph, number)
+        return known[number]
+
+    reached: set[int] = set()
+    on_it: list[Node] = []
+    for node in block:
+        if node.name in _FUSED or is_elementwise_call(node.equation):
+            if any(n in reached or (n in handed and n not in own and is_free(n)) for n in node.inputs):
+                on_it.append(node)
+                reached.update(n for n in node.outputs if is_free(n))
+    ends = {n for n in reached if n in handed}
+    names: list[str] = []
+    for node in reversed(on_it):
+        if not ends.isdisjoint(node.outputs):
+            names.append(node.name)
+            ends.update(n for n in node.inputs if n in reached)
+    return names
+
+
+def _handed_on(nodes: dict[int, Node], first: int, period: int) -> set[int]:
+    """Returns the numbers of what one step gives and a later one reads."""
+    step = {number: (i - first) // period for i, node in nodes.items() for number in node.outputs}
+    return {n for i, node in nodes.items() for n in node.inputs if step.get(n, i) < (i - first) // period}
 
 
 def _independent(graph: Graph, run: _Run, places: dict[int, int]) -> dict[int, Node]:
@@ -305,7 +358,9 @@ def _given_out(graph: Graph, blocks: Sequence[Sequence[Node]], handed: set[int])
     return read & once
 
 
-def _site(graph: Graph, blocks: Sequence[Sequence[Node]], handed: set[int]) -> Found | None:
+def _site(
+    graph: Graph, blocks: Sequence[Sequence[Node]], handed: set[int], path: Sequence[str]
+) -> Found | None:
     """Returns the site of some steps."""
     made = {number for block in blocks for node in block for number in node.outputs}
     given_out = _given_out(graph, blocks, handed)
@@ -335,5 +390,7 @@ def _site(graph: Graph, blocks: Sequence[Sequence[Node]], handed: set[int]) -> F
         steps=tuple(programs),
         reads=tuple(reads),
         results=tuple(number_of[n] for n in results),
+        fused=tuple(not _is_stored(graph, n) for n in results),
+        path=tuple(sorted(path)),
     )
     return Found((("steps", steps),), tuple(operands), tuple(results))

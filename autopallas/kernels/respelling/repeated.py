@@ -72,12 +72,17 @@ class StepsApart:
       steps: the program of each step.
       reads: per step, the numbers of the values that it reads.
       results: the numbers of the site's results.
+      fused: per result, whether the program fuses what computes it with what reads it.
+      path: the names of the equations by which a step computes what it hands on of what it is given, with nothing that
+        is stored on the way.
     """
 
     key: str
     steps: tuple[ClosedJaxpr, ...] = field(compare=False)
     reads: tuple[tuple[int, ...], ...]
     results: tuple[int, ...]
+    fused: tuple[bool, ...]
+    path: tuple[str, ...]
 
     @property
     def count(self) -> int:

@@ -40,15 +40,15 @@ def _feature(spec: RespellingSpec) -> str:
     """Returns whether steps are a loop or apart, multiply or sum, roll arrays or read slices of them, whether they are
     long, and how many there are."""
     steps = steps_in(spec)
-    equations = steps.step.jaxpr.eqns
-    names = {e.primitive.name for e in equations}
-    reads = "rolls" if "concatenate" in names else "elements" if names.isdisjoint(("pad", "slice")) else "slices"
+    names = [e.primitive.name for e in steps.step.jaxpr.eqns]
+    product = "products, " if "dot_general" in names else ""
+    apart = isinstance(steps, StepsApart)
     if isinstance(steps, StepsApart):
-        sums = not names.isdisjoint(("reduce_max", "reduce_min", "reduce_sum"))
-        reads = f"apart, {'products, ' if 'dot_general' in names else 'sums, ' if sums else ''}{reads}"
-    length = "long" if len(equations) >= _LONG else "short"
+        names = list(steps.path)
+    reads = "rolls" if "concatenate" in names else "elements" if {*names}.isdisjoint(("pad", "slice")) else "slices"
+    length = "long" if len(names) >= _LONG else "short"
     several = "4 to 7" if steps.count < 8 else "8 to 15" if steps.count < 16 else "16 or more"
-    return f"{reads}, {several} {length} steps"
+    return f"{f'apart, {product}' if apart else ''}{reads}, {several} {length} steps"
 
 
 def _samples() -> Iterator[tuple[str, Sample]]:
