@@ -32,7 +32,7 @@ _LONGEST = 2_000
 _MOST_STEPS = 256
 _SHORTEST_PATH = 4
 """Fewest equations from what a step is given to what it hands on, where it neither reads neighbours nor multiplies
-matrices: to add up a few stored arrays again takes as long as to read them."""
+matrices (two, where it does): to add up a few stored arrays again takes as long as to read them."""
 _MOST_AT_ONCE = 8
 """Most occurrences of a step's rarest equation in one step."""
 _MOST_TRIES = 64
@@ -168,8 +168,8 @@ def _of_run(graph: Graph, run: _Run, places: dict[int, int]) -> Found | None:
         return None
     steps = list(blocks.values())
     path = _fused_path(graph, steps[len(steps) // 2], handed)
-    is_short = len(path) < _SHORTEST_PATH and _NEIGHBOURS.isdisjoint(path)
-    if not path or (is_short and not any(node.name == "dot_general" for node in steps[len(steps) // 2])):
+    multiplies = any(node.name == "dot_general" for node in steps[len(steps) // 2])
+    if len(path) < (2 if multiplies else _SHORTEST_PATH) and _NEIGHBOURS.isdisjoint(path):
         return None
     return _site(graph, steps, handed, path)
 
