@@ -1,9 +1,12 @@
 """Finds steps that stand one after the other and give more than what the next one reads: a trajectory, or what a
 gradient keeps.
 
-Here steps need not be equal, nor read the same: a value that steps hand on is computed as it was, in a place of its own.
-What repeats shows only where the steps begin.  What a step computes of what it is given goes there, if more reads it than
-the step itself.
+Here steps need not be equal, nor read the same: each value that steps hand on is computed by its own equations, apart
+from those of other steps.  What repeats only shows where steps begin.
+
+A compiler that fuses computes a value anew for each equation that reads it, unless one of these is not fused with what
+computes its operands: such a value is stored.  Steps whose states are stored in any case gain nothing, and are left
+alone.
 """
 
 from __future__ import annotations
@@ -95,10 +98,10 @@ def _runs(graph: Graph, nodes: Sequence[Node], taken: Container[Node]) -> Iterat
         return
     chosen: list[Node] = []
     kinds: list[Hashable] = []
-    for node, kind in zip(nodes, named, strict=True):
-        if counts[kind] >= _LEAST_STEPS and node not in taken:
+    for node, name in zip(nodes, named, strict=True):
+        if counts[name] >= _LEAST_STEPS and node not in taken:
             chosen.append(node)
-            kinds.append(kind)
+            kinds.append(name)
     places: dict[Hashable, list[int]] = defaultdict(list)
     for place, kind in enumerate(kinds):
         places[kind].append(place)
@@ -129,7 +132,9 @@ def _around(kinds: Sequence[Hashable], own: Sequence[int]) -> tuple[int, int, in
         while first > 0 and kinds[first - 1] is not None and kinds[first - 1] == kinds[first - 1 + period]:
             first -= 1
         end = start
-        while end < len(kinds) and kinds[end] is not None and (end - period < first or kinds[end] == kinds[end - period]):
+        while (
+            end < len(kinds) and kinds[end] is not None and (end - period < first or kinds[end] == kinds[end - period])
+        ):
             end += 1
         if (end - first) // period >= 2:
             period = _shortest_period(kinds[first:end], period)
@@ -190,15 +195,14 @@ def _of_what_is_given(nodes: dict[int, Node], first: int, run: _Run, handed: set
 
 
 def _is_stored(graph: Graph, number: int) -> bool:
-    """Returns whether a value is stored in any case: it is a result, or an equation reads it that is not fused with what
-    computes its operands.  Sums are not, but for a product before them."""
+    """Returns whether a value is stored in any case: it is a result, or an equation reads it that is not fused with
+    what computes its operands.  Sums are such, with a product before them."""
     if number in graph.returned:
         return True
     for user in graph.users[number]:
         if user.name not in _FUSED and not is_elementwise_call(user.equation):
             return True
-        (only, *others) = graph.users[user.outputs[0]] or [None]
-        if user.name == "mul" and only is not None and not others and only.name == "reduce_sum":
+        if user.name == "mul" and [reader.name for reader in graph.users[user.outputs[0]]] == ["reduce_sum"]:
             return True
     return False
 
@@ -358,9 +362,7 @@ def _given_out(graph: Graph, blocks: Sequence[Sequence[Node]], handed: set[int])
     return read & once
 
 
-def _site(
-    graph: Graph, blocks: Sequence[Sequence[Node]], handed: set[int], path: Sequence[str]
-) -> Found | None:
+def _site(graph: Graph, blocks: Sequence[Sequence[Node]], handed: set[int], path: Sequence[str]) -> Found | None:
     """Returns the site of some steps."""
     made = {number for block in blocks for node in block for number in node.outputs}
     given_out = _given_out(graph, blocks, handed)

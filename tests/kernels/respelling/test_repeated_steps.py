@@ -175,15 +175,6 @@ OTHERS, other = registry()
 
 
 @other
-def a_trajectory(u, v):
-    places = []
-    for _ in range(6):
-        u = u + 0.1 * (around(u) - 4 * u)
-        places.append(u)
-    return jnp.stack(places)
-
-
-@other
 def a_number_for_each_step(u, v):
     for i in range(6):
         u = jnp.sin(u) * (1 + 0.1 * i) + jnp.cos(u) * v

@@ -103,7 +103,8 @@ def _trajectory(step: Callable[..., tuple[jax.Array, ...]], count: int, *state: 
 
 def _kept(count: int, u: jax.Array, v: jax.Array) -> list[jax.Array]:
     """Returns the states of a reaction, and how fast both substances spread in each step, as a gradient keeps it."""
-    found, kept = [], []
+    found: list[jax.Array] = []
+    kept: list[jax.Array] = []
     for _ in range(count):
         spread = _neighbours(u) - 4 * u, _neighbours(v) - 4 * v
         reacted = u * v * v
