@@ -133,8 +133,8 @@ class Trial:
                     x if place is None else arguments[0][0][place] for x, place in zip(own, places, strict=True)
                 ]
                 found = one(part, operands, cotangents)
-                examples = part.site.operation.part("example")
-                found = examples.read(part.site, found, operands) if hasattr(examples, "read") else found
+                read = getattr(part.site.operation.module("example"), "read", None)
+                found = found if read is None else read(part.site, found, operands)
                 results += map(random_keys.data, found)
             return results
 

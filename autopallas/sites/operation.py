@@ -134,7 +134,8 @@ class Example(Protocol):
 
     It may also have ``repeats(site)``: how often one call of a search computes a site, in a loop; and
     ``original(site)``: what a search measures in the place of the site's equations, where these are only slow in a
-    program, or None.
+    program, or None; and ``read(site, results, operands)``: the results as a search's functions give them, where what
+    reads them in a program decides how they are computed.
     """
 
     @property
