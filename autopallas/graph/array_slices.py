@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["Place", "plus_slices", "slices_at", "with_axis", "with_slices"]
+__all__ = ["Place", "integers_of", "plus_slices", "slices_at", "with_axis", "with_slices"]
 
 _MOST_RUNS = 4
 """Most runs of positions that are sliced one by one and put together."""
@@ -113,6 +113,19 @@ def _positions(place: Place) -> jax.Array | np.ndarray:
     if place.runs is None:
         return np.asarray(place.positions)
     return jnp.concatenate([run.first + run.step * lax.iota(np.int32, run.length) for run in place.runs])
+
+
+def integers_of(known: np.ndarray) -> jax.Array:
+    """Returns known integers with the steps in front: computed, where those of one step are one that goes up or down by
+    equal distances, so that the program does not hold them."""
+    count = known.shape[0]
+    if known.size == count > 1 and known.dtype.kind in "iu":
+        steps = known.reshape(-1).astype(np.int64)
+        first, by = int(steps[0]), int(steps[1] - steps[0])
+        small = abs(steps).max() < 2**31
+        if small and np.array_equal(first + by * np.arange(count), steps):
+            return (first + by * lax.iota(np.int32, count)).astype(known.dtype).reshape(known.shape)
+    return jnp.asarray(known)
 
 
 def with_axis(x: jax.Array, shape: Sequence[int], place: Place) -> jax.Array:

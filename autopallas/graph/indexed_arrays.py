@@ -74,6 +74,8 @@ class Plan:
       clears: whether an equation sets a slice to zero, as the derivative of one that sets it does.
       stacks: whether steps read slices of an array, set others of it, and stack results, as a loop does that keeps what
         it read for its backward.
+      sets: whether steps set slices of an array, and stack results that are not known while the program is traced, as
+        the forward does of a loop that sets ``y.at[i]``.
     """
 
     actions: Mapping[int, Action]
@@ -82,6 +84,7 @@ class Plan:
     whole_sums: bool
     clears: bool
     stacks: bool
+    sets: bool
 
 
 class Steps(NamedTuple):
@@ -163,8 +166,11 @@ class IndexedArrays:
                 continue
             tables.append((i, table))
         copied = any({action.kind for action, _ in actions[i]} >= {"read", "set"} for i, _ in tables)
-        stacks = copied and len(self.steps.outputs) > self.steps.carried
-        return Plan(self.actions, tuple(tables), tuple(sums), bool(self.whole_sums), bool(self.cleared), stacks)
+        results = self.steps.outputs[self.steps.carried :]
+        sets = any(action.kind == "set" for i, _ in tables for action, _ in actions[i])
+        sets = sets and any(self._steps(atom) is None for atom in results)
+        flags = bool(self.whole_sums), bool(self.cleared), copied and bool(results), sets
+        return Plan(self.actions, tuple(tables), tuple(sums), *flags)
 
     def _table(self, carried: int, actions: Sequence[tuple[Action, Var]]) -> Table | None:
         """Returns how steps come to the slices of an array; None where it is no table."""

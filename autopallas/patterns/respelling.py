@@ -38,11 +38,13 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     loop that stacks much for its backward is one, where such loops are looked for.
 
     An equation that was found goes before one that follows it and would hold it: a product with a one-hot matrix before
-    the transposition of its result.
+    the transposition of its result.  An equation may be found by two kinds, of which the first gives way
+    (``Kind.gives_way``): a plan has the one that gains more.
     """
     kinds = {name: [kind for kind in own if _is_looked_for(graph, kind)] for name, own in kinds_by_primitive().items()}
     found: list[Match] = []
     places: set[Node] = set()
+    others: list[Match] = []
     graph.respelt = set()
     if _is_looked_for(graph, summed_exponentials_gradient.KIND):
         for loops in exponential_loops.find(graph):
@@ -54,11 +56,15 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             match = _looked(graph, node, kind)
             if match is None or (match.spec.assumptions() and not assume_finite):
                 continue
+            if kind.gives_way is not None and kind.gives_way(match.spec):
+                others.append(match)
+                continue
             if places.isdisjoint(match.equations):
                 found.append(match)
                 places.add(node)
                 graph.respelt.update(match.results)
                 break
+    found += others
     looped: set[Node] = set()
     if _is_looked_for(graph, repeated_steps.KIND):
         with contained("equal steps one after the other", OPERATION.name, "recognition"):

@@ -24,7 +24,7 @@ from jax import lax
 from autopallas import array_types, compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph import Graph, Node, flatten
-from autopallas.graph.array_slices import Place, plus_slices, slices_at, with_axis, with_slices
+from autopallas.graph.array_slices import Place, integers_of, plus_slices, slices_at, with_axis, with_slices
 from autopallas.graph.indexed_arrays import Action, IndexedArrays, Plan, Steps
 from autopallas.graph.known_integers import Array, KnownIntegers
 from autopallas.graph.loop_slices import is_zero
@@ -36,6 +36,8 @@ from autopallas.kernels.respelling.spec import RespellingSpec
 
 __all__ = ["IndexedLoop", "as_written", "chosen", "evaluated", "key_of", "loop_in", "loop_of", "planned", "results_of"]
 
+_MOST_KNOWN = 2**16
+"""Most integers, of all steps together, that are written into the program in place of being stacked."""
 _ROUNDS = 8
 """How often a plan is made anew without the arrays that turned out to be neither sums nor tables."""
 
@@ -77,7 +79,36 @@ class IndexedLoop:
 
     @cached_property
     def plan(self) -> Plan:
-        return IndexedArrays(self.steps, frozenset(i for i, _ in (*self.tables, *self.sums))).plan()
+        return self._found[0]
+
+    @cached_property
+    def reads(self) -> Mapping[int, int]:
+        """By the positions of equations that read a constant at the step's own number, the number of the constant: each
+        step is given its slice."""
+        return self._found[1]
+
+    @cached_property
+    def numbers(self) -> Mapping[int, Array]:
+        """By the numbers of results, the integers that all steps together give, where these are known."""
+        return self._found[2]
+
+    @cached_property
+    def _found(self) -> tuple[Plan, dict[int, int], dict[int, Array]]:
+        steps = self.steps
+        constants = {v: i for i, v in enumerate(steps.inputs[: self.constants]) if getattr(v.aval, "shape", ())}
+        candidates = frozenset(i for i, _ in (*self.tables, *self.sums))
+        analysis = IndexedArrays(steps, candidates, frozenset(constants))
+        plan, own, reads = analysis.plan(), tuple(range(self.length)), dict[int, int]()
+        for position, place in analysis.reads.items():
+            array = steps.equations[position].invars[0]
+            if place.axis == 0 and place.positions == own and array.aval.shape[0] == self.length:
+                reads[position] = constants[cast(Var, array)]
+        numbers = {}
+        for i, atom in enumerate(steps.outputs[self.carried :]):
+            found = analysis.known.get(atom) if isinstance(atom, Var) else None
+            if found is not None and found.size <= _MOST_KNOWN:
+                numbers[i] = found
+        return plan, reads, numbers
 
     @property
     def steps(self) -> Steps:
@@ -137,19 +168,20 @@ class IndexedLoop:
         tables, sums = dict(self.tables), dict(self.sums)
         kept = [i for i in range(self.carried) if i not in tables and i not in sums]
         own = {i: slices_at(first[i], table.place(table.summed)) for i, table in tables.items()}
+        read = {i: given[i] for i in self.reads.values()}
         rows = {i: _before(first[i], table) for i, table in tables.items()}
 
         def one(
             carried: tuple[list[jax.Array], dict[int, list[jax.Array]]],
-            given_slices: tuple[dict[int, jax.Array], list[jax.Array]],
+            given_slices: tuple[dict[int, jax.Array], dict[int, jax.Array], list[jax.Array]],
         ) -> tuple[
             tuple[list[jax.Array], dict[int, list[jax.Array]]],
             tuple[dict[int, jax.Array], dict[int, list[jax.Array]], list[jax.Array]],
         ]:
             values, before = carried
-            new, slices = given_slices
+            new, read, slices = given_slices
             at_hand = {i: _at_hand(new[i], before[i], table) for i, table in tables.items()}
-            step = _Step(self, given[: self.constants], dict(zip(kept, values, strict=True)), at_hand, slices)
+            step = _Step(self, given[: self.constants], dict(zip(kept, values, strict=True)), at_hand, slices, read)
             after = step.rows()
             left = {i: list(after[i][: table.depth]) for i, table in tables.items()}
             written = {i: after[i][table.last] for i, table in tables.items()}
@@ -157,7 +189,7 @@ class IndexedLoop:
             return (step.ends(kept), left), jax.tree.map(as_bits, (written, step.added(), step.results()))
 
         (ends, left), (written, added, results) = lax.scan(
-            one, ([first[i] for i in kept], rows), (own, given[last:]), self.length, self.reverse,
+            one, ([first[i] for i in kept], rows), (own, read, given[last:]), self.length, self.reverse,
             unroll=at_a_time(self.unroll, self.length),
         )  # fmt: skip
         found = dict(zip(kept, ends, strict=True))
@@ -171,7 +203,11 @@ class IndexedLoop:
             for place, slices in zip(places, added[i], strict=True):
                 found[i] = plus_slices(found[i], place, with_dtype(slices, first[i].dtype))
         types = self.step.out_avals[self.carried :]
-        stacks = [with_dtype(x, type_.dtype) for x, type_ in zip(results, types, strict=True)]
+        computed = iter(results)
+        stacks = [
+            integers_of(self.numbers[i]) if i in self.numbers else with_dtype(next(computed), type_.dtype)
+            for i, type_ in enumerate(types)
+        ]
         return [*(found[i] for i in range(self.carried)), *stacks]
 
 
@@ -201,7 +237,7 @@ def planned(loop: IndexedLoop) -> Plan | None:
         analysis = IndexedArrays(loop.steps, candidates)
         plan = analysis.plan()
         if not analysis.refused:
-            return plan if plan.whole_sums or plan.clears or plan.stacks else None
+            return plan if plan.whole_sums or plan.clears or plan.stacks or plan.sets else None
         candidates -= analysis.refused
     return None
 
@@ -298,6 +334,7 @@ class _Step:
         carried: Mapping[int, jax.Array],
         rows: Mapping[int, Sequence[jax.Array]],
         slices: Sequence[jax.Array],
+        read: Mapping[int, jax.Array],
     ):
         jaxpr, captured = jaxprs.open_jaxpr(loop.step)
         self.loop, self.equations, self.outputs = loop, list(jaxpr.eqns), list(jaxpr.outvars)
@@ -312,6 +349,9 @@ class _Step:
         """The rows of each table that the step may read and write by their lags, by the variable that has the table."""
         self.definitions = {v: e for e in self.equations for v in e.outvars}
         self.sums: dict[int, list[jax.Array]] = {i: [] for i, _ in loop.sums}
+        for position, constant in loop.reads.items():
+            (result,) = self.equations[position].outvars
+            self.values[result] = read[constant].reshape(result.aval.shape)
         for position in range(len(self.equations)):
             action = loop.plan.actions.get(position)
             if action is not None:
@@ -371,4 +411,6 @@ class _Step:
         return self.sums
 
     def results(self) -> list[jax.Array]:
-        return [self.value(atom) for atom in self.outputs[self.loop.carried :]]
+        """Returns what the loop stacks, without what is known."""
+        results = enumerate(self.outputs[self.loop.carried :])
+        return [self.value(atom) for i, atom in results if i not in self.loop.numbers]

@@ -69,6 +69,7 @@ class Kind:
         JAX, than it was measured with.
       on_request: whether it is looked for only where the option ``ops`` names it.
       maps_alike: whether many examples are one with larger arrays, for which the same evidence holds.
+      gives_way: of a spec, whether other kinds look at its equation too: what gains most is replaced.
       keeps_steps: whether the steps of a loop are computed as they are, in a loop of another form, so that sites within
         them may gain more.
       in_loops: whether small ones usually occur in loops, so that a search measures them there: alone, they take less
@@ -94,6 +95,7 @@ class Kind:
     elsewhere_from: float = 0.0
     on_request: bool = False
     maps_alike: bool = False
+    gives_way: Callable[[RespellingSpec], bool] | None = None
     keeps_steps: bool = False
     in_loops: bool = False
     least_steps: int = 1

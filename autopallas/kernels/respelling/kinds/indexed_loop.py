@@ -5,11 +5,15 @@ to x's gradient in each step, of which all but one slice is zero: T steps cost O
 read in a scan that counts its steps.  Where a loop sets ``results.at[i]``, each step of its backward reads a slice of
 the results' gradient and sets it to zero, for which XLA copies the array; and so it does where a step sets ``x[i + 1]``
 and stacks the ``x[i]`` that it read, as it does for a backward.
+
+The forward of a loop that sets ``results.at[i]`` stacks, beside what its backward needs, the positions of all slices,
+and tests each of them.  XLA copies nothing there, but with JAX 0.10 it compiles a loop as one function only where its
+arrays are few and small: elsewhere each step calls some ten small ones, of which half are about positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import jax
@@ -18,11 +22,13 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat, jaxprs
-from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas.compat import JaxprEqn, JaxprLike, Literal, Var
 from autopallas.graph import Graph, Node
-from autopallas.graph.indexed_arrays import READS
+from autopallas.graph.indexed_arrays import Plan
 from autopallas.kernels.respelling.indexed import as_written, chosen, key_of, loop_in, loop_of, planned, results_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
+from autopallas.kernels.respelling.kinds import scan_checkpoint
+from autopallas.kernels.respelling.networks import float32_types
 from autopallas.kernels.respelling.spec import RespellingSpec
 
 __all__ = ["KIND"]
@@ -30,6 +36,7 @@ __all__ = ["KIND"]
 _ADDITIONS = frozenset({"add", "add_any"})
 _PLACED = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "add_any", "jit", "pjit"})
 """Primitives that may give an array that is zero but for a slice."""
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 _SETS = {"dynamic_update_slice": 1, "scatter": 2}
 """Primitives that set slices, and the positions of what these are set to."""
 
@@ -46,28 +53,27 @@ def _match(graph: Graph, node: Node) -> Found | None:
     results, kept = results_of(graph, node)
     if plan is None or not results:
         return None
+    if _only_sets(plan) and scan_checkpoint.goes_before(graph, KIND.name):
+        return None
     loop = replace(loop, key=key_of(loop), tables=plan.tables, sums=plan.sums)
     return Found((("loop", loop), ("results", kept)), numbers, results)
 
 
 def _is_of_slices(equation: JaxprEqn) -> bool:
     """Returns whether a scan's step adds to a carried array what may be zero but for a slice, or sets a slice of one to
-    what may be zero, or reads one of an array of which it sets another: a quick look."""
+    what may be zero, or beside results that it stacks: a quick look."""
     jaxpr, _ = jaxprs.open_jaxpr(equation.params["jaxpr"])
     constants, carried = compat.scan_parts(equation)
     carries = {v for v in jaxpr.invars[constants : constants + carried] if getattr(v.aval, "shape", ())}
     given_zeros, stacks = set(jaxpr.invars[:constants]), len(jaxpr.outvars) > carried
     made: dict[Var, str] = {}
-    read: set[Var] = set()
     for e in jaxpr.eqns:
         array = e.invars[0] if e.invars else None
-        if e.primitive.name in READS and isinstance(array, Var):
-            read.add(array)
         if e.primitive.name in _SETS and isinstance(array, Var) and array in carries:
             update = e.invars[_SETS[e.primitive.name]]
             if isinstance(update, Literal) or update in given_zeros or made.get(update) == "broadcast_in_dim":
                 return True
-            if stacks and array in read:
+            if stacks:
                 return True
         if e.primitive.name in _ADDITIONS:
             given = [v for v in e.invars if isinstance(v, Var)]
@@ -93,14 +99,27 @@ def _fill(spec: RespellingSpec, random: np.random.Generator, arrays: Sequence[np
 # ---------------------------------------------------------------------- evidence
 
 
+def _only_sets(plan: Plan) -> bool:
+    """Returns whether a loop copies no array in each step, so that another kind may gain more."""
+    return not (plan.whole_sums or plan.clears or plan.stacks)
+
+
 def _feature(spec: RespellingSpec) -> str:
     """Returns whether the loop has few steps or many, and whether it only adds up slices, as where ``x[i]`` is read and
     nothing is set: a slice that each step adds once XLA adds to its place alone."""
     loop = loop_in(spec)
     steps = "few steps" if loop.length < 64 else "many steps"
+    if _only_sets(loop.plan):
+        return f"{steps}, set{' with products' if _has_products(loop.step) else ''}"
     if loop.tables:
         return steps if loop.plan.whole_sums or loop.plan.clears else f"{steps}, stacked"
     return f"{steps}, {'one sum' if sum(len(places) for _, places in loop.sums) == 1 else 'sums'} alone"
+
+
+def _has_products(program: JaxprLike) -> bool:
+    jaxpr, _ = jaxprs.open_jaxpr(program)
+    inner = any(_has_products(body) for e in jaxpr.eqns for _, _, body in jaxprs.bodies(e))
+    return inner or any(e.primitive.name in _PRODUCTS for e in jaxpr.eqns)
 
 
 def _samples() -> Iterator[tuple[str, Sample]]:
@@ -140,6 +159,31 @@ def _samples() -> Iterator[tuple[str, Sample]]:
         yield f"{own}{length}x{width}", Sample(function, types)
         yield f"{own}{length}x{width}-reading", Sample(reading, types)
         yield f"{own}{length}x{width}-stacking", Sample(stacking, types)
+    for length, width in (*sizes, (16, 2048)):
+        types = float32_types((width,), (length, width))
+        yield f"{length}x{width}-setting", Sample(_forward(jnp.multiply), types)
+    few = (16, 8, 64), (16, 32, 256), (16, 64, 1024), (16, 256, 1024)
+    for length, batch, width in (*few, (128, 1, 64), (256, 2, 64), (2048, 1, 16), (1024, 8, 64), (2048, 8, 256)):
+        types = float32_types((width, width), (length, batch, width))
+        yield f"{length}x{batch}x{width}-setting", Sample(_forward(jnp.matmul), types)
+
+
+def _forward(product: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[[jax.Array, jax.Array], list[jax.Array]]:
+    """Returns the forward of a loop that sets ``results.at[i]``, with what its backward needs."""
+
+    def function(weight: jax.Array, x: jax.Array) -> list[jax.Array]:
+        def run(weight: jax.Array, x: jax.Array) -> jax.Array:
+            def step(i: jax.Array, carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                state, results = carried
+                state = jnp.tanh(product(state, weight) + x[i])
+                return state, results.at[i].set(state)
+
+            return lax.fori_loop(0, len(x), step, (jnp.zeros_like(x[0]), jnp.zeros_like(x)))[1]
+
+        results, pull = jax.vjp(run, weight, x)
+        return [results, *jax.tree.leaves(pull)]
+
+    return function
 
 
 KIND = Kind(
@@ -152,5 +196,7 @@ KIND = Kind(
     respelt=_respelt,
     feature=_feature,
     samples=_samples,
+    gives_way=lambda spec: _only_sets(loop_in(spec).plan),
+    keeps_steps=True,
     fill=_fill,
 )
