@@ -38,8 +38,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     loop that stacks much for its backward is one, where such loops are looked for.
 
     An equation that was found goes before one that follows it and would hold it: a product with a one-hot matrix before
-    the transposition of its result.  An equation may be found by two kinds, of which the first gives way
-    (``Kind.gives_way``): a plan has the one that gains more.
+    the transposition of its result.  Of two kinds that find an equation, one may give way (``Kind.gives_way``).
     """
     kinds = {name: [kind for kind in own if _is_looked_for(graph, kind)] for name, own in kinds_by_primitive().items()}
     found: list[Match] = []
@@ -64,7 +63,10 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 places.add(node)
                 graph.respelt.update(match.results)
                 break
-    found += others
+    for match in others:
+        if places.isdisjoint(match.equations):
+            found.append(match)
+            graph.respelt.update(match.results)
     looped: set[Node] = set()
     if _is_looked_for(graph, repeated_steps.KIND):
         with contained("equal steps one after the other", OPERATION.name, "recognition"):

@@ -14,7 +14,7 @@ from autopallas.graph.prices import price
 from autopallas.patterns.match import Match
 from autopallas.plan.decision import Decision
 
-__all__ = ["gain", "loops_around", "with_faster_steps"]
+__all__ = ["loops_around", "with_faster_steps"]
 
 Planned: TypeAlias = tuple[Match, Decision]
 
@@ -42,7 +42,7 @@ def with_faster_steps(graph: Graph, pairs: list[Planned]) -> list[Planned]:
     slow = {
         key
         for key, (match, decision) in loops.items()
-        if key in inside and _gain_within(match, inside[key]) > gain(decision)
+        if key in inside and _gain_within(match, inside[key]) > _gain(decision)
     }
     reason = "what is replaced within its steps gains more"
     return [(m, replace(d, verdict="kept", reason=reason) if id(m) in slow else d) for m, d in pairs]
@@ -60,8 +60,7 @@ def loops_around(graph: Graph, match: Match) -> set[int]:
     return found
 
 
-def gain(decision: Decision) -> float:
-    """Returns how many times as fast a site was measured to be; 1 without evidence."""
+def _gain(decision: Decision) -> float:
     return 1.0 if decision.evidence is None else decision.evidence.speedup
 
 
@@ -73,7 +72,7 @@ def _gain_within(loop: Match, sites: Iterable[Planned]) -> float:
     after = sum(_work(node.equation) for node in loop.equations)
     more: dict[int, float] = {}
     for match, decision in sites:
-        more.update((id(node.equation), _work(node.equation) * (gain(decision) - 1)) for node in match.equations)
+        more.update((id(node.equation), _work(node.equation) * (_gain(decision) - 1)) for node in match.equations)
     return (after + sum(more.values())) / after if after else 1.0
 
 

@@ -12,7 +12,7 @@ from autopallas.graph.edit import surviving
 from autopallas.patterns.match import Match
 from autopallas.patterns.order import circle
 from autopallas.plan.decision import Decision
-from autopallas.plan.faster_steps import gain, loops_around, with_faster_steps
+from autopallas.plan.faster_steps import loops_around, with_faster_steps
 
 __all__ = ["without_nested"]
 
@@ -52,11 +52,10 @@ def without_nested(
 
 
 def _outermost(pairs: list[Planned]) -> list[Planned]:
-    """Drops sites all of whose equations belong to another applied site with more of them, or with as many where that
-    one gains more."""
+    """Drops sites all of whose equations belong to another applied site with more of them."""
     within: set[int] = set()
     left: set[int] = set()
-    for match, decision in sorted(pairs, key=lambda pair: (-len(pair[0].equations), -gain(pair[1]))):
+    for match, decision in sorted(pairs, key=lambda pair: -len(pair[0].equations)):
         own = set(map(id, match.equations))
         if not own or not own <= within:
             left.add(id(match))

@@ -69,7 +69,7 @@ class Kind:
         JAX, than it was measured with.
       on_request: whether it is looked for only where the option ``ops`` names it.
       maps_alike: whether many examples are one with larger arrays, for which the same evidence holds.
-      gives_way: of a spec, whether other kinds look at its equation too: what gains most is replaced.
+      gives_way: of a spec, whether another kind that finds the same equation goes before this one.
       keeps_steps: whether the steps of a loop are computed as they are, in a loop of another form, so that sites within
         them may gain more.
       in_loops: whether small ones usually occur in loops, so that a search measures them there: alone, they take less
