@@ -55,7 +55,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             match = _looked(graph, node, kind)
             if match is None or (match.spec.assumptions() and not assume_finite):
                 continue
-            if kind.gives_way is not None and kind.gives_way(match.spec):
+            if kind.gives_way is not None and kind.gives_way(cast(RespellingSpec, match.spec)):
                 others.append(match)
                 continue
             if places.isdisjoint(match.equations):

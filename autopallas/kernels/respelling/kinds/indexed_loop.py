@@ -160,12 +160,12 @@ def _samples() -> Iterator[tuple[str, Sample]]:
         yield f"{own}{length}x{width}-reading", Sample(reading, types)
         yield f"{own}{length}x{width}-stacking", Sample(stacking, types)
     for length, width in (*sizes, (16, 2048)):
-        types = float32_types((width,), (length, width))
-        yield f"{length}x{width}-setting", Sample(_forward(jnp.multiply), types)
+        own_types = float32_types((width,), (length, width))
+        yield f"{length}x{width}-setting", Sample(_forward(jnp.multiply), own_types)
     few = (16, 8, 64), (16, 32, 256), (16, 64, 1024), (16, 256, 1024)
     for length, batch, width in (*few, (128, 1, 64), (256, 2, 64), (2048, 1, 16), (1024, 8, 64), (2048, 8, 256)):
-        types = float32_types((width, width), (length, batch, width))
-        yield f"{length}x{batch}x{width}-setting", Sample(_forward(jnp.matmul), types)
+        own_types = float32_types((width, width), (length, batch, width))
+        yield f"{length}x{batch}x{width}-setting", Sample(_forward(jnp.matmul), own_types)
 
 
 def _forward(product: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[[jax.Array, jax.Array], list[jax.Array]]:
@@ -178,7 +178,8 @@ def _forward(product: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[[
                 state = jnp.tanh(product(state, weight) + x[i])
                 return state, results.at[i].set(state)
 
-            return lax.fori_loop(0, len(x), step, (jnp.zeros_like(x[0]), jnp.zeros_like(x)))[1]
+            _, results = lax.fori_loop(0, len(x), step, (jnp.zeros_like(x[0]), jnp.zeros_like(x)))
+            return results
 
         results, pull = jax.vjp(run, weight, x)
         return [results, *jax.tree.leaves(pull)]
