@@ -178,8 +178,8 @@ def _forward(product: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[[
                 state = jnp.tanh(product(state, weight) + x[i])
                 return state, results.at[i].set(state)
 
-            _, results = lax.fori_loop(0, len(x), step, (jnp.zeros_like(x[0]), jnp.zeros_like(x)))
-            return results
+            found: jax.Array = lax.fori_loop(0, len(x), step, (jnp.zeros_like(x[0]), jnp.zeros_like(x)))[1]
+            return found
 
         results, pull = jax.vjp(run, weight, x)
         return [results, *jax.tree.leaves(pull)]
