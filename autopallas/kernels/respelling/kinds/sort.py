@@ -162,12 +162,12 @@ def _samples() -> Iterator[tuple[str, Sample]]:
         yield f"argsort-{name}", Sample(lambda x: jnp.argsort(x), given)
         yield f"both-{name}", Sample(lambda x: lax.sort_key_val(x, lax.broadcasted_iota(jnp.int32, x.shape, 1)), given)
     for own in _INTEGERS:
-        keys, values = (jax.ShapeDtypeStruct(own, dtype) for dtype in (jnp.uint32, jnp.int32))
+        bits, ids = (jax.ShapeDtypeStruct(own, dtype) for dtype in (jnp.uint32, jnp.int32))
         name = "x".join(map(str, own))
-        yield f"argsort-integers-{name}", Sample(lambda x: jnp.argsort(x), (keys,))
+        yield f"argsort-integers-{name}", Sample(lambda x: jnp.argsort(x), (ids,))
         yield (
             f"shuffle-{name}",
-            Sample(lambda x, y: lax.sort_key_val(x, y)[1], (keys, values)),
+            Sample(lambda x, y: lax.sort_key_val(x, y)[1], (bits, ids)),
         )
 
 
