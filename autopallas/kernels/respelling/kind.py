@@ -75,6 +75,8 @@ class Kind:
       in_loops: whether small ones usually occur in loops, so that a search measures them there: alone, they take less
         time than the call.
       least_steps: of such a loop: 2 where the original is only slow in one.
+      is_searched_quickly: whether a first step may wait for a search that nobody asked for; not where the original
+        takes long to compile, which no budget interrupts.
       is_slow_among_others: whether the original's equations are only slow where others read the same operands, so that
         a search measures ``original`` in their place.
       platforms: on which it may be of use; empty for all.
@@ -99,6 +101,7 @@ class Kind:
     keeps_steps: bool = False
     in_loops: bool = False
     least_steps: int = 1
+    is_searched_quickly: bool = True
     is_slow_among_others: bool = False
     platforms: tuple[str, ...] = ()
     fill: Callable[[RespellingSpec, np.random.Generator, Sequence[np.ndarray]], list[np.ndarray]] | None = field(

@@ -13,7 +13,7 @@ from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
 from autopallas.sites.spec import BlockSizes
 
-__all__ = ["TILES", "forward", "numerics", "supports"]
+__all__ = ["TILES", "forward", "gains", "numerics", "supports"]
 
 TILES = False
 
@@ -24,6 +24,11 @@ def supports(spec: RespellingSpec, device: Device) -> Supported | Unsupported:
     if platforms and device.platform not in platforms:
         return Unsupported(f"{spec.kind} is written for {', '.join(platforms)}")
     return Supported()
+
+
+def gains(spec: RespellingSpec) -> tuple[str, ...]:
+    """Returns the objectives for which a first step may wait for a measurement."""
+    return ("time", "memory") if kind_named(spec.kind).is_searched_quickly else ()
 
 
 def numerics(spec: RespellingSpec) -> Numerics:

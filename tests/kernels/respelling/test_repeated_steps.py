@@ -15,6 +15,7 @@ from support.respellings import random
 
 import autopallas
 from autopallas.graph import Graph, flatten
+from autopallas.kernels.respelling.operation import OPERATION
 from autopallas.patterns.respelling import find
 from autopallas.plan.decision import Decision
 from autopallas.plan.nested_sites import without_nested
@@ -169,6 +170,22 @@ def test_a_loop_takes_the_place_of_the_steps():
     assert sines(steps) == 40
     assert text.count("stablehlo.sine") == 2
     assert text.count("stablehlo.while") == 1
+
+
+def test_no_first_step_waits_for_a_search():
+    """Steps that are written one after the other may take minutes to compile."""
+
+    def waved(u, v):
+        for _ in range(10):
+            u, v = u + 0.1 * v, v + 0.1 * around(u)
+        return u.sum() + v.sum()
+
+    wide = [jax.ShapeDtypeStruct((2000, 3000), jnp.float32)] * 2
+    found, _ = find(Graph(flatten(jax.make_jaxpr(jax.grad(waved))(*wide))), True)
+    runs = [match.spec for match in found if match.spec.kind == NAME]
+    assert {OPERATION.may_gain("xla", "time", spec, "cpu") for spec in runs} == {False}
+    (sort,), _ = find(Graph(flatten(jax.make_jaxpr(jnp.sort)(wide[0]))), True)
+    assert OPERATION.may_gain("xla", "time", sort.spec, "cpu")
 
 
 OTHERS, other = registry()

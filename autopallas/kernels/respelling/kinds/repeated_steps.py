@@ -204,5 +204,6 @@ KIND = Kind(
     samples=_samples,
     elsewhere_from=2.0,
     keeps_steps=True,
+    is_searched_quickly=False,
     platforms=("cpu",),
 )
