@@ -17,6 +17,7 @@ The equations of a body change only if the body then has no more products than b
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -194,7 +195,7 @@ class _Mover(SpreadRows):
         scores = set(self._own)
         for equation in self.body.equations if scores else ():
             name = equation.primitive.name
-            if name in _ADDS and isinstance(first := equation.invars[0], Var) and first in scores:
+            if name in _CHANGES and isinstance(first := equation.invars[0], Var) and first in scores:
                 return True
             if name in KEEPS_ROWS and not scores.isdisjoint([a for a in equation.invars if isinstance(a, Var)]):
                 if selection(equation) is not None:
@@ -319,8 +320,22 @@ class _Mover(SpreadRows):
             for variable, constant in self._constants.items()
             if constant.size == total and kind_of(constant.dtype) in "iu" and not compat.is_tracer(constant)
         }
-        known = (known_array(component, self.definitions, {**rows}) for component in definition.invars)
-        return any(found is not None and np.array_equal(np.ravel(found), np.arange(total)) for found in known)
+        places = itertools.accumulate((a.aval.shape[-1] for a in definition.invars), initial=0)
+        for component, place in zip(definition.invars, places, strict=False):
+            found = known_array(component, self.definitions, {**rows})
+            if found is not None and np.array_equal(np.ravel(found), np.arange(total)):
+                if self._is_apart(equation, int(numbers.scatter_dims_to_operand_dims[place]), total):
+                    return True
+        return False
+
+    def _is_apart(self, equation: JaxprEqn, axis: int, total: int) -> bool:
+        """Returns whether a scatter's indices 0, 1, ... of one axis are within it, so that none is moved to another
+        one, and each stands for one row of the axis."""
+        numbers, shape = equation.params["dimension_numbers"], equation.invars[0].aval.shape
+        without = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+        kept = [i for i in range(len(shape)) if i not in without]
+        window = [equation.invars[2].aval.shape[int(i)] for i in numbers.update_window_dims]
+        return total <= shape[axis] and dict(zip(kept, window, strict=True)).get(axis, 1) == 1
 
     def _counts(self, indices: Atom, components: Sequence[int]) -> bool:
         """Returns whether components of indices count one by one."""

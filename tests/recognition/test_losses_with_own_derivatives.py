@@ -196,3 +196,99 @@ def test_a_rule_that_adds_up_losses_is_said():
     )
     report = autopallas.explain(lambda x, w, y: mean(x @ w, y), *arguments())
     assert [miss.advice for miss in report.near_misses] == [LOSSES_OF_A_RULE]
+
+
+REPLACED, replaced = registry()
+"""Gradients of probabilities p [N, V] of which elements are replaced."""
+
+
+@replaced
+def by_the_derivative(p, labels):
+    return p.at[jnp.arange(N), labels].set(picked(p, labels) - 1)
+
+
+@replaced
+def by_a_number(p, labels):
+    return p.at[jnp.arange(N), labels].set(-0.5)
+
+
+@replaced
+def by_what_is_not_finite(p, labels):
+    return p.at[jnp.arange(N), labels].set(jnp.where(labels > 20, jnp.inf, jnp.nan))
+
+
+@replaced
+def of_labels_that_are_clipped(p, labels):
+    return p.at[jnp.arange(N), labels + 20].set(-0.5, mode="clip")
+
+
+@replaced
+def of_labels_that_are_dropped(p, labels):
+    return p.at[jnp.arange(N), labels + 20].set(-0.5, mode="drop")
+
+
+def step_of_replaced(name, rows=N, columns=V):
+    """A step of a loss whose gradient has replaced elements and of a plain loss, and its arguments."""
+    replace = (REPLACED | REPLACED_TWICE)[name]
+    own = ruled_by_itself(
+        lambda z, labels: logsumexp(z, -1) - picked(z, labels),
+        lambda kept, g: (g[:, None] * replace(softmax(kept[0], -1), kept[1]), None),
+    )
+    x, w, y = arguments()
+    y = y % columns
+
+    def loss(x, w, y):
+        return own(x @ w, y).mean() - picked(log_softmax(jnp.sin(x) @ w, -1), y).mean()
+
+    return jax.value_and_grad(loss, (0, 1)), (x[:rows], w[:, :columns], y[:rows])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", REPLACED)
+def test_elements_that_a_gradient_replaces_are_found_and_right(name):
+    compared = compare(*step_of_replaced(name), gradients=False)
+    assert compared.complaints == []
+    assert compared.counts("cross_entropy") == 2
+
+
+def test_elements_that_a_gradient_replaces_are_found_without_another_selection():
+    own = ruled_by_itself(
+        lambda z, labels: logsumexp(z, -1) - (one_hot(labels, V) * z).sum(-1),
+        lambda kept, g: (g[:, None] * softmax(kept[0], -1).at[jnp.arange(N), kept[1]].set(-0.5), None),
+    )
+    compared = compare(
+        jax.value_and_grad(lambda *a: own(a[0] @ a[1], a[2]).mean(), (0, 1)), arguments(), gradients=False
+    )
+    assert compared.complaints == []
+    assert compared.counts("cross_entropy") == 1
+
+
+REPLACED_TWICE, twice = registry()
+"""Gradients of probabilities p [4, 8] of which some elements are written to more than once."""
+
+
+@twice
+def at_rows_that_are_clipped(p, labels):
+    return p.at[jnp.arange(4), labels].add(-1).at[jnp.arange(8), jnp.full(8, 3)].set(2.0, mode="clip")
+
+
+def _at_windows(p, labels, first, second, updates):
+    numbers = lax.ScatterDimensionNumbers((1, 2), (), (0, 1))
+    indices = jnp.concatenate([first[:, None], second[:, None]], 1)
+    return lax.scatter(p.at[jnp.arange(4), labels].add(-1), indices, updates, numbers, mode="clip")
+
+
+@twice
+def in_windows_of_columns(p, labels):
+    return _at_windows(p, labels, jnp.zeros(4, jnp.int32), jnp.arange(4), jnp.full((4, 1, 2), 2.0))
+
+
+@twice
+def in_windows_of_rows(p, labels):
+    return _at_windows(p, labels, jnp.arange(4), jnp.zeros(4, jnp.int32), jnp.full((4, 2, 1), 2.0))
+
+
+@pytest.mark.parametrize("name", REPLACED_TWICE)
+def test_elements_that_are_replaced_twice_are_not_added_up(name):
+    step, given = step_of_replaced(name, 4, 8)
+    assert compare(step, given, gradients=False).complaints == []

@@ -12,6 +12,8 @@ import math
 from collections.abc import Hashable, Mapping
 from typing import TypeAlias
 
+import numpy as np
+
 from autopallas.graph import Ref
 from autopallas.numerics.casts import is_floating, kind_of
 from autopallas.patterns.cross_entropy.row_statistics import RowStatistics
@@ -179,8 +181,8 @@ class _Polynomials:
             case "integer_pow":
                 return _power(of(0), float(str(params["y"])))
             case "convert_element_type":
-                source = self._scope.dtype(arguments[0])
-                return of(0) if is_floating(source) or kind_of(source) == "b" else _atom(key)
+                source, made = self._scope.dtype(arguments[0]), np.dtype(str(params["new_dtype"]))
+                return of(0) if is_floating(made) and (is_floating(source) or kind_of(source) == "b") else _atom(key)
             case "exp":
                 return _exponential(of(0))
             case "log":
@@ -194,7 +196,7 @@ class _Polynomials:
                 if first == second:
                     return first
                 condition = self.of(arguments[0], depth)
-                if _ONE in condition or not condition:
+                if condition.keys() <= {_ONE}:
                     return second if condition else first
                 raise _Undecided(self._scope.key(self._canonical(arguments[0])))
         return of(0) if name in _RESTATES and len(arguments) == 1 else _atom(key)
