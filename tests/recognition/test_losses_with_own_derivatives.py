@@ -292,3 +292,19 @@ def in_windows_of_rows(p, labels):
 def test_elements_that_are_replaced_twice_are_not_added_up(name):
     step, given = step_of_replaced(name, 4, 8)
     assert compare(step, given, gradients=False).complaints == []
+
+
+def test_infinite_logits_times_scattered_labels_are_assumed_not_to_be():
+    """A zero times an infinity is NaN as the program is written; where nothing may be assumed, it stays so."""
+
+    def step(x, w, y):
+        z = jnp.where(jnp.arange(V) % 5 == 4, -jnp.inf, x @ w)
+        labels = jnp.zeros_like(z).at[jnp.arange(N), y].add(1)
+        return (logsumexp(z, -1) - (labels * z).sum(-1)).mean(), (softmax(z, -1) - labels) @ w.T
+
+    optimized = optimized_like_a_user(step)
+    optimized(*arguments())
+    assert optimized.report().counts()["cross_entropy"] == 1
+    assert "zeros of one-hot labels" in str(optimized.report())
+    refused = optimized_like_a_user(step, assume_finite=False)
+    assert np.isnan(refused(*arguments())[0])

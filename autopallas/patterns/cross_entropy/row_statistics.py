@@ -418,6 +418,7 @@ class RowStatistics(Softmax):
         if not self.carries_axis(a):
             yield from (self._scaled(s, a) for s in self._expand(b, depth))
         elif self._places(b):
+            self._assume_finite(a)
             for s in self._expand(b, depth):
                 assert s.label is not None
                 yield self._scaled(s, self._at(a, s.label))
@@ -427,6 +428,7 @@ class RowStatistics(Softmax):
             yield from (self._times(s, a, dtype) for s in self._expand(b, depth))
         elif self._is_sparse(a) or self._is_sparse(b):
             a, b = (a, b) if self._is_sparse(a) else (b, a)
+            self._assume_finite(b)
             for part in self._expand(a, depth):
                 if part.label is not None:
                     yield self._scaled(part, self._at(b, part.label))
@@ -450,6 +452,19 @@ class RowStatistics(Softmax):
         if depth > _DEEPEST:
             return False
         return self.remembered("places", self.space.canonical(tile), lambda: self._scatters(tile, depth + 1))
+
+    def _assume_finite(self, tile: Ref) -> None:
+        """Assumes that what zeros are multiplied with is finite, unless it is an exponential, times numbers per row."""
+        for _ in range(_DEEPEST):
+            tile = self.space.canonical(tile)
+            name, operands = self.scope.name(tile), self.space.operands(tile)
+            if name in ("exp", "exp2"):
+                return
+            varying = [o for o in operands or () if self.carries_axis(o)]
+            if name not in ("mul", "div", "neg", "convert_element_type") or len(varying) != 1:
+                break
+            (tile,) = varying
+        self.assumptions[ONE_HOT] = None
 
     def _is_sparse(self, tile: Ref, depth: int = 0) -> bool:
         """Returns whether a tile value is a sum of scatters of one element per row and of numbers per row."""
