@@ -121,8 +121,8 @@ def integers_of(known: np.ndarray) -> jax.Array:
     count = known.shape[0]
     if known.size == count > 1 and known.dtype.kind in "iu":
         steps = known.reshape(-1).astype(np.int64)
-        first, by = int(steps[0]), int(steps[1] - steps[0])
-        small = abs(steps).max() < 2**31
+        first, by = int(steps[0]), int(steps[1]) - int(steps[0])
+        small = max(-int(steps.min()), int(steps.max()), abs(by)) < 2**31
         if small and np.array_equal(first + by * np.arange(count), steps):
             return (first + by * lax.iota(np.int32, count)).astype(known.dtype).reshape(known.shape)
     return jnp.asarray(known)

@@ -722,3 +722,22 @@ def test_loops_are_told_apart_by_every_digit_of_what_they_begin_with():
         results = function(x)
         assert function.report().counts() == {"respelling": 2}
         np.testing.assert_array_equal(results, [jax.jit(partial(scaled, c))(x) for c in (1.0, 1.0 + 1e-9)])
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_stacked_integers_that_lie_further_apart_than_32_bits_reach(x64):
+    with jax.enable_x64(x64):
+        low, high = (-(2**63), 2**62) if x64 else (1 - 2**31, 2**31 - 1)
+
+        def run(x):
+            def step(results, i):
+                return results.at[i].set(jnp.sin(x[i])), (x[i], jnp.where(i == 0, jnp.asarray(low), jnp.asarray(high)))
+
+            return lax.scan(step, x, jnp.arange(2))
+
+        x = random(2, D, dtype=jnp.float32)
+        optimized = autopallas.optimize(run, objective="always", strict=True, ops="indexed_loop")
+        _, (_, found) = optimized(x)
+        assert optimized.report().counts() == {"respelling": 1}
+        assert found.dtype == jax.jit(run)(x)[1][1].dtype
+        assert found.tolist() == [low, high]
