@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from support.compare import compare
-from support.respellings import LAYOUTS, found, random
+from support.respellings import LAYOUTS, found, random, sites
 from support.tiers import examples
 
 import autopallas
+from autopallas.kernels.respelling.kinds.transposed_convolution import KIND
 
 NAME = "transposed_convolution"
 LAST = LAYOUTS[2][0]
@@ -144,3 +145,17 @@ def test_infinities_and_nans_of_the_image_reach_what_reads_them():
     careful = autopallas.optimize(convolve, objective="always", ops=NAME, assume_finite=False)
     careful(x, w)
     assert careful.report().counts()["respelling"] == 0
+
+
+def test_few_channels_along_one_axis_have_evidence_of_their_own():
+    """Rows of 64 channels and 32 results do not hold for 32 and 16, which lost by them."""
+
+    def feature(channels, results):
+        def run(x, w):
+            return lax.conv_transpose(x, w, (2,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+
+        (site,) = sites(run, random(8, 64, channels), random(4, channels, results))
+        return KIND.feature(site.spec)
+
+    assert feature(64, 32) == feature(32, 32) == "one axis, apart 2, reach 2"
+    assert feature(32, 16) == "one axis, apart 2, reach 2, few channels"
