@@ -182,7 +182,8 @@ class _Polynomials:
                 return _power(of(0), float(str(params["y"])))
             case "convert_element_type":
                 source, made = self._scope.dtype(arguments[0]), np.dtype(str(params["new_dtype"]))
-                return of(0) if is_floating(made) and (is_floating(source) or kind_of(source) == "b") else _atom(key)
+                known = kind_of(source) == "b" or _only_rounds(np.dtype(source))
+                return of(0) if known and _only_rounds(made) else _atom(key)
             case "exp":
                 return _exponential(of(0))
             case "log":
@@ -224,6 +225,11 @@ class _Polynomials:
                 and bool(factors)
             )
         return isinstance(expression, Computed) and expression.kind == "exp_sum"
+
+
+def _only_rounds(dtype: np.dtype) -> bool:
+    """Returns whether a cast to a dtype rounds, and does not quantise as one to 8 bits."""
+    return is_floating(dtype) and dtype.itemsize > 1
 
 
 def _atom(key: Hashable) -> Polynomial:
