@@ -6,7 +6,7 @@ which add variants of their own.  A declared one without that module has cases b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeAlias, cast
 
@@ -256,19 +256,24 @@ def match_of(case: Case) -> Match:
     function = offered.in_direction(case, offered.ORIGINALS[case.mask])
     kind = case.mask.partition(":")[0]
     wanted = kind if kind in operation_named(case.kernel).kinds else case.kernel
+    place: Callable[[Case], int | None] = getattr(offered, "place", lambda case: None)
     try:
-        return only_match(function, offered.types(case), wanted)
+        return only_match(function, offered.types(case), wanted, place(case))
     except ValueError as error:
         raise ValueError(f"{case}: {error}") from None
 
 
-def only_match(function: ArrayFunction, types: Sequence[jax.ShapeDtypeStruct], wanted: str) -> Match:
-    """Returns the one site of a function that is of an operation, or of a kind of sites.
+def only_match(
+    function: ArrayFunction, types: Sequence[jax.ShapeDtypeStruct], wanted: str, place: int | None = None
+) -> Match:
+    """Returns the one site of a function that is of an operation, or of a kind of sites; or which of them it is.
 
     Raises:
       ValueError: no site is recognised, or several are.
     """
     matches, misses = find(Graph(flatten(compat.make_jaxpr(function, *types))), (wanted,), True)
+    if matches and place is not None:
+        return matches[place]
     if len(matches) != 1:
         raise ValueError(f"{len(matches)} sites were recognised, not one: {[m.reason for m in misses]}")
     return matches[0]

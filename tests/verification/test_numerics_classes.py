@@ -162,15 +162,16 @@ def test_every_operation_and_every_kind_is_among_the_replacements_that_are_teste
 
 def in_programs(found):
     """The replacements of one class, of each form and dtype one, as programs of several that are compiled together:
-    (implementation, program, types, matches)."""
+    (implementation, program, types, matches).  Steps that are told by what repeats stand alone."""
     forms = {}
     for name, function, types, match in found:
         kind = kind_of(match.spec)
         form = kind_named(kind).feature(match.spec) if kind else ""
         forms.setdefault((name, match.op, kind, form, str(types[0].dtype)), (function, types, match))
     for name in {key[0] for key in forms}:
-        own = [value for key, value in forms.items() if key[0] == name]
-        for few in (own[i : i + 24] for i in range(0, len(own), 24)):
+        own = [value for key, value in forms.items() if key[0] == name and not key[3].startswith("apart")]
+        alone = [[value] for key, value in forms.items() if key[0] == name and key[3].startswith("apart")]
+        for few in [*(own[i : i + 24] for i in range(0, len(own), 24)), *alone]:
 
             def program(*arrays, few=few):
                 left = iter(arrays)

@@ -12,7 +12,7 @@ from autopallas.kernels.respelling.kinds import kind_named, kind_names
 from autopallas.kernels.respelling.operation import OPERATION
 from autopallas.workbench.cases import Case, Direction
 
-__all__ = ["ORIGINALS", "case_of", "direct", "in_direction", "table_grid", "types"]
+__all__ = ["ORIGINALS", "case_of", "direct", "in_direction", "place", "table_grid", "types"]
 
 _SAMPLES: Mapping[str, Sample] = {
     f"{name}:{sample}": given for name in kind_names() for sample, given in kind_named(name).samples()
@@ -38,6 +38,11 @@ def _case(name: str, given: Sequence[Shaped]) -> Case:
 def types(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns the types of the arguments."""
     return _SAMPLES[case.mask].arguments
+
+
+def place(case: Case) -> int | None:
+    """Returns which of the sites of a sample's kind is measured; None where there is one."""
+    return _SAMPLES[case.mask].place
 
 
 def in_direction(case: Case, function: ArrayFunction) -> ArrayFunction:

@@ -42,10 +42,12 @@ class Sample:
     Attributes:
       function: the computation as people write it.
       arguments: the types of its arguments.
+      place: which of its sites of the kind is measured, as an index; None where there is one.
     """
 
     function: ArrayFunction
     arguments: tuple[jax.ShapeDtypeStruct, ...]
+    place: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
