@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import cast
 
+import jax
 from jax import lax
 
 from autopallas.compat import Params
+from autopallas.kernels.respelling.library_order import ordered
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 
-__all__ = ["dimension_numbers", "padding_of", "parameters"]
+__all__ = ["as_written", "dimension_numbers", "in_library_order", "padding_of", "parameters"]
 
 
 def parameters(params: Params) -> dict[str, Plain]:
@@ -32,3 +34,15 @@ def padding_of(spec: RespellingSpec) -> tuple[tuple[int, int], ...]:
 
 def dimension_numbers(spec: RespellingSpec) -> lax.ConvDimensionNumbers:
     return lax.ConvDimensionNumbers(spec.numbers("lhs"), spec.numbers("rhs"), spec.numbers("out"))
+
+
+def in_library_order(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns an image as [examples, *space, channels] and weights as [*window, channels, results]."""
+    (batch, features, *space), (results, own, *window) = spec.numbers("lhs"), spec.numbers("rhs")
+    return lax.transpose(x, (batch, *space, features)), lax.transpose(w, (*window, own, results))
+
+
+def as_written(spec: RespellingSpec, found: jax.Array) -> jax.Array:
+    """Returns a result [examples, *space, results] with the axes in the order in which the program has them."""
+    out = dict(zip(spec.numbers("out"), ordered(found.ndim).out_spec, strict=True))
+    return lax.transpose(found, [out[axis] for axis in range(found.ndim)])

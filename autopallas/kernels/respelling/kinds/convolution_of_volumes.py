@@ -18,7 +18,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.compat import JaxprEqn
-from autopallas.kernels.respelling.convolution_spec import dimension_numbers, padding_of, parameters
+from autopallas.kernels.respelling.convolution_spec import (
+    as_written,
+    dimension_numbers,
+    in_library_order,
+    padding_of,
+    parameters,
+)
 from autopallas.kernels.respelling.gradients import gradient_of, layer
 from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
 from autopallas.kernels.respelling.library_order import ordered
@@ -67,8 +73,7 @@ def _original(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Arra
 
 
 def _respelt(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Array]:
-    (batch, features, *space), (results, own, *window) = spec.numbers("lhs"), spec.numbers("rhs")
-    x, w = lax.transpose(x, (batch, *space, features)), lax.transpose(w, (*window, own, results))
+    x, w = in_library_order(spec, x, w)
     # What negative padding leaves out is cut off first, as the library may read beside the array.
     padding, end = padding_of(spec), list(x.shape)
     for axis, (_, after) in enumerate(padding):
@@ -84,8 +89,7 @@ def _respelt(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Array
     planes = [jnp.zeros_like(given) if found is None else found for found in phases]
     found = planes[0] if apart == 1 else jnp.stack(planes, 2).reshape(x.shape[0], count * apart, *given.shape[2:])
     found = lax.slice_in_dim(found, 0, length, axis=1)
-    out = dict(zip(spec.numbers("out"), ordered(x.ndim).out_spec, strict=True))
-    return [lax.transpose(found, [out[axis] for axis in range(x.ndim)])]
+    return [as_written(spec, found)]
 
 
 def _phase(

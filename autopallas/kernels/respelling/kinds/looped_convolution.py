@@ -17,7 +17,13 @@ from jax import lax
 
 from autopallas.compat import JaxprEqn
 from autopallas.graph import Graph, Node
-from autopallas.kernels.respelling.convolution_spec import dimension_numbers, padding_of, parameters
+from autopallas.kernels.respelling.convolution_spec import (
+    as_written,
+    dimension_numbers,
+    in_library_order,
+    padding_of,
+    parameters,
+)
 from autopallas.kernels.respelling.gradients import gradient_of, layer
 from autopallas.kernels.respelling.kind import Found, Kind, Sample, of_equation
 from autopallas.kernels.respelling.library_order import MOST_AXES, in_a_loop_or_branch, is_ordered, ordered
@@ -84,17 +90,14 @@ def _original(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Arra
 
 
 def _respelt(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Array]:
-    (batch, features, *space), (results, own, *window) = spec.numbers("lhs"), spec.numbers("rhs")
-    x, w = lax.transpose(x, (batch, *space, features)), lax.transpose(w, (*window, own, results))
+    x, w = in_library_order(spec, x, w)
     # What negative padding leaves out is cut off first: the library may read beside the array (JAX 0.10).
     padding, shape = padding_of(spec), x.shape
     low = [0, *(max(-side, 0) for side, _ in padding), 0]
     high = [0, *(max(-side, 0) for _, side in padding), 0]
     x = lax.slice(x, low, [size - cut for size, cut in zip(shape, high, strict=True)])
-    numbers = ordered(x.ndim)
-    found = _convolve(spec, x, w, [(max(before, 0), max(after, 0)) for before, after in padding], numbers)
-    out = dict(zip(spec.numbers("out"), numbers.out_spec, strict=True))
-    return [lax.transpose(found, [out[axis] for axis in range(x.ndim)])]
+    around = [(max(before, 0), max(after, 0)) for before, after in padding]
+    return [as_written(spec, _convolve(spec, x, w, around, ordered(x.ndim)))]
 
 
 def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:

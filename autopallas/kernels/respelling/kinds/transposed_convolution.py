@@ -18,7 +18,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.compat import JaxprEqn
-from autopallas.kernels.respelling.convolution_spec import dimension_numbers, padding_of, parameters
+from autopallas.kernels.respelling.convolution_spec import (
+    as_written,
+    dimension_numbers,
+    in_library_order,
+    padding_of,
+    parameters,
+)
 from autopallas.kernels.respelling.gradients import gradient_of, layer
 from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
 from autopallas.kernels.respelling.library_order import ordered
@@ -101,8 +107,7 @@ def _original(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Arra
 
 
 def _respelt(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Array]:
-    (batch, features, *space), (results, own, *window) = spec.numbers("lhs"), spec.numbers("rhs")
-    x, w = lax.transpose(x, (batch, *space, features)), lax.transpose(w, (*window, own, results))
+    x, w = in_library_order(spec, x, w)
     apart, padding = spec.numbers("lhs_dilation"), padding_of(spec)
     sizes = list(zip(x.shape[1:-1], w.shape, apart, padding, strict=False))
     lengths = [(count - 1) * step + 1 + sum(sides) - taps + 1 for count, taps, step, sides in sizes]
@@ -111,8 +116,7 @@ def _respelt(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Array
     found = _assembled(x, w, apart, counts, phases, ())
     found = found.reshape(x.shape[0], *(count * step for count, step in zip(counts, apart, strict=True)), w.shape[-1])
     found = lax.slice(found, (0,) * x.ndim, (x.shape[0], *lengths, w.shape[-1]))
-    out = dict(zip(spec.numbers("out"), ordered(x.ndim).out_spec, strict=True))
-    return [lax.transpose(found, [out[axis] for axis in range(x.ndim)])]
+    return [as_written(spec, found)]
 
 
 def _assembled(
