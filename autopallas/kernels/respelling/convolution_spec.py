@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import cast
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from autopallas.compat import Params
+from autopallas.compat import JaxprEqn, Params
 from autopallas.kernels.respelling.library_order import ordered
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 
-__all__ = ["as_written", "dimension_numbers", "in_library_order", "padding_of", "parameters"]
+__all__ = ["as_written", "dimension_numbers", "in_library_order", "is_plain", "padding_of", "parameters"]
 
 
 def parameters(params: Params) -> dict[str, Plain]:
@@ -26,6 +27,17 @@ def parameters(params: Params) -> dict[str, Plain]:
         "lhs_dilation": tuple(params["lhs_dilation"]),
         "rhs_dilation": tuple(params["rhs_dilation"]),
     }
+
+
+def is_plain(equation: JaxprEqn) -> bool:
+    """Returns whether a convolution is of float32 arrays that hold something, without groups, a precision that is asked
+    for, or a sharding of its result."""
+    params = equation.params
+    if max(params["feature_group_count"], params["batch_group_count"]) > 1 or params.get("out_sharding") is not None:
+        return False
+    if any(v.aval.dtype != jnp.float32 or 0 in v.aval.shape for v in (*equation.invars, *equation.outvars)):
+        return False
+    return params["precision"] in (None, (lax.Precision.DEFAULT,) * 2)
 
 
 def padding_of(spec: RespellingSpec) -> tuple[tuple[int, int], ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -239,10 +239,15 @@ def _of_pixels(graph: Graph, exponents: Set[int], alive: Set[int]) -> Iterator[N
             continue
         inside, ends = _flow(graph, node.outputs, alive)
         left -= len(inside)
-        found = any(_picks(end) or takes_logarithm(graph, end) for end in ends.values())
-        if found and any(graph.name(n) in ("exp", "exp2") for n in inside):
+        if _is_of_a_loss(graph, inside, ends):
             where = jaxprs.location(node.equation)
             yield NearMiss("cross_entropy", where, "a convolution gives the logits", node.outputs[0], OF_PIXELS)
+
+
+def _is_of_a_loss(graph: Graph, inside: Set[int], ends: Mapping[int, Node]) -> bool:
+    """Returns whether what flows from logits is exponentiated, and ends in a label's pick or a logarithm."""
+    found = any(_picks(end) or takes_logarithm(graph, end) for end in ends.values())
+    return found and any(graph.name(n) in ("exp", "exp2") for n in inside)
 
 
 def _of_distances(graph: Graph, exponents: Set[int], alive: Set[int]) -> Iterator[NearMiss]:
@@ -255,8 +260,7 @@ def _of_distances(graph: Graph, exponents: Set[int], alive: Set[int]) -> Iterato
             continue
         inside, ends = _flow(graph, node.outputs, alive)
         left -= len(inside)
-        found = any(_picks(end) or takes_logarithm(graph, end) for end in ends.values())
-        if found and any(graph.name(n) in ("exp", "exp2") for n in inside):
+        if _is_of_a_loss(graph, inside, ends):
             where = jaxprs.location(node.equation)
             reason = "the logits are sums of squared differences, and no product"
             yield NearMiss("cross_entropy", where, reason, node.outputs[0], LOGITS_OF_DISTANCES)

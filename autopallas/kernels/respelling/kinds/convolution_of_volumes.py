@@ -22,6 +22,7 @@ from autopallas.kernels.respelling.convolution_spec import (
     as_written,
     dimension_numbers,
     in_library_order,
+    is_plain,
     padding_of,
     parameters,
 )
@@ -41,13 +42,8 @@ _FEW, _MANY = 4, 64 * 64
 
 def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
     """Returns the parameters of a convolution of volumes with a layer's window, without groups, in float32."""
-    params, arrays = equation.params, (*equation.invars, *equation.outvars)
-    (x, w), (y,) = equation.invars, equation.outvars
-    if max(params["feature_group_count"], params["batch_group_count"]) > 1 or params.get("out_sharding") is not None:
-        return None
-    if any(v.aval.dtype != jnp.float32 or 0 in v.aval.shape for v in arrays):
-        return None
-    if params["precision"] not in (None, (lax.Precision.DEFAULT,) * 2):
+    params, (x, w), (y,) = equation.params, equation.invars, equation.outvars
+    if not is_plain(equation):
         return None
     axes, strides = params["dimension_numbers"], params["window_strides"]
     if len(strides) != _AXES:

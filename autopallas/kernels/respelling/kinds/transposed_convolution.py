@@ -22,6 +22,7 @@ from autopallas.kernels.respelling.convolution_spec import (
     as_written,
     dimension_numbers,
     in_library_order,
+    is_plain,
     padding_of,
     parameters,
 )
@@ -76,13 +77,8 @@ def _phases(window: int, apart: int, before: int) -> tuple[_Phases, ...]:
 
 def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
     """Returns the parameters of a convolution in float32 with zeros between the elements of its image."""
-    params, arrays = equation.params, (*equation.invars, *equation.outvars)
-    (_, w), (y,) = equation.invars, equation.outvars
-    if max(params["feature_group_count"], params["batch_group_count"]) > 1 or params.get("out_sharding") is not None:
-        return None
-    if any(v.aval.dtype != jnp.float32 or 0 in v.aval.shape for v in arrays):
-        return None
-    if params["precision"] not in (None, (lax.Precision.DEFAULT,) * 2):
+    params, (_, w), (y,) = equation.params, equation.invars, equation.outvars
+    if not is_plain(equation):
         return None
     axes, spread = params["dimension_numbers"], params["lhs_dilation"]
     if not 1 <= len(spread) <= _MOST_AXES or max(spread) == 1:
