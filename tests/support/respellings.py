@@ -10,8 +10,9 @@ from jax import lax
 import autopallas
 from autopallas.graph import Graph, flatten
 from autopallas.patterns import find
+from support.compare import compare
 
-__all__ = ["LAYOUTS", "convolution", "found", "optimized", "random", "same_bits", "sites"]
+__all__ = ["LAYOUTS", "agrees", "convolution", "found", "layer_operands", "optimized", "random", "same_bits", "sites"]
 
 
 def random(*shape, seed=0, dtype=jnp.float32):
@@ -52,3 +53,20 @@ def convolution(groups, numbers, stride=1, padding="SAME", dilation=1, base=1):
         )
 
     return run
+
+
+def layer_operands(numbers, size, window, channels, results):
+    """Two images, and weights, with their axes in the order of a convolution's letters; sizes along D, H, W."""
+    space = [letter for letter in "DHW" if letter in numbers[0]]
+    sizes = dict(zip(space, size, strict=True)) | {"N": 2, "C": channels}
+    weights = dict(zip(space, window, strict=True)) | {"I": channels, "O": results}
+    x, w = (tuple(known[letter] for letter in names) for known, names in zip((sizes, weights), numbers, strict=False))
+    return random(*x), random(*w, seed=1)
+
+
+def agrees(name, run, operands, count=1):
+    """Asserts that so many sites of a kind are found, and that what they compute is what the program does."""
+    assert found(run, *operands).count(name) == count
+    compared = compare(run, operands, gradients=False, ops=name)
+    assert compared.complaints == []
+    assert compared.counts("respelling") == count

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from support.compare import compare
-from support.respellings import LAYOUTS, found, random
+from support.respellings import LAYOUTS, agrees, found, layer_operands
 from support.tiers import examples
 
 import autopallas
@@ -24,17 +24,11 @@ def convolve(x, w, numbers=LAST, strides=(1, 1, 1), padding="SAME", spread=(1, 1
 
 
 def operands(numbers=LAST, size=(6, 7, 5), window=(3, 3, 2), channels=3, results=4):
-    sizes = dict(zip("DHW", size, strict=True)) | {"N": 2, "C": channels}
-    weights = dict(zip("DHW", window, strict=True)) | {"I": channels, "O": results}
-    x, w = (tuple(known[letter] for letter in names) for known, names in zip((sizes, weights), numbers, strict=False))
-    return random(*x), random(*w, seed=1)
+    return layer_operands(numbers, size, window, channels, results)
 
 
 def agree(run, x, w, count=1):
-    assert found(run, x, w).count(NAME) == count
-    compared = compare(run, (x, w), gradients=False, ops=NAME)
-    assert compared.complaints == []
-    assert compared.counts("respelling") == count
+    agrees(NAME, run, (x, w), count)
 
 
 @pytest.mark.parametrize("numbers", [*LAYOUTS[3], ("CNDWH", "IODHW", "NHWDC")], ids=str)
@@ -102,7 +96,7 @@ def test_sizes_drawn_at_random(size, window, steps, reach, padding, spread):
         lambda x, w: convolve(jnp.tile(x, 2), w, feature_group_count=2),
         lambda x, w: convolve(x, w, precision="highest"),
         lambda x, w: convolve(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)),
-        lambda x, w: convolve(x, w, strides=(2, 1, 1), spread=(2, 1, 1)),
+        lambda x, w: convolve(x, w, strides=(2, 1, 1), spread=(2, 1, 1), padding=[(1, 1)] * 3),
         lambda x, w: convolve(x[0], w[0], LAYOUTS[2][0], (1, 1), spread=(1, 1), reach=(1, 1)),
         lambda x, w: convolve(x, jnp.tile(w, (3, 1, 1, 1, 1))),  # a deep window
     ],

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from support.compare import compare
-from support.respellings import LAYOUTS, found, random, sites
+from support.respellings import LAYOUTS, agrees, found, layer_operands, random, sites
 from support.tiers import examples
 
 import autopallas
@@ -27,18 +27,11 @@ def convolve(x, w, numbers=LAST, spread=(2, 2), padding=((1, 2), (1, 2)), **para
 
 
 def operands(numbers=LAST, size=(6, 5), window=(3, 4), channels=3, results=5):
-    space = [letter for letter in numbers[0] if letter not in "NC"]
-    sizes = dict(zip(sorted(space), size, strict=True)) | {"N": 2, "C": channels}
-    weights = dict(zip(sorted(space), window, strict=True)) | {"I": channels, "O": results}
-    x, w = (tuple(known[letter] for letter in names) for known, names in zip((sizes, weights), numbers, strict=False))
-    return random(*x), random(*w, seed=1)
+    return layer_operands(numbers, size, window, channels, results)
 
 
 def agree(run, x, w, count=1):
-    assert found(run, x, w).count(NAME) == count
-    compared = compare(run, (x, w), gradients=False, ops=NAME)
-    assert compared.complaints == []
-    assert compared.counts("respelling") == count
+    agrees(NAME, run, (x, w), count)
 
 
 @pytest.mark.parametrize("numbers", [*LAYOUTS[2], ("CNWH", "IOHW", "NWHC")], ids=str)
