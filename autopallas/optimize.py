@@ -537,7 +537,7 @@ class _MayHaveNames(Exception):
     name."""
 
 
-_as_jit_traces = compat.trace_context(False)
+_as_jit_traces = compat.TraceContext(False)
 """Whether truth values are traced, as ``jax.jit`` does: where a function is lowered and not called, and where none of
 them is a flag."""
 

@@ -310,7 +310,7 @@ def _over(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # Part of the key of every jit cache: a function traced inside `with options(...)` is traced again outside of it.
-_active: compat.TraceContext[Setting] = compat.trace_context(())
+_active: compat.TraceContext[Setting] = compat.TraceContext(())
 
 
 def active() -> Setting:

@@ -89,7 +89,7 @@ class OptimizedFunction(Protocol):
     """Options of the function itself."""
 
 
-inside = compat.trace_context(False)
+inside = compat.TraceContext(False)
 """Whether an optimized function is being traced.  The outermost one owns the rewrite.  Part of the trace key."""
 
 

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 ALL_SITES = ("everything",)
 NO_SITES: tuple[str, ...] = ()
-allowing: compat.TraceContext[tuple[str, ...] | None] = compat.trace_context(None)
+allowing: compat.TraceContext[tuple[str, ...] | None] = compat.TraceContext(None)
 """Keys of the sites that may be replaced while a failing site is searched for; None outside of a search.  Part of the
 trace key."""
 

@@ -61,7 +61,7 @@ class Record:
     most: int | None = None
 
 
-_current: compat.TraceContext[Record | None] = compat.trace_context(None)
+_current: compat.TraceContext[Record | None] = compat.TraceContext(None)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ __all__ = ["Place", "leaving_out", "without_left_out"]
 Place: TypeAlias = tuple[str, str]
 """(operation, location): sites of one place are left out together."""
 
-leaving_out: compat.TraceContext[frozenset[Place]] = compat.trace_context(frozenset())
+leaving_out: compat.TraceContext[frozenset[Place]] = compat.TraceContext(frozenset())
 """The places at which nothing is replaced.  Part of the trace key."""
 
 

@@ -54,7 +54,7 @@ class Shardings:
 
 _UNKNOWN = "unknown"
 _Recorded: TypeAlias = tuple[tuple[Sharding | None, ...], Mesh | None]
-_recorded: compat.TraceContext[_Recorded | str | None] = compat.trace_context(None)
+_recorded: compat.TraceContext[_Recorded | str | None] = compat.TraceContext(None)
 """None outside of :func:`recording_shardings`; "unknown" where the arguments are not arrays, since an outer
 transformation is being traced; otherwise (the sharding or None per leaf of the call's arguments, the mesh in force)."""
 

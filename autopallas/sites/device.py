@@ -17,7 +17,7 @@ __all__ = ["Device", "GpuProperties", "gpu_properties"]
 _ANY_TPU = "TPU v4"
 """Oldest supported generation; what Mosaic lowers for it runs on the later ones."""
 
-_target: compat.TraceContext[Device | None] = compat.trace_context(None)
+_target: compat.TraceContext[Device | None] = compat.TraceContext(None)
 """Device that code is being lowered for, where it is not this process's own."""
 
 

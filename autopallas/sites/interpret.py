@@ -10,7 +10,7 @@ from autopallas.sites.operation import Unsupported
 
 __all__ = ["interpretation", "mode", "refusal", "settled"]
 
-mode: compat.TraceContext[object] = compat.trace_context(None)
+mode: compat.TraceContext[object] = compat.TraceContext(None)
 """How kernels are interpreted inside ``with mode(...)``: True, or the parameters of a platform's own interpreter.
 None leaves it to the environment.  Part of the trace key; for tests."""
 
