@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from weakref import WeakKeyDictionary
 
 from jax.sharding import PartitionSpec
 
@@ -12,6 +14,7 @@ from autopallas.compat import JaxprEqn, JaxprLike, Literal, Var
 from autopallas.graph.custom_rules import CUSTOM_RULES
 from autopallas.graph.equation_keys import Node
 from autopallas.graph.flatten import Body
+from autopallas.graph.needs import Needs, Unknown
 from autopallas.graph.numbering import Graph, computes
 
 __all__ = ["Edit", "check", "rebuild", "surviving", "without_results"]
@@ -202,6 +205,9 @@ def check(program: JaxprLike) -> None:
         raise ValueError("a result of the rewritten program is not defined")
 
 
+_NEEDS: WeakKeyDictionary[Graph, Needs | None] = WeakKeyDictionary()
+
+
 def surviving(
     graph: Graph, given: Iterable[int] = (), reads: Mapping[int, Iterable[int]] | None = None, least: int = 0
 ) -> frozenset[int]:
@@ -226,6 +232,24 @@ def _survivors(graph: Graph, given: frozenset[int], reads: Mapping[int, Iterable
             everything, graph.readers = _needed(graph)
             return everything
         return _walked(graph, given, reads) if reads else _remaining(graph, given)
+    needs = _needs_of(graph)
+    if needs is not None:
+        return needs.reached(given, reads)
+    return _without_dead_code(graph, given, reads)
+
+
+def _needs_of(graph: Graph) -> Needs | None:
+    """Returns what the variables of a program need; None where that is JAX's to know, or an equation has effects."""
+    if graph not in _NEEDS:
+        effects = (e for body in graph.numbers for e in body.equations if compat.has_side_effects(e))
+        _NEEDS[graph] = None
+        with contextlib.suppress(Unknown):
+            _NEEDS[graph] = Needs(graph) if not any(True for _ in effects) else None
+    return _NEEDS[graph]
+
+
+def _without_dead_code(graph: Graph, given: frozenset[int], reads: Mapping[int, Iterable[int]]) -> frozenset[int]:
+    """Computes the same by JAX's removal of dead code, for any program."""
     edits = {body: Edit() for body in graph.numbers}  # all bodies, since an unedited one would keep its inner calls
     for body, numbers in graph.numbers.items():
         for position, equation in enumerate(body.equations):
