@@ -32,7 +32,7 @@ from autopallas.graph import Graph, Node
 from autopallas.graph.body_links import is_at_hand
 from autopallas.graph.edit import surviving
 from autopallas.graph.loop_slices import is_zero, uniform
-from autopallas.kernels.respelling.lanes import LAYOUTS, STEPS, Lanes, Layout, axes_moved, laid_alike, lanes_of
+from autopallas.kernels.respelling.lanes import LAYOUTS, STEPS, Lanes, Layout, Pairs, axes_moved, laid_alike, lanes_of
 from autopallas.kernels.respelling.prime_field import PRIME, computed, gradient, scanned, whole
 
 __all__ = ["Backward", "Forward", "scans_of"]
@@ -234,15 +234,20 @@ class _Regions:
         self._of_decays: dict[int, list[Forward]] = {}
         self.of_given: dict[_Pulled, int] = {}
         self.of_decay: dict[_Pulled, int] = {}
-        self.values: list[dict[_Leaf, Array | None]] = [{} for _ in range(_POINTS)]
+        self.values: dict[_Leaf, Array | None] = {}
         self._of_results: dict[int, tuple[Layout, int | None, Layout]] = {}
         """By the results that are gradients, which of their scan's axes they have, what is added, and its axes."""
         self._of_cotangents: dict[tuple[Forward, int], Layout] = {}
         self._reading: dict[int, tuple[int, ...]] = {}
         """By the first result of one of ``LAYOUTS``, the axes along which it reads."""
+        self._reads: dict[int, list[_Leaf | None]] = {}
+        """By the first result of a node, what the node reads, until one of these is made an input."""
+        self._alike: dict[int, list[int]] = {}
+        """By number, the pads of nothing that give it back."""
+        self._pairs = Pairs(graph)
         self._shifts_of: dict[int, int | None] = {}
         self._regions: dict[int, list[Node] | None] = {}
-        self._functions: dict[tuple[str, int, tuple[_Leaf, ...]], Array] = {}
+        self._functions: dict[tuple[str, tuple[_Leaf, ...]], Array] = {}
         self._alive = surviving(graph)
         self._halved: set[int] = set()
         """The values above which every second step was taken."""
@@ -272,6 +277,9 @@ class _Regions:
     def _make_input(self, number: int) -> None:
         del self.moved[number]
         self._halved.discard(number)
+        for alike in (number, *self._alike.get(number, ())):
+            for user in self.graph.users[alike]:
+                self._reads.pop(user.outputs[0], None)
 
     def _enter(self, node: Node) -> None:
         """Makes an input of the value of which a node takes every second step, where none was taken above it.
@@ -294,7 +302,8 @@ class _Regions:
     def _note_identity(self, node: Node) -> None:
         """Notes a pad that adds nothing, as gradients of slices have it."""
         if node.name == "pad" and not any(int(x) for three in node.params["padding_config"] for x in three):
-            self.same[node.outputs[0]] = self.same.get(node.inputs[0], node.inputs[0])
+            number = self.same[node.outputs[0]] = self.same.get(node.inputs[0], node.inputs[0])
+            self._alike.setdefault(number, []).append(node.outputs[0])
 
     def _axis(self, node: Node) -> int | None:
         """Returns the axis along which a node's results are moved, or None for a node of another kind."""
@@ -376,6 +385,12 @@ class _Regions:
     def _read(self, node: Node) -> list[_Leaf | None]:
         """Returns what a node reads, each with the axis of its steps; None for literals, zeros, and what a pad or a
         concatenation fills with."""
+        known = self._reads.get(node.outputs[0])
+        if known is None:
+            known = self._reads[node.outputs[0]] = self._read_anew(node)
+        return known
+
+    def _read_anew(self, node: Node) -> list[_Leaf | None]:
         graph, fills = self.graph, {"concatenate": node.inputs, "pad": node.inputs[1:]}.get(node.name, ())
         axis = self.moved[node.outputs[0]]
         axes = self._reading.get(node.outputs[0], (axis,) * len(node.inputs))
@@ -444,12 +459,11 @@ class _Regions:
         return tuple(sorted(found)) if all(alike) else None
 
     def _is_scan(self, number: int, leaves: tuple[_Leaf, ...], axis: int) -> bool:
-        for decay, *given in itertools.permutations(leaves) if len(leaves) < 3 else ():
-
-            def states(point: int, inputs: Sequence[_Leaf] = (decay, *given)) -> Array:
-                return self.function("scan", point, *inputs)
-
-            if self._agrees(number, axis, states):
+        value = self.value(number, axis) if len(leaves) < 3 else None
+        if value is None:
+            return False
+        for decay, *given in itertools.permutations(leaves):
+            if np.array_equal(value, self.function("scan", decay, *given)) and self.region(number) is not None:
                 layouts = self._laid(number, axis, [n for n, _ in (decay, *given)])
                 if layouts is None:
                     return False
@@ -462,7 +476,7 @@ class _Regions:
 
     def _lanes(self, number: int, axis: int, added: int | None = None) -> Lanes | None:
         nodes = self.region(number)
-        return None if nodes is None else lanes_of(self.graph, number, axis, nodes, self._read, added)
+        return None if nodes is None else lanes_of(self.graph, number, axis, nodes, self._read, self._pairs, added)
 
     def _laid(self, number: int, axis: int, inputs: Sequence[int]) -> tuple[Layout, ...] | None:
         """Returns which axes of a result each of its inputs has; None where that is not known."""
@@ -493,11 +507,11 @@ class _Regions:
         for pulled in itertools.chain.from_iterable(self._pulled(leaves, *own) for own in [*zip(scans), *pairs]):
             scan, cotangent = pulled[0]
 
-            def of_given(point: int, scan: Forward = scan, d: int = cotangent) -> Array:
-                return self.function("gradient", point, self._decay(scan), (d, axes[d]))
+            def of_given(scan: Forward = scan, d: int = cotangent) -> Array:
+                return self.function("gradient", self._decay(scan), (d, axes[d]))
 
-            def of_decay(point: int, pulled: _Pulled = pulled) -> Array:
-                terms = [self._of_decay(point, own, (d, axes[d])) for own, d in pulled]
+            def of_decay(pulled: _Pulled = pulled) -> Array:
+                terms = [self._of_decay(own, (d, axes[d])) for own, d in pulled]
                 return np.asarray(sum(terms) % PRIME)
 
             both = ((of_given, self.of_given), (of_decay, self.of_decay))
@@ -507,28 +521,20 @@ class _Regions:
                     return self._note_gradient(number, axes, pulled, gradients, *found)
         return False
 
-    def _added(
-        self, number: int, leaves: tuple[_Leaf, ...], expected: Callable[[int], Array]
-    ) -> tuple[int | None] | None:
-        """Returns what is added to an expected value, or None in a tuple where that is all; None for another value."""
-        axis = self.moved[number]
-        value = self.value(number, axis, 0)
+    def _added(self, number: int, leaves: tuple[_Leaf, ...], expected: Callable[[], Array]) -> tuple[int | None] | None:
+        """Returns what is added to an expected value, or None in a tuple where that is all; None for another value, and
+        where too many nodes compute it."""
+        value = self.value(number, self.moved[number])
         if value is None:
             return None
-        rest = (value - expected(0)) % PRIME
-        if not rest.any():
-            return (None,) if self._agrees(number, axis, expected) else None
-        for leaf in leaves:
-
-            def both(point: int, leaf: _Leaf = leaf) -> Array:
-                added = self.values[point][leaf]
-                assert added is not None
-                return np.asarray((expected(point) + added) % PRIME)
-
-            own = self.values[0][leaf]
+        rest = (value - expected()) % PRIME
+        added: list[int | None] = [None] if not rest.any() else []
+        for leaf in leaves if rest.any() else ():
+            own = self.values[leaf]
             if own is not None and np.array_equal(own, rest):
-                return (leaf[0],) if self._agrees(number, axis, both) else None
-        return None
+                added = [leaf[0]]
+                break
+        return (added[0],) if added and self.region(number) is not None else None
 
     def _note_gradient(
         self,
@@ -599,21 +605,13 @@ class _Regions:
             for cotangents in given:
                 yield tuple(zip(scans, cotangents, strict=True))
 
-    def _of_decay(self, point: int, scan: Forward, cotangent: _Leaf) -> Array:
-        """Returns the decay's gradient at a point of the field, as a scan's cotangent gives it."""
+    def _of_decay(self, scan: Forward, cotangent: _Leaf) -> Array:
+        """Returns the decay's gradient at the points of the field, as a scan's cotangent gives it."""
         inputs = [(n, self._axis_of(scan, place)) for place, n in enumerate(scan.inputs)]
-        states = self.function("scan", point, *inputs)
-        before = np.append(1 if scan.given is None else 0, states[:-1])
-        found: Array = self.function("gradient", point, inputs[0], cotangent) * before % PRIME
+        before = np.roll(self.function("scan", *inputs), 1, -1)
+        before[:, 0] = 1 if scan.given is None else 0
+        found: Array = self.function("gradient", inputs[0], cotangent) * before % PRIME
         return found
-
-    def _agrees(self, number: int, axis: int, expected: Callable[[int], Array]) -> bool:
-        """Returns whether a value is the expected one at each of the points, and not too many nodes compute it."""
-        for point in range(_POINTS):
-            found = self.value(number, axis, point)
-            if found is None or not np.array_equal(found, expected(point)):
-                return False
-        return self.region(number) is not None
 
     def backwards(self, scan: Forward) -> list[Backward]:
         """Returns the gradients of a scan, one pair for each cotangent."""
@@ -634,9 +632,10 @@ class _Regions:
             found.append(replace(one, reads_result=at_hand))
         return found
 
-    def value(self, number: int, axis: int, point: int) -> Array | None:
-        """Returns a value along its axis at a random point of the field; None where it is not computed by integers."""
-        values, graph = self.values[point], self.graph
+    def value(self, number: int, axis: int) -> Array | None:
+        """Returns a value along its axis at random points of the field, [points, steps]; None where it is not computed
+        by integers."""
+        values, graph = self.values, self.graph
         todo = [(number, axis)]
         while todo:
             leaf = todo[-1]
@@ -659,18 +658,18 @@ class _Regions:
                 values.update(found if results is None else dict(zip(found, results, strict=True)))
             elif leaf not in values:
                 n, at = leaf
-                random = np.random.default_rng((n, at + 1, point))
-                values[leaf] = None if at < 0 else random.integers(0, PRIME, graph.shape(n)[at], np.int64)
+                random = np.random.default_rng((n, at + 1))
+                values[leaf] = None if at < 0 else random.integers(0, PRIME, (_POINTS, graph.shape(n)[at]), np.int64)
             todo.pop()
         return values[number, axis]
 
     def _filled(self, number: int, axis: int | None) -> Array | None:
-        """Returns a value that is one number, along an axis."""
+        """Returns a value that is one number, along an axis, [points, steps]."""
         shape, found = self.graph.shape(number), whole(self.graph, number)
         if found is None:
             return None
         one = np.asarray(found % PRIME, np.int64)
-        return np.broadcast_to(one, () if not shape else (1,) if axis is None else shape[axis : axis + 1])
+        return np.broadcast_to(one, (_POINTS, 1 if axis is None or not shape else shape[axis]))
 
     def own(self, results: Sequence[int]) -> tuple[set[int], set[int]]:
         """Returns (the values on the way to results, the identities of the nodes that compute all of them)."""
@@ -716,13 +715,13 @@ class _Regions:
         own, body = self.graph.definitions, self.graph.definitions[backward.results[0]].body
         return all(is_at_hand(self.graph, n, own[backward.scan.result].body, body) for n in backward.reads)
 
-    def function(self, name: str, point: int, *inputs: _Leaf) -> Array:
-        """Returns a recurrence of inputs, or its gradient, at a point of the field."""
-        key = name, point, inputs
+    def function(self, name: str, *inputs: _Leaf) -> Array:
+        """Returns a recurrence of inputs, or its gradient, at the points of the field."""
+        key = name, inputs
         if key not in self._functions:
-            arrays = [own for leaf in inputs if (own := self.values[point][leaf]) is not None]
+            arrays = [own for leaf in inputs if (own := self.values[leaf]) is not None]
             if name == "scan" and len(inputs) == 1:
-                arrays.append(np.append(arrays[0][:1], np.zeros_like(arrays[0][1:])))
+                arrays.append(np.where(np.arange(arrays[0].shape[-1]) == 0, arrays[0], 0))
             self._functions[key] = scanned(*arrays) if name == "scan" else gradient(*arrays)
         return self._functions[key]
 
@@ -732,7 +731,7 @@ def _one(axes: set[int] | None) -> int | None:
 
 
 def _layout(
-    graph: Graph, lanes: Lanes, number: int, axes: Mapping[tuple[int, int], int], whole_shape: Sequence[int]
+    graph: Graph, lanes: Lanes, number: int, axes: Mapping[int, int], whole_shape: Sequence[int]
 ) -> Layout | None:
     """Returns which axes a value has; None where one of them is none of the known ones, or part of one."""
     shape = graph.shape(number)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from autopallas.graph import Graph, Node
 from autopallas.kernels.respelling.prime_field import whole
 
-__all__ = ["LAYOUTS", "STEPS", "Lanes", "Layout", "axes_moved", "laid_alike", "lanes_of"]
+__all__ = ["LAYOUTS", "STEPS", "Lanes", "Layout", "Pairs", "axes_moved", "laid_alike", "lanes_of"]
 
 Layout = tuple[int, ...]
 """For each axis of an array the axis of a scan's result, or -1 for an axis of size 1."""
@@ -28,6 +28,7 @@ STEPS: _Axis = (-1, 0)
 """Stands for the axes of the steps."""
 _Pair = tuple[int, int]
 """The place of an operand's axis, and that of the result's."""
+_NONE: frozenset[int] = frozenset()
 Read = Callable[[Node], Sequence["tuple[int, int] | None"]]
 """Returns, for each operand of a node, the value that it is and the axis of its steps, -1 where it has one step; None
 for literals, zeros, and what a pad or a concatenation fills with."""
@@ -38,12 +39,12 @@ class Lanes:
     """Axes of the values by which a result is computed.
 
     Attributes:
-      same: the axis that stands for all that are the same as one.
+      same: the number that stands for all axes that are the same as one.
       summed: the axes over which the result is a sum.
     """
 
-    same: Callable[[_Axis], _Axis]
-    summed: frozenset[_Axis]
+    same: Callable[[_Axis], int]
+    summed: frozenset[int]
 
 
 def _axes(shape: Sequence[int]) -> list[int]:
@@ -90,6 +91,31 @@ def _pairs(graph: Graph, node: Node) -> list[list[_Pair]] | None:
     return [[(d, d) for d in _axes(own) if len(own) == len(shape) and shape[d] != 1] for own in shapes]
 
 
+class Pairs:
+    """Which axes of operands are which axes of results, per node, each looked at once.
+
+    Args:
+      graph: the program.
+    """
+
+    def __init__(self, graph: Graph):
+        self._graph = graph
+        self._known: dict[int, list[list[_Pair]] | None] = {}
+
+    def of(self, node: Node) -> list[list[_Pair]] | None:
+        """Returns, for each operand of a node, its axes of which the size is not 1, each with that of the results, or
+        with -1; None where :func:`axes_moved` returns None."""
+        number = node.outputs[0]
+        if number not in self._known:
+            found = _pairs(self._graph, node)
+            if found is not None:
+                axes = [_axes(self._graph.shape(n)) for n in node.inputs]
+                placed = [dict(own) for own in found]
+                found = [[(i, own.get(i, -1)) for i in at] for at, own in zip(axes, placed, strict=True)]
+            self._known[number] = found
+        return self._known[number]
+
+
 def axes_moved(graph: Graph, node: Node, moved: Mapping[int, int]) -> tuple[int, tuple[int, ...]] | None:
     """Returns the axis along which the steps stand in the result of one of ``LAYOUTS``, and those in its operands.
 
@@ -116,27 +142,55 @@ def axes_moved(graph: Graph, node: Node, moved: Mapping[int, int]) -> tuple[int,
 
 
 class _Same:
-    """Sets of axes that are the same."""
+    """Sets of axes that are the same, each with a number that stands for it."""
 
-    def __init__(self) -> None:
-        self.parents: dict[_Axis, _Axis] = {}
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._parents = [0]
+        self._first = {STEPS[0]: 0}
+        """Per value, the place of its first axis among the parents."""
 
-    def __call__(self, axis: _Axis) -> _Axis:
-        path = []
-        while (above := self.parents.get(axis)) is not None:
-            path.append(axis)
-            axis = above
-        self.parents.update(dict.fromkeys(path, axis))
-        return axis
+    def first(self, n: int) -> int:
+        """Returns the place of a value's first axis; those of the others follow."""
+        found = self._first.get(n)
+        if found is None:
+            parents = self._parents
+            found = self._first[n] = len(parents)
+            parents += range(found, found + len(self._graph.avals[n].shape))
+        return found
 
-    def join(self, one: _Axis, other: _Axis) -> None:
-        one, other = self(one), self(other)
-        if one != other:
-            self.parents[max(one, other)] = min(one, other)
+    def root(self, place: int) -> int:
+        """Returns the number that stands for all axes that are the same as the one at a place."""
+        parents = self._parents
+        while (above := parents[place]) != place:
+            parents[place] = parents[above]
+            place = above
+        return place
+
+    def __call__(self, axis: _Axis) -> int:
+        return self.root(self.first(axis[0]) + axis[1])
+
+    def join(self, one: int, other: int) -> None:
+        """Makes the axes at two places the same."""
+        parents = self._parents
+        while (above := parents[one]) != one:
+            parents[one] = one = parents[above]
+        while (above := parents[other]) != other:
+            parents[other] = other = parents[above]
+        if one < other:
+            parents[other] = one
+        else:
+            parents[one] = other
 
 
 def lanes_of(
-    graph: Graph, number: int, axis: int, nodes: Sequence[Node], read: Read, added: int | None = None
+    graph: Graph,
+    number: int,
+    axis: int,
+    nodes: Sequence[Node],
+    read: Read,
+    pairs: Pairs,
+    added: int | None = None,
 ) -> Lanes | None:
     """Finds which axes are the same, among those of a result and of the values by which it is computed.
 
@@ -146,35 +200,39 @@ def lanes_of(
       axis: the axis of its steps.
       nodes: what computes it, in order.
       read: what the nodes read.
+      pairs: which axes of that are axes of their results.
       added: a value that is added to the result and summed over nothing.
 
     Returns:
       The axes; None where a value has one axis twice, or is not linear in sums over the same axes.
     """
-    same = _Same()
-    same.join((number, axis), STEPS)
-    summed: dict[int, list[_Axis]] = {}
-    for node in nodes:
-        pairs = _pairs(graph, node)
-        if pairs is None:
+    same = _Same(graph)
+    steps = same.first(STEPS[0])
+    same.join(same.first(number) + axis, steps)
+    summed: dict[int, list[int]] = {}
+    reads = [read(node) for node in nodes]
+    for node, operands in zip(nodes, reads, strict=True):
+        of_operands = pairs.of(node)
+        if of_operands is None:
             return None
-        operands = read(node)
-        for operand, own in zip(operands, pairs, strict=True):
+        outputs = [same.first(out) for out in node.outputs]
+        for operand, own in zip(operands, of_operands, strict=True):
             if operand is None:
                 continue
-            (n, at), placed = operand, dict(own)
-            for i in _axes(graph.shape(n)):
+            n, at = operand
+            first = same.first(n)
+            for i, d in own:
                 if i == at:
-                    same.join((n, i), STEPS)
-                elif i not in placed:
-                    summed.setdefault(node.outputs[0], []).append((n, i))
+                    same.join(first + i, steps)
+                elif d < 0:
+                    summed.setdefault(node.outputs[0], []).append(first + i)
                 else:
-                    for out in node.outputs:
-                        same.join((n, i), (out, placed[i]))
+                    for out in outputs:
+                        same.join(first + i, out + d)
         if node.name == "dot_general" and (one := operands[0]) is not None and (other := operands[1]) is not None:
             for i, j in zip(*node.params["dimension_numbers"][0], strict=True):
-                same.join((one[0], int(i)), (other[0], int(j)))
-    return _checked(graph, number, nodes, same, summed, read, added)
+                same.join(same.first(one[0]) + int(i), same.first(other[0]) + int(j))
+    return _checked(graph, number, nodes, same, summed, reads, added)
 
 
 def _checked(
@@ -182,43 +240,48 @@ def _checked(
     number: int,
     nodes: Sequence[Node],
     same: _Same,
-    summed_here: Mapping[int, Sequence[_Axis]],
-    read: Read,
+    summed_here: Mapping[int, Sequence[int]],
+    reads: Sequence[Sequence[tuple[int, int] | None]],
     added: int | None,
 ) -> Lanes | None:
     """Returns the lanes of a result if each value has each axis once, and is linear in sums over the same axes."""
-    summed: dict[int, frozenset[_Axis]] = {}
+    summed: dict[int, frozenset[int]] = {}
     beside, alone = {added}, {added}  # what is computed from the added value, and from nothing else
 
-    def own(n: int) -> set[_Axis] | None:
-        axes = _axes(graph.shape(n))
-        found = {same((n, d)) for d in axes}
+    seen: set[int] = set()
+
+    def own(n: int) -> set[int] | None:
+        axes, first = _axes(graph.shape(n)), same.first(n)
+        found = {same.root(first + d) for d in axes}
         return found if len(found) == len(axes) else None
 
-    for node in nodes:
-        inputs = [operand[0] for operand in read(node) if operand is not None]
-        if any(own(n) is None for n in inputs):
-            return None
-        sums = [summed.get(n, frozenset()) for n in inputs]
-        here = frozenset(map(same, summed_here.get(node.outputs[0], ())))
+    for node, operands in zip(nodes, reads, strict=True):
+        inputs = [operand[0] for operand in operands if operand is not None]
+        for n in inputs:
+            if n not in seen and own(n) is None:
+                return None
+            seen.add(n)
+        sums = [summed.get(n, _NONE) for n in inputs]
+        here = frozenset(map(same.root, summed_here[node.outputs[0]])) if node.outputs[0] in summed_here else _NONE
         with_added = not beside.isdisjoint(inputs)
         if node.name in ("mul", "dot_general"):
             alike = sum(map(bool, sums)) < 2 and not (with_added and any(sums))
         else:
-            alike = len({own for n, own in zip(inputs, sums, strict=True) if n not in alone}) < 2
+            alike = len({over for n, over in zip(inputs, sums, strict=True) if n not in alone}) < 2
         if with_added and here:
             return None
         if with_added:
             beside.update(node.outputs)
         if alone.issuperset(inputs):
             alone.update(node.outputs)
-        over = frozenset[_Axis]().union(*sums)
+        over = _NONE.union(*sums)
         if not alike or over and _adds_numbers(graph, node, inputs) or not over.isdisjoint(here):
             return None
         for out in node.outputs:
             axes = own(out)
             if axes is None or not axes.isdisjoint(over | here):
                 return None
+            seen.add(out)
             summed[out] = over | here
     return Lanes(same, summed.get(number, frozenset()))
 

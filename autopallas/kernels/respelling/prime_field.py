@@ -1,5 +1,6 @@
-"""Evaluates equations along one axis with integers modulo a prime.
+"""Evaluates equations along one axis with integers modulo a prime, at several points at once.
 
+Arrays are [points, steps].
 Two polynomials that agree at random points of a large prime field are the same (Schwartz and Zippel).
 """
 
@@ -38,7 +39,7 @@ def computed(node: Node, axis: int | None, given: Sequence[Array]) -> list[Array
     Args:
       node: the node.
       axis: the axis along which it moves what it is given; None where there is one number, which it does not move.
-      given: its operands along that axis.
+      given: its operands along that axis, [points, steps].
     """
     name, params = node.name, node.params
     if name in ("mul", "dot_general"):
@@ -52,33 +53,36 @@ def computed(node: Node, axis: int | None, given: Sequence[Array]) -> list[Array
     if name in _KEPT or axis is None:
         return [given[0]]
     if name == "concatenate":
-        return [np.concatenate(given)]
+        return [np.concatenate(given, -1)]
     if name == "split":
-        return list(np.split(given[0], np.cumsum([int(n) for n in params["sizes"]])[:-1]))
+        return list(np.split(given[0], np.cumsum([int(n) for n in params["sizes"]])[:-1], -1))
     if name == "slice":
         by = 1 if params["strides"] is None else int(params["strides"][axis])
-        return [given[0][int(params["start_indices"][axis]) : int(params["limit_indices"][axis]) : by]]
+        return [given[0][:, int(params["start_indices"][axis]) : int(params["limit_indices"][axis]) : by]]
     if name == "pad":
         low, high, inside = (int(x) for x in params["padding_config"][axis])
-        x = given[0]
-        fill = given[1].reshape(-1)[:1]
-        spread = np.repeat(fill, max(0, len(x) + (len(x) - 1) * inside))
-        spread[:: inside + 1] = x
-        spread = spread[max(0, -low) : len(spread) - max(0, -high)]
-        return [np.concatenate([np.repeat(fill, max(0, low)), spread, np.repeat(fill, max(0, high))])]
+        x, fill = given[0], given[1][:1, :1]
+        points, size = x.shape
+        size += max(0, size - 1) * inside
+        begin, end = max(0, low), max(0, low) + size + max(0, high)
+        spread = np.full((points, end), fill)
+        spread[:, begin : begin + size : inside + 1] = x
+        return [spread[:, max(0, -low) : end - max(0, -high)]]
     return None
 
 
 def scanned(decay: Array, given: Array) -> Array:
-    """Returns h with ``h[t] = decay[t] h[t-1] + given[t]`` in the field."""
-    state, found = 0, []
-    for a, b in zip(decay.tolist(), given.tolist(), strict=True):
-        state = (a * state + b) % PRIME
-        found.append(state)
-    return np.asarray(found, np.int64)
+    """Returns h with ``h[t] = decay[t] h[t-1] + given[t]`` in the field, [points, steps]."""
+    found = []
+    for of_point in zip(decay.tolist(), given.tolist(), strict=True):
+        state = 0
+        for a, b in zip(*of_point, strict=True):
+            state = (a * state + b) % PRIME
+            found.append(state)
+    return np.asarray(found, np.int64).reshape(decay.shape)
 
 
 def gradient(decay: Array, cotangent: Array) -> Array:
-    """Returns g with ``g[t] = cotangent[t] + decay[t+1] g[t+1]`` in the field."""
-    following = np.append(decay[1:], 0)
-    return scanned(following[::-1], cotangent[::-1])[::-1]
+    """Returns g with ``g[t] = cotangent[t] + decay[t+1] g[t+1]`` in the field, [points, steps]."""
+    following = np.concatenate([decay[:, 1:], np.zeros_like(decay[:, :1])], -1)
+    return scanned(following[:, ::-1], cotangent[:, ::-1])[:, ::-1]
