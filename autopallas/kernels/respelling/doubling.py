@@ -41,6 +41,8 @@ Array = np.ndarray
 
 _POINTS = 2
 """How many points of the field are tried."""
+_FEW = 4
+"""How many steps are compared before all of them."""
 _LONGEST = 2**16
 _SHORTEST = 8
 _MOST_NODES = 4096
@@ -138,7 +140,12 @@ def scans_of(graph: Graph) -> Mapping[int, Forward | Backward]:
 
 
 def _found(graph: Graph) -> dict[int, Forward | Backward]:
-    shifted = {by for node in graph.nodes for by in _shifts(graph, node)} >= _FIRST_SHIFTS
+    along: dict[int, set[int]] = {}  # by how many places something is shifted, by the number of steps
+    for node in graph.nodes:
+        for by, steps in _shifts(graph, node):
+            for size in (steps, steps - by):  # what is taken off again is padded before or after that
+                along.setdefault(size, set()).add(by)
+    shifted = any(own >= _FIRST_SHIFTS for steps, own in along.items() if steps >= _SHORTEST)
     if not shifted and not any(node.name == "pad" and _interior(node) for node in graph.nodes):
         return {}
     regions = _Regions(graph, shifted)
@@ -193,14 +200,18 @@ def _interior(node: Node) -> bool:
 _FIRST_SHIFTS = frozenset({1, 2, 4})
 
 
-def _shifts(graph: Graph, node: Node) -> tuple[int, ...]:
-    """Returns by how many places a node may shift what it is given, filling with one number."""
+def _shifts(graph: Graph, node: Node) -> list[tuple[int, int]]:
+    """Returns by how many places a node may shift what it is given, filling with one number, and how many steps there
+    are then."""
     if node.name == "pad":
-        return tuple(int(x) for low, high, _ in node.params["padding_config"] for x in (low, high) if int(x) > 0)
+        sizes = graph.shape(node.outputs[0])
+        config = zip(node.params["padding_config"], sizes, strict=True)
+        return [(int(x), steps) for (low, high, _), steps in config for x in (low, high) if int(x) > 0]
     if node.name == "concatenate" and len(node.inputs) == 2:
         axis = int(node.params["dimension"])
-        return tuple(graph.shape(n)[axis] for n in node.inputs if uniform(graph, n) is not None)
-    return ()
+        steps = graph.shape(node.outputs[0])[axis]
+        return [(graph.shape(n)[axis], steps) for n in node.inputs if uniform(graph, n) is not None]
+    return []
 
 
 # ---------------------------------------------------------------------- regions and their values
@@ -463,6 +474,8 @@ class _Regions:
         if value is None:
             return False
         for decay, *given in itertools.permutations(leaves):
+            if not (value[:, :_FEW] == self.first_states(decay, *given)).all():
+                continue
             if np.array_equal(value, self.function("scan", decay, *given)) and self.region(number) is not None:
                 layouts = self._laid(number, axis, [n for n, _ in (decay, *given)])
                 if layouts is None:
@@ -500,18 +513,21 @@ class _Regions:
     def _is_gradient(self, number: int, leaves: tuple[_Leaf, ...]) -> bool:
         """Returns whether a sum is a gradient of one of the scans so far, or of one and of the products, perhaps with
         one more value: what JAX's autodiff had added up before, of a value that is read elsewhere too."""
-        scans = sorted({scan for n, _ in leaves for scan in self._of_decays.get(n, ())}, key=lambda scan: scan.result)
+        known = {scan.result: scan for n, _ in leaves for scan in self._of_decays.get(n, ())}
+        if not known:
+            return False
+        scans = [scan for _, scan in sorted(known.items())]
         products = {scan.decay: scan for scan in scans if scan.given is None}
         pairs = [(scan, products[scan.decay]) for scan in scans if scan.given is not None and scan.decay in products]
         axes = dict(leaves)
         for pulled in itertools.chain.from_iterable(self._pulled(leaves, *own) for own in [*zip(scans), *pairs]):
             scan, cotangent = pulled[0]
 
-            def of_given(scan: Forward = scan, d: int = cotangent) -> Array:
-                return self.function("gradient", self._decay(scan), (d, axes[d]))
+            def of_given(steps: int = 0, scan: Forward = scan, d: int = cotangent) -> Array:
+                return self._gradient(self._decay(scan), (d, axes[d]), steps)
 
-            def of_decay(pulled: _Pulled = pulled) -> Array:
-                terms = [self._of_decay(own, (d, axes[d])) for own, d in pulled]
+            def of_decay(steps: int = 0, pulled: _Pulled = pulled) -> Array:
+                terms = [self._of_decay(own, (d, axes[d]), steps) for own, d in pulled]
                 return np.asarray(sum(terms) % PRIME)
 
             both = ((of_given, self.of_given), (of_decay, self.of_decay))
@@ -521,20 +537,23 @@ class _Regions:
                     return self._note_gradient(number, axes, pulled, gradients, *found)
         return False
 
-    def _added(self, number: int, leaves: tuple[_Leaf, ...], expected: Callable[[], Array]) -> tuple[int | None] | None:
+    def _added(
+        self, number: int, leaves: tuple[_Leaf, ...], expected: Callable[[int], Array]
+    ) -> tuple[int | None] | None:
         """Returns what is added to an expected value, or None in a tuple where that is all; None for another value, and
-        where too many nodes compute it."""
+        where too many nodes compute it.  Few other values have the same last steps, for which ``expected`` is asked
+        before all."""
         value = self.value(number, self.moved[number])
         if value is None:
             return None
-        rest = (value - expected()) % PRIME
-        added: list[int | None] = [None] if not rest.any() else []
-        for leaf in leaves if rest.any() else ():
-            own = self.values[leaf]
-            if own is not None and np.array_equal(own, rest):
-                added = [leaf[0]]
-                break
-        return (added[0],) if added and self.region(number) is not None else None
+        given = [(leaf[0], own) for leaf in leaves if (own := self.values[leaf]) is not None]
+        for steps in (_FEW, 0):  # the last -0 steps of an array are all
+            rest = (value[:, -steps:] - expected(steps)) % PRIME
+            nothing = not rest.any()
+            added = [] if nothing else [n for n, own in given if (own[:, -steps:] == rest).all()]
+            if not nothing and not added:
+                return None
+        return (None if nothing else added[0],) if self.region(number) is not None else None
 
     def _note_gradient(
         self,
@@ -605,13 +624,24 @@ class _Regions:
             for cotangents in given:
                 yield tuple(zip(scans, cotangents, strict=True))
 
-    def _of_decay(self, scan: Forward, cotangent: _Leaf) -> Array:
-        """Returns the decay's gradient at the points of the field, as a scan's cotangent gives it."""
+    def _of_decay(self, scan: Forward, cotangent: _Leaf, steps: int) -> Array:
+        """Returns the decay's gradient at the points of the field, as a scan's cotangent gives it, in the last steps or
+        (0) in all."""
         inputs = [(n, self._axis_of(scan, place)) for place, n in enumerate(scan.inputs)]
-        before = np.roll(self.function("scan", *inputs), 1, -1)
-        before[:, 0] = 1 if scan.given is None else 0
-        found: Array = self.function("gradient", inputs[0], cotangent) * before % PRIME
+        states = self.function("scan", *inputs)
+        if steps:
+            before = states[:, -steps - 1 : -1]
+        else:
+            before = np.roll(states, 1, -1)
+            before[:, 0] = 1 if scan.given is None else 0
+        found: Array = self._gradient(inputs[0], cotangent, steps) * before % PRIME
         return found
+
+    def _gradient(self, decay: _Leaf, cotangent: _Leaf, steps: int) -> Array:
+        """Returns the gradient of what a scan is given, in the last steps or (0) in all."""
+        if not steps:
+            return self.function("gradient", decay, cotangent)
+        return gradient(*[array[:, -steps:] for array in self._arrays((decay, cotangent))])
 
     def backwards(self, scan: Forward) -> list[Backward]:
         """Returns the gradients of a scan, one pair for each cotangent."""
@@ -719,11 +749,21 @@ class _Regions:
         """Returns a recurrence of inputs, or its gradient, at the points of the field."""
         key = name, inputs
         if key not in self._functions:
-            arrays = [own for leaf in inputs if (own := self.values[leaf]) is not None]
-            if name == "scan" and len(inputs) == 1:
-                arrays.append(np.where(np.arange(arrays[0].shape[-1]) == 0, arrays[0], 0))
-            self._functions[key] = scanned(*arrays) if name == "scan" else gradient(*arrays)
+            arrays = self._arrays(inputs)
+            self._functions[key] = _states(*arrays) if name == "scan" else gradient(*arrays)
         return self._functions[key]
+
+    def first_states(self, *inputs: _Leaf) -> Array:
+        """Returns the first steps of a recurrence of inputs at the points of the field, which few other values have."""
+        return _states(*[array[:, :_FEW] for array in self._arrays(inputs)])
+
+    def _arrays(self, inputs: Sequence[_Leaf]) -> list[Array]:
+        return [own for leaf in inputs if (own := self.values[leaf]) is not None]
+
+
+def _states(decay: Array, given: Array | None = None) -> Array:
+    """Returns the recurrence of a and b, or the products of a."""
+    return scanned(decay, np.where(np.arange(decay.shape[-1]) == 0, decay, 0) if given is None else given)
 
 
 def _one(axes: set[int] | None) -> int | None:

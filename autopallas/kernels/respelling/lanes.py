@@ -255,6 +255,10 @@ def _checked(
         found = {same.root(first + d) for d in axes}
         return found if len(found) == len(axes) else None
 
+    if not summed_here and added is None:  # then nothing but this is left to ask
+        values = {operand[0] for operands in reads for operand in operands if operand is not None}
+        values.update(out for node in nodes for out in node.outputs)
+        return None if any(own(n) is None for n in values) else Lanes(same, _NONE)
     for node, operands in zip(nodes, reads, strict=True):
         inputs = [operand[0] for operand in operands if operand is not None]
         for n in inputs:

@@ -16,6 +16,7 @@ from support.respellings import random
 
 import autopallas
 from autopallas.graph import Graph, flatten
+from autopallas.kernels.respelling import doubling
 from autopallas.patterns import find
 from autopallas.plan.decision import Decision
 from autopallas.plan.shared_values import without_shared_values
@@ -455,6 +456,21 @@ def test_doubling_by_hand_and_its_gradients_are_found(name, length):
     a, b = random(length, D), random(length, D, seed=1)
     judged(run, a, b)
     judged(trained(run), a, b, wanted=[0, 2])
+
+
+def test_parts_of_a_short_axis_are_no_shifts(monkeypatch):
+    """The gradient of taking parts apart pads by 1, 2 and 4: nothing is followed for that."""
+
+    def parted(x):
+        return sum(jnp.sin(i * x[:, i]).sum() for i in range(6))
+
+    def refuse(*_):
+        raise AssertionError("values are followed along an axis")
+
+    program = jax.make_jaxpr(jax.grad(parted))(random(D, 6))
+    assert {equation.primitive.name for equation in program.jaxpr.eqns} & {"pad", "dynamic_update_slice"}
+    monkeypatch.setattr(doubling, "_Regions", refuse)
+    assert not doubling.scans_of(Graph(flatten(program)))
 
 
 def test_what_is_respelt_beside_a_scan_is_not_computed_in_its_loop():
