@@ -161,6 +161,42 @@ def test_equal_layers_of_train_steps_are_what_each_of_them_is(name, proofs):
     assert carried == summary(program, arguments)
 
 
+def recurrent(factor=0.9, narrow=False):
+    """A layer with a loop that is written in it, so that each such layer has a body of its own, and a norm behind."""
+
+    def layer(x, scale):
+        def step(state, row):
+            state = jax.nn.silu(state) * factor + row
+            return state, state.astype(jnp.bfloat16).astype(jnp.float32) if narrow else state
+
+        y = jax.lax.scan(step, x[0], x)[1]
+        return y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6) * scale
+
+    return layer
+
+
+ROWS = array(8, 16), array(16, seed=1)
+
+
+def test_layers_with_equal_loops_of_their_own_are_proved_once(proofs):
+    carried = summary(stacked([recurrent()] * LAYERS), [ROWS] * LAYERS)
+    few, proofs.count = proofs.count, 0
+    proofs.alone()
+    assert carried == summary(stacked([recurrent()] * LAYERS), [ROWS] * LAYERS)
+    assert few <= proofs.count - LAYERS + 2
+    assert [site[0] for site in carried[0]].count("rms_norm") == LAYERS
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_layers_with_loops_that_differ_are_told_apart(seed, proofs):
+    chosen = random.Random(seed)
+    kinds = [recurrent(), recurrent(), recurrent(0.8), recurrent(narrow=True)]
+    program = stacked([chosen.choice(kinds) for _ in range(LAYERS)])
+    carried = summary(program, [ROWS] * LAYERS)
+    proofs.alone()
+    assert carried == summary(program, [ROWS] * LAYERS)
+
+
 TRAINED = [
     *VARIANTS[:11],
     lambda q, k, v: attention(q, jax.lax.stop_gradient(k), v),
