@@ -80,7 +80,7 @@ class EquationKeys:
     ) -> tuple[Hashable, ...] | None:
         """Returns a key as :meth:`key` does, which is quicker to compare and stands for nothing in other programs."""
         name = equation.primitive.name
-        params: Hashable = self._parameters(equation) if equation.params else 0
+        params: Hashable = self.parameters(equation) if equation.params else 0
         if params is None:
             return None
         if operands and name in MERGED:
@@ -107,7 +107,7 @@ class EquationKeys:
             mesh = mesh, compat.draws_by_position(equation)
         return name, frame, tuple(ordered), params, types, mesh
 
-    def _parameters(self, equation: JaxprEqn) -> int | None:
+    def parameters(self, equation: JaxprEqn) -> int | None:
         """Returns a number for what an equation's parameters mean; None if they cannot be compared."""
         given = equation.params
         known = self._said.get(id(given))

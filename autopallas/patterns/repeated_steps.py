@@ -64,14 +64,14 @@ def find(graph: Graph) -> Iterator[tuple[Node, Found]]:
 
 def _of_part(graph: Graph, nodes: Sequence[Node]) -> Iterator[tuple[Node, Found]]:
     """Finds the runs among equations that steps may hold, with no others between them."""
-    alike = Counter((node.name, graph.shape(node.outputs[0])) for node in nodes)
+    avals = graph.avals
+    named = [(node.name, avals[node.outputs[0]].shape) for node in nodes]
+    alike = Counter(named)
     if max(alike.values()) < LEAST_STEPS:
         return
-    kinds = [_kind(graph, node) for node in nodes]
-    counts = Counter(kinds)
-    chosen: list[tuple[Node, Hashable]] = [
-        pair for pair in zip(nodes, kinds, strict=True) if counts[pair[1]] >= LEAST_STEPS
-    ]
+    kinds = [(node, _kind(graph, node)) for node, name in zip(nodes, named, strict=True) if alike[name] >= LEAST_STEPS]
+    counts = Counter([kind for _, kind in kinds])
+    chosen: list[tuple[Node, Hashable]] = [pair for pair in kinds if counts[pair[1]] >= LEAST_STEPS]
     for _ in range(_MOST_RUNS):
         run = _longest_run([kind for _, kind in chosen])
         if run is None:
@@ -86,10 +86,14 @@ def _of_part(graph: Graph, nodes: Sequence[Node]) -> Iterator[tuple[Node, Found]
 
 def _kind(graph: Graph, node: Node) -> Hashable:
     """Returns what equations of the same position in two steps have in common."""
-    types = tuple((graph.shape(n), graph.dtype(n)) for n in (*node.inputs, *node.outputs))
-    literals = tuple(graph.literals[n].tobytes() if n in graph.literals else None for n in node.inputs)
-    params = {name: value for name, value in node.params.items() if name not in ("sharding", "out_sharding")}
-    return node.name, hashable(params), types, literals
+    avals, known = graph.avals, graph.literals
+    types = tuple([(aval.shape, aval.dtype) for n in (*node.inputs, *node.outputs) for aval in (avals[n],)])
+    literals = tuple([known[n].tobytes() if n in known else None for n in node.inputs])
+    said: Hashable = ()
+    if node.params:
+        number, weak = graph.parameters(node.equation), bool(node.params.get("weak_type"))
+        said = hashable(node.params) if number is None else (number, weak)
+    return node.name, said, types, literals
 
 
 def _longest_run(kinds: Sequence[Hashable]) -> tuple[int, int, int] | None:

@@ -40,7 +40,11 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     An equation that was found goes before one that follows it and would hold it: a product with a one-hot matrix before
     the transposition of its result.  Of two kinds that find an equation, one may give way (``Kind.gives_way``).
     """
-    kinds = {name: [kind for kind in own if _is_looked_for(graph, kind)] for name, own in kinds_by_primitive().items()}
+    wanted = {kind: False for own in kinds_by_primitive().values() for kind in own}
+    for kind in wanted:
+        with contained(kind.name, OPERATION.name, "recognition"):
+            wanted[kind] = _is_looked_for(graph, kind) and (kind.is_in is None or kind.is_in(graph))
+    kinds = {name: [kind for kind in own if wanted[kind]] for name, own in kinds_by_primitive().items()}
     found: list[Match] = []
     places: set[Node] = set()
     others: list[Match] = []

@@ -251,12 +251,14 @@ def _independent(graph: Graph, run: _Run, places: dict[int, int]) -> dict[int, N
     others: set[int] = set()
     """Numbers that depend on the run by way of what it does not hold."""
     found: dict[int, Node] = {}
+    definitions, literals = graph.definitions, graph.literals
     for node in graph.nodes[begin : end + 1]:
         i = at.get(id(node))
-        depends = any(
-            n in others or (n > lowest and n not in within and n not in graph.definitions and n not in graph.literals)
-            for n in node.inputs
-        )
+        depends = False
+        for n in node.inputs:
+            if n in others or (n > lowest and n not in within and n not in definitions and n not in literals):
+                depends = True
+                break
         if i is not None and not depends and not _multiplies_own(run, i, within):
             found[i] = node
             within.update(node.outputs)

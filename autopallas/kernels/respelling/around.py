@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
+from weakref import WeakKeyDictionary
 
 from autopallas.compat import ClosedJaxpr
 from autopallas.graph import Body, Graph, Node
@@ -89,7 +91,7 @@ def around(
     """
     body = body or graph.definitions[given[0]].body
     size = math.prod(graph.shape(given[0])) if size is None else size
-    search = _Search(graph, body, size, frozenset((*whole, *known, *given)), _read_by_others(graph, given))
+    search = _Search(graph, body, size, frozenset((*whole, *known, *given)), _ReadByOthers(graph, given))
     for number in needed:
         search.axes[number] = axis
     before = search.above(needed)
@@ -102,13 +104,14 @@ def around(
     if not all(is_at_hand(graph, n, home or body, body) for n in operands):
         return None
     results = search.results(given, after)
+    if not _smaller(graph, (*whole, *needed, *given), (*operands, *results)):
+        return None
     first, last = jaxpr_of(graph, before, operands, needed), jaxpr_of(graph, after, (*given, *operands), results)
     axes = tuple(search.axes.get(n) for n in operands)
     steps = [tuple(search.axes[node.outputs[0]] for node in nodes) for nodes in (before, after)]
     kinds = tuple(search.axes[n] for n in results)
     key = digest([first, last], f"{axes} {steps} {kinds}".encode())
-    found = Around(key, first, last, axes, steps[0], steps[1], kinds)
-    return (found, operands, results) if _smaller(graph, (*whole, *needed, *given), (*operands, *results)) else None
+    return Around(key, first, last, axes, steps[0], steps[1], kinds), operands, results
 
 
 def _smaller(graph: Graph, plain: Sequence[int], own: Sequence[int]) -> bool:
@@ -117,22 +120,33 @@ def _smaller(graph: Graph, plain: Sequence[int], own: Sequence[int]) -> bool:
     return 4 * sizes[1] < 3 * sizes[0]
 
 
-def _read_by_others(graph: Graph, given: Collection[int]) -> frozenset[int]:
-    """Returns what sites read that do not compute any of ``given`` themselves, or values of the same site.
+_READERS: WeakKeyDictionary[Graph, tuple[Mapping[int, Sequence[int]], dict[int, list[int]]]] = WeakKeyDictionary()
+
+
+class _ReadByOthers(Container[int]):
+    """What sites read that do not compute any of ``given`` themselves, or values of the same site.
 
     A site of another operation that computes what a loop gives stands in its place, or is kept.
     """
-    own = [n for n in given if n in graph.reads]
-    if not own:
-        return graph.read
-    inside = {n for one in own for n in graph.reads[one]}
-    alike = {graph.reads[n] for n in own}
-    others = (
-        read
-        for number, read in graph.reads.items()
-        if read not in alike and number not in inside and not any(n in read for n in own)
-    )
-    return frozenset(n for read in others for n in read)
+
+    def __init__(self, graph: Graph, given: Collection[int]):
+        self._graph, self._own = graph, {n for n in given if n in graph.reads}
+        self._inside = {n for one in self._own for n in graph.reads[one]}
+        self._alike = {graph.reads[n] for n in self._own}
+        known = _READERS.get(graph)
+        if known is None or known[0] is not graph.reads:  # what a value of a site is computed from, the other way round
+            known = _READERS[graph] = graph.reads, {}
+            for number, read in graph.reads.items():
+                for n in read:
+                    known[1].setdefault(n, []).append(number)
+        self._readers = known[1]
+
+    def __contains__(self, number: object) -> bool:
+        return any(self._is_another(one) for one in self._readers.get(cast(int, number), ()))
+
+    def _is_another(self, number: int) -> bool:
+        read = self._graph.reads[number]
+        return read not in self._alike and number not in self._inside and self._own.isdisjoint(read)
 
 
 class _Search:
@@ -146,7 +160,7 @@ class _Search:
       following: what is computed of the loop's results in it.
     """
 
-    def __init__(self, graph: Graph, body: Body, size: int, known: frozenset[int], read: frozenset[int]):
+    def __init__(self, graph: Graph, body: Body, size: int, known: frozenset[int], read: Container[int]):
         self.graph, self.body, self.size, self.known, self.read = graph, body, size, known, read
         self.axes: dict[int, int] = {}
         self.fixed: set[int] = set()

@@ -82,6 +82,7 @@ class Kind:
       is_slow_among_others: whether the original's equations are only slow where others read the same operands, so that
         a search measures ``original`` in their place.
       platforms: on which it may be of use; empty for all.
+      is_in: whether a program may hold a place, asked once where looking at each equation would take longer.
       fill: ``fill(spec, random, arrays)`` may replace the arrays of a search by such that occur.
     """
 
@@ -106,6 +107,7 @@ class Kind:
     is_searched_quickly: bool = True
     is_slow_among_others: bool = False
     platforms: tuple[str, ...] = ()
+    is_in: Callable[[Graph], bool] | None = None
     fill: Callable[[RespellingSpec, np.random.Generator, Sequence[np.ndarray]], list[np.ndarray]] | None = field(
         default=None
     )

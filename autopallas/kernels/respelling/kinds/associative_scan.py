@@ -567,5 +567,6 @@ KIND = Kind(
     respelt=_respelt,
     feature=_feature,
     samples=_samples,
+    is_in=lambda graph: bool(scans_of(graph)),
     fill=_fill,
 )
