@@ -75,7 +75,7 @@ class Space:
 
     def resolve(self, atoms: Sequence[Atom]) -> tuple[Atom, ...]:
         """Returns the atoms after all refinements."""
-        if self._parts.keys().isdisjoint(atoms):
+        if not self._parts or self._parts.keys().isdisjoint(atoms):
             return tuple(atoms)
         found: list[Atom] = []
         for atom in atoms:
@@ -91,10 +91,12 @@ class Space:
 
     def view(self, view: View) -> View:
         """Returns a view after all refinements."""
-        return tuple((offset, self.resolve(atoms)) for offset, atoms in view)
+        return tuple([(offset, self.resolve(atoms)) for offset, atoms in view]) if self._parts else view
 
     def atoms(self, ref: Ref) -> frozenset[Atom]:
-        return frozenset(a for _, atoms in ref.view for a in self.resolve(atoms))
+        if not self._parts:
+            return frozenset([a for _, atoms in ref.view for a in atoms])
+        return frozenset([a for _, atoms in ref.view for a in self.resolve(atoms)])
 
     def full(self, value: int) -> Ref:
         """Returns a use of the whole value, under new labels."""
@@ -194,9 +196,10 @@ class Space:
         if node.name in ELEMENTWISE or is_elementwise_call(node.equation):
             shape = self.graph.shape(ref.value)
             found: list[Ref] = []
+            complete = len(ref.view) == len(shape)
             for value in node.inputs:
                 own = self.graph.shape(value)
-                if own == shape and len(ref.view) == len(shape):  # the usual case: nothing is repeated
+                if own == shape and complete:  # the usual case: nothing is repeated
                     found.append(Ref(value, ref.view))
                     continue
                 if own and (len(own) != len(shape) or any(m not in (1, n) for m, n in zip(own, shape, strict=True))):
