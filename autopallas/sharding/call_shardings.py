@@ -115,7 +115,23 @@ def has_explicit_shardings(program: JaxprLike) -> bool:
 
 
 def _is_spread(program: JaxprLike, kinds: Set[AxisType]) -> bool:
-    divided: dict[int, bool] = {}  # one answer per mesh: a program has few meshes and many values
+    meshes, is_constrained = _named(program)
+    return (is_constrained and AxisType.Auto in kinds) or any(_is_divided_for(mesh, kinds) for mesh in meshes)
+
+
+_NAMED: WeakKeyDictionary[JaxprLike, tuple[Sequence[MeshLike], bool]] = WeakKeyDictionary()
+
+
+def _named(program: JaxprLike) -> tuple[Sequence[MeshLike], bool]:
+    """Returns the meshes that types of a program name, and whether it constrains a value over several devices."""
+    if program not in _NAMED:
+        _NAMED[program] = _walked(program)
+    return _NAMED[program]
+
+
+def _walked(program: JaxprLike) -> tuple[Sequence[MeshLike], bool]:
+    meshes: dict[int, MeshLike] = {}  # a program has few meshes and many values
+    is_constrained = False
     todo, seen = [program], set()
     while todo:
         jaxpr, _ = jaxprs.open_jaxpr(todo.pop())
@@ -129,18 +145,13 @@ def _is_spread(program: JaxprLike, kinds: Set[AxisType]) -> bool:
                 todo += [body for _, _, body in bodies]
             else:
                 values += equation.outvars
-            constraint = AxisType.Auto in kinds and equation.primitive.name == "sharding_constraint"
-            if constraint and _constrained_over(equation) is not None:
-                return True
+            if equation.primitive.name == "sharding_constraint" and _constrained_over(equation) is not None:
+                is_constrained = True
         for value in values:
             mesh = getattr(getattr(value.aval, "sharding", None), "mesh", None)
-            if mesh is None:
-                continue
-            if id(mesh) not in divided:
-                divided[id(mesh)] = _is_divided_for(mesh, kinds)
-            if divided[id(mesh)]:
-                return True
-    return False
+            if mesh is not None:
+                meshes.setdefault(id(mesh), mesh)
+    return [*meshes.values()], is_constrained
 
 
 def _is_divided_for(mesh: MeshLike, kinds: Set[AxisType]) -> bool:

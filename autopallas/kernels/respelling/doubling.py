@@ -546,7 +546,7 @@ class _Regions:
         value = self.value(number, self.moved[number])
         if value is None:
             return None
-        given = [(leaf[0], own) for leaf in leaves if (own := self.values[leaf]) is not None]
+        given = [(leaf[0], own) for leaf in leaves if (own := self.values.get(leaf)) is not None]
         for steps in (_FEW, 0):  # the last -0 steps of an array are all
             rest = (value[:, -steps:] - expected(steps)) % PRIME
             nothing = not rest.any()
