@@ -2,7 +2,8 @@
 
 Models of unrolled layers, each traced in turns as it is written and under autopallas.optimize, always by a function
 that JAX has not seen before.  A ratio of 1.5 says that tracing took 1.5 times the processor time, by the median of
-ratios that are formed within rounds.  Nothing is compiled or run.
+ratios that are formed within rounds.  Looking is recognition alone, of a program that was traced before.  Nothing is
+compiled or run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ import numpy as np
 from jax import lax
 
 import autopallas
-from benchmarks import environment
+from autopallas.options import resolve
+from autopallas.passes import Passes
+from autopallas.pipeline import find_sites
+from benchmarks import environment, recurrent_layers
 
 RESULTS = Path(__file__).parent / "results" / "tracing.json"
 MOST = 1.5
@@ -82,7 +86,7 @@ def mlp(p: Parameters, x: jax.Array) -> jax.Array:
 
 
 LAYERS: dict[str, Callable[[Parameters, jax.Array], jax.Array]] = {
-    "gpt": gpt, "gpt remat": jax.checkpoint(gpt), "bert": bert, "moe": moe, "mlp": mlp,
+    "gpt": gpt, "gpt remat": jax.checkpoint(gpt), "bert": bert, "moe": moe, "mlp": mlp, **recurrent_layers.LAYERS,
 }  # fmt: skip
 BOUNDED = ("gpt", "bert")
 """The models that ``MOST`` is asked of."""
@@ -105,11 +109,13 @@ def model(name: str, direction: str, depth: int) -> tuple[Callable[..., Any], tu
     def floats(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-    layer = {
+    of_attention = {
         "q": floats(D, D), "k": floats(D, D), "v": floats(D, D), "o": floats(D, D),
         "up": floats(D, F), "bias": floats(F), "down": floats(F, D), "first": floats(2, D), "second": floats(2, D),
         "router": floats(D, E), "gate": floats(E, D, F), "out": floats(E, F, D),
     }  # fmt: skip
+    recurrent = {key: floats(*shape) for key, shape in recurrent_layers.SHAPES.get(name, {}).items()}
+    layer = recurrent or of_attention
     tables = {"embedding": floats(V, D), "head": floats(D, V), "last": floats(2, D)}
     ids = jax.ShapeDtypeStruct((B, T), jnp.int32)
     return (step if direction == "train step" else loss), (tables | {"layers": [layer] * depth}, ids, ids)
@@ -132,6 +138,15 @@ def _seconds(trace: Callable[..., Any], function: Callable[..., Any], arguments:
     return time.process_time() - start
 
 
+def _looking(function: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
+    """Processor time for what looks for sites in a program that has not been looked at before."""
+    program = jax.make_jaxpr(lambda *given: function(*given))(*arguments)
+    gc.collect()
+    start = time.process_time()
+    find_sites(Passes(program, checked=False), program, resolve(OPTIONS), divided=False)
+    return time.process_time() - start
+
+
 def row(name: str, direction: str, depth: int, rounds: int) -> dict[str, Any]:
     """What tracing one model costs, after one trace of each kind."""
     function, arguments = model(name, direction, depth)
@@ -139,9 +154,16 @@ def row(name: str, direction: str, depth: int, rounds: int) -> dict[str, Any]:
     optimized.trace(*arguments)
     report = optimized.report()
     _seconds(jax.jit, function, arguments)
-    pairs = [(_seconds(jax.jit, function, arguments), _seconds(_optimized, function, arguments)) for _ in range(rounds)]
-    plain, own = (statistics.median(times) for times in zip(*pairs, strict=True))
-    ratios = sorted(b / a for a, b in pairs)
+    times = [
+        (
+            _seconds(jax.jit, function, arguments),
+            _seconds(_optimized, function, arguments),
+            _looking(function, arguments),
+        )
+        for _ in range(rounds)
+    ]
+    plain, own, _ = (statistics.median(of_kind) for of_kind in zip(*times, strict=True))
+    ratios = sorted(b / a for a, b, _ in times)
     quarter = len(ratios) // 4
     return {
         "model": name, "direction": direction, "layers": depth, "sites": len(report.sites),
@@ -149,6 +171,7 @@ def row(name: str, direction: str, depth: int, rounds: int) -> dict[str, Any]:
         "near_misses": len(report.near_misses), "plain_cpu_seconds": float(f"{plain:.4g}"),
         "cpu_seconds": float(f"{own:.4g}"), "rounds": rounds,
         "cpu_ratio": [round(x, 3) for x in (statistics.median(ratios), ratios[quarter], ratios[-1 - quarter])],
+        "looking_cpu_ratio": round(statistics.median(c / a for a, _, c in times), 3),
         "load": round(os.getloadavg()[0], 2), "processor": environment.processor(),
         "versions": environment.versions(), "date": datetime.date.today().isoformat(),
     }  # fmt: skip
@@ -170,7 +193,8 @@ def main(given: Sequence[str]) -> int:
             found = every[-1]
             median, lower, upper = found["cpu_ratio"]
             print(f"{options.layers} layers of {name}, {direction}: {found['plain_cpu_seconds']:.3f} s plain, "
-                  f"{found['cpu_seconds']:.3f} s, {median:.2f} [{lower:.2f}, {upper:.2f}] times; "
+                  f"{found['cpu_seconds']:.3f} s, {median:.2f} [{lower:.2f}, {upper:.2f}] times, "
+                  f"of which looking is {found['looking_cpu_ratio']:.2f}; "
                   f"{found['applied']} of {found['sites']} sites replaced", flush=True)  # fmt: skip
             if options.output:
                 options.output.write_text("[\n" + ",\n".join(map(json.dumps, every)) + "\n]\n")
