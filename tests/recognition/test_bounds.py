@@ -313,6 +313,23 @@ def test_softmaxes_of_softmaxes_take_looks_in_proportion_to_their_number(monkeyp
     assert many - some < 1.3 * (some - few), counts
 
 
+def test_gates_of_steps_that_are_written_one_after_the_other_take_few_looks():
+    """Behind each exponential of a product lie those of all steps before it."""
+
+    def loss(weights, x):
+        h, total, largest = x, x, x
+        for _ in range(32):
+            kept, new = h @ weights, h @ (2 * weights)
+            above = jnp.maximum(kept + largest, new)
+            kept, new, largest = jnp.exp(kept + largest - above), jnp.exp(new - above), above
+            h, total = kept * h + new * jnp.tanh(h @ weights.T), kept * total + new
+        return jnp.sum(h / total)
+
+    graph, found, _ = recognised(jax.grad(loss, (0, 1)), (jnp.ones((4, 4)), jnp.ones((6, 4))))
+    assert graph.steps.spent < 100 * len(graph.nodes)
+    assert not found["attention"]
+
+
 def test_each_function_of_the_pipeline_is_called_in_proportion_to_the_layers_of_a_train_step():
     """What is called for each pair of layers is seen long before it takes most of the time."""
     counts = {}

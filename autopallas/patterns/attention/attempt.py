@@ -46,6 +46,11 @@ _MOST_BEHIND = 512
 
 There are chains of any length of what is multiplied, whose links would each look at all before; no score program is as
 long."""
+_MOST_PRODUCTS = 16
+"""Most products under an exponential among which the scores are looked for, the nearest first.
+
+Gates of a recurrence whose steps are written one after the other are exponentials of a product each, behind which lie
+those of all steps before; no score adds up as many products."""
 PASSING = LAYOUT | {"copy", "name", "optimization_barrier"}
 """Primitives whose result has the elements of the operand, in the same dtype."""
 Settled: TypeAlias = Mapping[int, Mapping[tuple[int, ...], int]]
@@ -373,7 +378,7 @@ class Attempt:
         first: dict[int, bool] = {}  # whether the queries are the first operand
         seen: set[Hashable] = set()
         todo = deque([(weights, False)])
-        while todo and len(seen) <= _MOST_BEHIND:
+        while todo and len(seen) <= _MOST_BEHIND and len(found) < _MOST_PRODUCTS:
             ref, under = todo.popleft()
             ref = space.canonical(ref)
             key = (ref.value, space.view(ref.view), under)
