@@ -11,6 +11,8 @@ from jax.nn import one_hot
 from support.catalogue import array, registry
 from support.compare import compare, optimized_like_a_user
 
+import autopallas
+
 N, D, V = 12, 5, 33
 LABELS = jnp.arange(N) * 7 % V
 
@@ -251,3 +253,29 @@ def test_a_gradient_that_cancels_takes_no_statistic():
     program = str(jax.make_jaxpr(optimized)(*arguments()))
     assert "ties" not in program
     assert "argmax" not in program
+
+
+@pytest.mark.parametrize(
+    "logarithm",
+    [jnp.log, lambda p: jnp.log(p + 1e-9), lambda p: jnp.log(jnp.clip(p, 1e-6, 1))],
+    ids=["as it is", "a small number added", "clipped"],
+)
+def test_a_maximum_of_probabilities_beside_their_entropy_is_said_to_keep_the_loss(logarithm):
+    """The logarithm of a softmax says what is meant, as a log-softmax does."""
+
+    def loss(x, w):
+        p = jax.nn.softmax(x @ w)
+        return p.max(-1).sum() - (p * logarithm(p)).sum(-1).mean()
+
+    report = autopallas.explain(jax.grad(loss, (0, 1)), *arguments())
+    assert [(miss.op, miss.reason) for miss in report.near_misses] == [
+        ("cross_entropy", "the gradient of a maximum needs the logits in the pass that finds it")
+    ]
+
+
+def test_a_softplus_of_hidden_units_beside_their_exponentials_is_no_loss():
+    def loss(x, w):
+        exponentials = jnp.exp(x @ w)
+        return jnp.log(1 + exponentials).max(-1).sum() + exponentials.sum()
+
+    assert not autopallas.explain(jax.grad(loss, (0, 1)), *arguments()).near_misses

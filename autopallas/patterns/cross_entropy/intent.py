@@ -22,6 +22,8 @@ _LONGEST_STRIPE = 40
 """Most values from which a mask of columns is computed."""
 _COUNTS = ELEMENTWISE | LAYOUT | {"iota"}
 _RESTATED = LAYOUT | {"copy", "convert_element_type"}
+_BOUNDS = frozenset({"add", "clamp", "convert_element_type", "max", "min"})
+"""What keeps the argument of a logarithm away from 0."""
 _FURTHEST = 8
 """Most equations that only restate a value through which the value is followed."""
 
@@ -74,7 +76,22 @@ class Intent:
 
         A router's choice is no label: it is computed from the logits themselves.
         """
-        return self._has_labels or any(takes_logarithm(self.graph, node) for node in self.ends)
+        return (
+            self._has_labels
+            or any(takes_logarithm(self.graph, node) for node in self.ends)
+            or any(map(self._is_logarithm_of_shares, self.inside))
+        )
+
+    def _is_logarithm_of_shares(self, number: int) -> bool:
+        """Returns whether a value is the logarithm of quotients of each row, as of probabilities and a small number."""
+        node = self.graph.definitions.get(number)
+        if node is None or node.name != "log":
+            return False
+        for _ in range(_FURTHEST):
+            node = next((d for i in node.inputs if i in self.inside and (d := self.graph.definitions.get(i))), None)
+            if node is None or node.name not in _BOUNDS:
+                break
+        return node is not None and node.name == "div" and node.inputs[1] not in self.inside
 
     @cached_property
     def _has_labels(self) -> bool:
