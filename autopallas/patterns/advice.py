@@ -146,6 +146,7 @@ LOGITS_RETURNED = (
     "jax.lax.stop_gradient around these; or, where that gradient is needed, take the weight's in the same function: "
     "one kernel gives both."
 )
+LOGITS_AS_A_PRODUCT = "Write the logits as one product of matrices: x @ y.T, or jnp.einsum('id,jd->ij', x, y)."
 LOGITS_OF_DISTANCES = (
     "If rows and prototypes are as small as their differences, write the logits as a product: the softmax of "
     "-|x - c|**2 is that of 2 * x @ c.T - |c|**2, a bias of each column, which is recognised."

@@ -284,6 +284,18 @@ def distances_of_each_row(w, x, y):
     return (logsumexp(-lengths, -1) + picked(lengths, y)).mean()
 
 
+@refused("a product that is written by broadcasting")
+def products_of_all_pairs(w, x, y):
+    return -picked(log_softmax((x[:, None] * w.T).sum(-1)), y).mean()
+
+
+@refused("a product that is written by broadcasting")
+def cosines_of_all_pairs(w, x, y):
+    unit = lambda rows: rows / jnp.linalg.norm(rows, axis=-1, keepdims=True)  # noqa: E731
+    cosines = jax.vmap(lambda row: (unit(row) * unit(w.T)).sum(-1))(x)
+    return (logsumexp(4 * cosines, -1) - 4 * picked(cosines, y)).mean()
+
+
 @refused("in pieces of the vocabulary already")
 def streaming_over_the_vocabulary_already(w, x, y):
     def body(total, part):

@@ -37,6 +37,7 @@ from autopallas.patterns.advice import (
     IN_SHARD_MAP,
     JOINED,
     LOGITS_APART,
+    LOGITS_AS_A_PRODUCT,
     LOGITS_OF_DISTANCES,
     LOGITS_RETURNED,
     MATRIX,
@@ -251,19 +252,24 @@ def _is_of_a_loss(graph: Graph, inside: Set[int], ends: Mapping[int, Node]) -> b
 
 
 def _of_distances(graph: Graph, exponents: Set[int], alive: Set[int]) -> Iterator[NearMiss]:
-    """Yields a near miss for logits that are sums of squared differences, as of embeddings and prototypes."""
+    """Yields a near miss for logits that are sums of squared differences, as of embeddings and prototypes, or of
+    products that are written by broadcasting, as cosines of all pairs are."""
     left = _READINGS * len(graph.avals)
     for node in graph.nodes:
         if node.name != "reduce_sum" or node.outputs[0] not in exponents or node.outputs[0] not in alive or left < 0:
             continue
-        if not _adds_up_squared_differences(graph, node):
+        distances = _adds_up_squared_differences(graph, node)
+        if not distances and not _adds_up_broadcast_products(graph, node):
             continue
         inside, ends = _flow(graph, node.outputs, alive)
         left -= len(inside)
         if _is_of_a_loss(graph, inside, ends):
             where = jaxprs.location(node.equation)
             reason = "the logits are sums of squared differences, and no product"
-            yield NearMiss("cross_entropy", where, reason, node.outputs[0], LOGITS_OF_DISTANCES)
+            if not distances:
+                reason = "the logits are a product that is written by broadcasting"
+            advice = LOGITS_OF_DISTANCES if distances else LOGITS_AS_A_PRODUCT
+            yield NearMiss("cross_entropy", where, reason, node.outputs[0], advice)
 
 
 def _adds_up_squared_differences(graph: Graph, node: Node) -> bool:
@@ -282,6 +288,17 @@ def _adds_up_squared_differences(graph: Graph, node: Node) -> bool:
     if not terms:
         return False
     first, second = (space.atoms(term) & space.atoms(total) for term in terms)
+    return bool(first - second and second - first)
+
+
+def _adds_up_broadcast_products(graph: Graph, node: Node) -> bool:
+    """Returns whether a sum is that of products of something along rows and something along columns."""
+    space = Space(graph)
+    total = space.full(node.outputs[0])
+    contraction = space.contraction(total)
+    if contraction is None:
+        return False
+    first, second = (space.atoms(space.canonical(factor)) & space.atoms(total) for factor in contraction[:2])
     return bool(first - second and second - first)
 
 
