@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -63,6 +63,8 @@ class _Convolution:
       groups: number of groups.
       of_batch: whether the batch is divided into groups, and not the features.
       window, result: sizes of the window and of the result.
+      image_padding, window_padding: with which the operands are read, along each axis of space: at least ``padding``
+        before and after x; before, after and between the window's elements.
       examples: size of the result's batch.
       features: features of a group that are summed over.
       per_group: features of the result, of each group.
@@ -81,6 +83,8 @@ class _Convolution:
     of_batch: bool
     window: tuple[int, ...]
     result: tuple[int, ...]
+    image_padding: tuple[tuple[int, int], ...]
+    window_padding: tuple[tuple[int, int, int], ...]
     examples: int
     features: int
     per_group: int
@@ -123,6 +127,7 @@ def _of(spec: RespellingSpec) -> _Convolution:
     (_, left_dtype), (right, right_dtype) = spec.operands
     ((given, dtype),) = spec.results
 
+    known, unpadded = dict(spec.parameters), ((0, 0, 0),) * (len(given) - 2)
     rhs, out, groups = spec.numbers("rhs"), spec.numbers("out"), cast(int, spec["groups"])
     return _Convolution(
         lhs=spec.numbers("lhs"),
@@ -136,6 +141,8 @@ def _of(spec: RespellingSpec) -> _Convolution:
         of_batch=cast(bool, spec["of_batch"]),
         window=tuple(right[axis] for axis in rhs[2:]),
         result=tuple(given[axis] for axis in out[2:]),
+        image_padding=cast("tuple[tuple[int, int], ...]", known.get("image_padding", spec["padding"])),
+        window_padding=cast("tuple[tuple[int, int, int], ...]", known.get("window_padding", unpadded)),
         examples=given[out[0]],
         features=right[rhs[1]],
         per_group=right[rhs[0]] // groups,
@@ -152,12 +159,43 @@ def _match(graph: Graph, node: Node) -> Found | None:
         if window <= _WEIGHTS_UNROLLED:
             return None  # the compiler fuses such sums with what is around them
         params = {**params, "skips_zeros": True}
+    if params is not None and params["of_batch"]:
+        params = {**params, **_read_elsewhere(graph, node)}
     return of_equation(lambda equation: params)(graph, node)
 
 
 def _sums_singly(node: Node) -> bool:
     """Returns whether the compiler sums up the taps of a convolution one after the other, as in a loop."""
     return in_a_loop_or_branch(node) and not is_ordered(node.equation.params["dimension_numbers"])
+
+
+def _read_elsewhere(graph: Graph, node: Node) -> dict[str, Plain]:
+    """Returns with which padding a gradient of weights can read what other convolutions read with that padding.
+
+    The forward reads x so, and the gradient of the image the cotangent.  Each is computed once then, with its padding.
+    """
+    found: dict[str, Plain] = {}
+    own = node.params["dimension_numbers"]
+    for name, place, axes in (("image_padding", 0, own.lhs_spec), ("window_padding", 1, own.rhs_spec)):
+        for user in graph.users.get(node.inputs[place], ()):
+            if user is node or user.body is not node.body or user.name != node.name:
+                continue
+            params = user.params
+            spread, padding = params["lhs_dilation"], params["padding"]
+            same = user.inputs[0] == node.inputs[place] and params["dimension_numbers"].lhs_spec[2:] == axes[2:]
+            if not same or params["feature_group_count"] == 1 or min(map(min, padding)) < 0:
+                continue
+            if place == 0:
+                pairs = zip(node.params["padding"], padding, strict=True)
+                if max(spread) == max(node.params["lhs_dilation"]) == 1 and all(
+                    low == first and high <= last for (low, high), (first, last) in pairs
+                ):
+                    found[name] = tuple(map(tuple, padding))
+                    break
+            elif max(spread) == 1 or axes[0] == len(axes) - 1:
+                found[name] = tuple((low, high, n - 1) for (low, high), n in zip(padding, spread, strict=True))
+                break
+    return found
 
 
 def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
@@ -210,7 +248,7 @@ def _original(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Arra
 def _respelt(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Array]:
     own = _of(spec)
     around = [(0, 0, 0)] * x.ndim
-    for axis, (low, high), dilation in zip(own.lhs[2:], own.padding, own.lhs_dilation, strict=True):
+    for axis, (low, high), dilation in zip(own.lhs[2:], own.image_padding, own.lhs_dilation, strict=True):
         around[axis] = (low, high, dilation - 1)
     if any(around[axis] != (0, 0, 0) for axis in range(x.ndim)):
         x = lax.pad(x, jnp.zeros((), x.dtype), around)
@@ -235,6 +273,31 @@ def _slice(
     return lax.slice(x, low, high, strides)
 
 
+def _joined(own: _Convolution, x: jax.Array) -> Callable[[Sequence[int]], jax.Array]:
+    """Returns a function from where a slice for all elements of the result begins to that slice.
+
+    XLA replaces a slice of padded x that has no padding by one of x, and computes x anew for it; but not where two axes
+    have been joined.
+    """
+    if max(own.strides) > 1 or max(own.lhs_dilation) > 1:
+        return lambda begin: _slice(own, x, begin, own.result, own.strides)
+    axis = max(own.lhs[:2]) - 1  # joined with the one behind it, of which all is read
+    behind = x.shape[axis + 1]
+    flat = lax.reshape(x, (*x.shape[:axis], x.shape[axis] * behind, *x.shape[axis + 2 :]))
+
+    def read(begin: Sequence[int]) -> jax.Array:
+        low, high = [0] * x.ndim, list(x.shape)
+        for a, first, size in zip(own.lhs[2:], begin, own.result, strict=True):
+            low[a], high[a] = first, first + size
+        shape = [b - a for a, b in zip(low, high, strict=True)]
+        for bounds in (low, high):
+            bounds[axis] *= behind
+            del bounds[axis + 1]
+        return lax.reshape(lax.slice(flat, low, high), shape)
+
+    return read
+
+
 def _from(array: jax.Array, start: int | jax.Array, size: int, axis: int) -> jax.Array:
     """Returns so many elements from ``start`` on, which is not negative, along an axis."""
     return lax.dynamic_slice_in_dim(array, start, size, axis, allow_negative_indices=False)
@@ -249,9 +312,10 @@ def _weighted(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
         """Returns the sum over the window of which there are weights."""
         window, total = weights.shape[:-1], None
         weights = lax.reshape(weights, (math.prod(window), own.groups))
+        read = _joined(own, x)
         for n, place in enumerate(_places(window)):
             begin = [i * step for i, step in zip(place, own.rhs_dilation, strict=True)]
-            part = _slice(own, x, begin, own.result, own.strides).astype(own.accumulation)
+            part = read(begin).astype(own.accumulation)
             weight = lax.index_in_dim(weights, n, keepdims=False)
             term = lax.mul(part, lax.broadcast_in_dim(weight, part.shape, (own.lhs[1],)))
             total = term if total is None else lax.add(total, term)
@@ -290,10 +354,20 @@ def _correlated(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
     The batch of x has the channels, and so have the result's features.  The sum goes over blocks of the first axis of
     space: the elements of a block are added up one by one, and at the end with each other.
     """
+    if any(map(any, own.window_padding)):
+        around = [(0, 0, 0)] * w.ndim
+        for a, added in zip(own.rhs[2:], own.window_padding, strict=True):
+            around[a] = added
+        w = lax.pad(w, jnp.zeros((), w.dtype), around)
     w = lax.transpose(w, _order(own.rhs, own.lhs))  # the axes of x: its features are summed over
+    shape, apart = list(w.shape), [1] * w.ndim
+    for a, size, (_, _, between) in zip(own.lhs[2:], own.window, own.window_padding, strict=True):
+        shape[a], apart[a] = size, between + 1
     axis, count = own.lhs[2], own.window[0]
     steps = count * own.features * math.prod(own.window[1:]) * own.groups // _BLOCK
     block = max(1, count // max(1, steps))
+    # What is left of an axis whose length is no multiple is summed apart, which has kernels of its own.
+    block = next((n for n in range(block, (block - 1) // 2, -1) if count % n == 0), block)
     others = [a + 1 for a in range(x.ndim) if a != own.lhs[0]]
 
     def sums(begin: Sequence[int] | Sequence[jax.Array], sizes: Sequence[int]) -> jax.Array:
@@ -308,7 +382,11 @@ def _correlated(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
                 at[a] = jnp.int32(begin[n] * own.strides[n] + firsts[n] * own.rhs_dilation[n])
                 reach[a] = (sizes[n] - 1) * own.strides[n] + (read[n] - 1) * own.rhs_dilation[n] + 1
             part = lax.dynamic_slice(x, at, reach, allow_negative_indices=False)
-            wide = _from(w, first, size, axis).astype(own.accumulation)
+            start, some = [0] * w.ndim, [*shape]
+            for a, begins, (low, _, _) in zip(own.lhs[2:], firsts, own.window_padding, strict=True):
+                start[a] = low + begins * apart[a]
+            some[axis] = size
+            wide = each_position.read(w, start, some, apart).astype(own.accumulation)
             starts = ([i * stride for i, stride in zip(o, own.strides, strict=True)] for o in places)
             slices = (_slice(own, part, s, read, own.rhs_dilation).astype(own.accumulation) for s in starts)
             return [lax.mul(one, wide) for one in slices]
@@ -316,18 +394,17 @@ def _correlated(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
         def add(step: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
             return list(map(lax.add, totals, terms(step * block, block)))
 
-        shape = list(w.shape)
-        shape[axis] = block
-        start = [filled(shape, own.accumulation)] * len(places)
+        each = [block if a == axis else size for a, size in enumerate(shape)]
+        start = [filled(each, own.accumulation)] * len(places)
         totals = lax.fori_loop(jnp.int32(0), jnp.int32(count // block), add, start)
         found = jnp.stack(totals).sum(others)
         left = count % block
         return found + jnp.stack(terms(count - left, left)).sum(others) if left else found
 
-    if math.prod(w.shape) > _CACHED and own.taps <= _SUMS_UNROLLED:
+    if math.prod(shape) > _CACHED and own.taps <= _SUMS_UNROLLED:
         found = sums([0] * len(own.result), own.result)
     else:
-        sizes = (1,) * len(own.result) if math.prod(w.shape) <= _CACHED else (1, *own.result[1:])
+        sizes = (1,) * len(own.result) if math.prod(shape) <= _CACHED else (1, *own.result[1:])
         counts = [size // part for size, part in zip(own.result, sizes, strict=True)]
         begins = jnp.asarray(np.indices(counts, np.int32).reshape(len(counts), -1).T)
         each = math.prod(sizes) * own.groups
@@ -338,10 +415,17 @@ def _correlated(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
             return lax.dynamic_update_slice(found, own_sums.reshape(each), [n * each], allow_negative_indices=False)
 
         # The sums stand along one axis, which takes XLA less time to compile than what lax.map stacks.
-        start = jnp.zeros(math.prod(own.result) * own.groups, own.accumulation)
+        start = _to_be_written(math.prod(own.result) * own.groups, own.accumulation)
         found = lax.fori_loop(jnp.int32(0), jnp.int32(len(begins)), write, start)
     found = found.reshape(1, *own.result, own.groups)
     return lax.transpose(found, _order((0, found.ndim - 1, *range(1, found.ndim - 1)), own.out))
+
+
+def _to_be_written(size: int, dtype: Dtype) -> jax.Array:
+    """Returns an array of which all is written: a constant, which needs no kernel as long as its elements differ."""
+    if size > _BLOCK:
+        return jnp.zeros(size, dtype)
+    return jnp.asarray(np.arange(size) == size - 1, dtype)
 
 
 def _contracted(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ x has few channels, or the kernel many positions, the rows of all positions stan
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from autopallas.kernels.respelling.gradients import gradient_of, layer
 from autopallas.kernels.respelling.inserted_zeros import assumed_finite
 from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
+from autopallas.kernels.respelling.unfused import unfused
 
 __all__ = ["KIND"]
 
@@ -145,6 +147,8 @@ def _respelt(spec: RespellingSpec, x: jax.Array, cotangent: jax.Array) -> list[j
         for array, axes in ((x, own.lhs), (cotangent, own.rhs))
     )
     read, whole = (cotangent, x) if own.transposed else (x, cotangent)
+    if own.apart and math.prod(own.taps) == 1 and max(own.reach) == 1 and own.dtype == jnp.float32:
+        return [_arranged(own, _of_rows(own, read, whole)[None])]
     if own.apart:
         tiles = _tiles(own, read)  # [examples, *space, *taps, channels]
     else:
@@ -245,6 +249,20 @@ def _product(own: _Gradient, read: jax.Array, whole: jax.Array) -> jax.Array:
     first, second = (whole, read) if own.transposed == own.x_first else (read, whole)
     rows = (tuple(range(first.ndim - 1)),) * 2
     return lax.dot_general(first, second, (rows, ((), ())), preferred_element_type=own.accumulation)
+
+
+def _of_rows(own: _Gradient, read: jax.Array, whole: jax.Array) -> jax.Array:
+    """Returns the product of arrays of equal rows, which are read as they stand.
+
+    Of arrays with several axes of rows XLA's CPU compiler makes copies, turns one, and computes both anew for them.
+    """
+    first, second = (read, whole) if own.x_first else (whole, read)
+
+    def product(first: jax.Array, second: jax.Array, precision: lax.Precision | None = None) -> jax.Array:
+        first, second = (array.reshape(-1, array.shape[-1]) for array in (first, second))
+        return lax.dot_general(first, second, (((0,), (0,)), ((), ())), precision)
+
+    return unfused(product, functools.partial(product, precision=lax.Precision.HIGHEST), first, second)
 
 
 def _arranged(own: _Gradient, found: jax.Array) -> jax.Array:
