@@ -65,6 +65,25 @@ def test_products_of_many_taps_stand_in_a_loop(window, products):
         np.testing.assert_allclose(own(*given), function(*given), rtol=1e-5, atol=1e-5 * float(jnp.abs(y).max()))
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+def test_gradients_of_weights_read_what_others_pad(stride):
+    """Each operand is padded once: a kernel more takes longer to compile than to run."""
+    x, w = operands(2, 0, 32, 32, size=8)
+    run = convolution(32, LAYOUTS[2][0], stride, [(1, 1)] * 2)
+
+    def step(x, w, y):
+        result, pull = jax.vjp(run, jnp.maximum(x, 0.5), w)
+        return result, pull(jnp.minimum(y, 0.25))
+
+    given = (x, w, random(*run(x, w).shape, seed=2))
+    own = optimized(step, ops="convolution")
+    text = own.lower(*given).compile().as_text()
+    assert own.report().counts() == {"respelling": 3}
+    assert [text.count(f" {name}(") for name in ("pad", "maximum", "minimum", "convolution")] == [2, 1, 1, 0]
+    for found, wanted in zip(jax.tree.leaves(own(*given)), jax.tree.leaves(step(*given)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * float(jnp.abs(wanted).max()))
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_convolutions_are_summed_in_float32(dtype):
     x, w = operands(2, 0, 6, 6, size=9, dtype=dtype)

@@ -222,6 +222,25 @@ def test_what_positions_of_a_kernel_read_is_put_together_axis_by_axis(numbers, r
     assert parts == [4] * rank
 
 
+def test_rows_of_pointwise_weights_are_read_as_they_stand():
+    """XLA would turn what comes first, and compute both operands anew for the product."""
+    numbers = LAYOUTS[2][0]
+    x, w = operands(numbers, 20, 24, 9, 1)
+    run = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)  # noqa: E731
+
+    def step(x, w, y):
+        y_own, pull = jax.vjp(run, jnp.maximum(x, 0.5), w)
+        return y_own, pull(jnp.minimum(y, 0.25))
+
+    given = (x, w, random(*run(x, w).shape, seed=2))
+    own = autopallas.optimize(step, objective="always", ops="weight_gradient")
+    text = own.lower(*given).compile().as_text()
+    assert own.report().counts()["respelling"] == 1
+    assert [text.count(f" {name}(") for name in ("maximum", "minimum")] == [1, 1]
+    for result, wanted in zip(jax.tree.leaves(own(*given)), jax.tree.leaves(step(*given)), strict=True):
+        np.testing.assert_allclose(result, wanted, rtol=1e-5, atol=1e-5 * float(jnp.abs(wanted).max()))
+
+
 @pytest.mark.parametrize(("stride", "kernel", "products"), [(1, 2, 4), (1, 3, 1), (2, 4, 1)])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_products_of_many_positions_stand_in_a_loop(stride, kernel, products, transposed):

@@ -382,7 +382,8 @@ def _correlated(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
                 at[a] = jnp.int32(begin[n] * own.strides[n] + firsts[n] * own.rhs_dilation[n])
                 reach[a] = (sizes[n] - 1) * own.strides[n] + (read[n] - 1) * own.rhs_dilation[n] + 1
             part = lax.dynamic_slice(x, at, reach, allow_negative_indices=False)
-            start, some = [0] * w.ndim, [*shape]
+            start: list[int | jax.Array] = [0] * w.ndim
+            some = [*shape]
             for a, begins, (low, _, _) in zip(own.lhs[2:], firsts, own.window_padding, strict=True):
                 start[a] = low + begins * apart[a]
             some[axis] = size
