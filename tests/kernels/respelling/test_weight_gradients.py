@@ -63,7 +63,15 @@ FEW_AND_MANY = [(numbers, channels) for numbers, rank in EVERY for channels in (
 
 @pytest.mark.parametrize(("numbers", "before"), FEW_AND_MANY)
 @pytest.mark.parametrize(
-    ("kernel", "stride", "padding"), [(1, 2, "VALID"), (2, 1, "SAME"), (2, 3, "VALID"), (2, 2, [(1, 2)])]
+    ("kernel", "stride", "padding"),
+    [
+        (1, 1, "SAME"),
+        (1, 1, [(1, 2)]),
+        (1, 2, "VALID"),
+        (2, 1, "SAME"),
+        (2, 3, "VALID"),
+        (2, 2, [(1, 2)]),
+    ],
 )
 def test_gradients_of_weights(numbers, before, kernel, stride, padding):
     rank = len(numbers[0]) - 2

@@ -76,6 +76,11 @@ class _Gradient:
         """Whether no element of x is read for two positions of the kernel."""
         return not self.transposed and _apart(self.taps, self.reach)
 
+    @property
+    def pointwise(self) -> bool:
+        """Whether the kernel has one position, which reads all of x and nothing else."""
+        return self.apart and math.prod(self.taps) == max(self.reach) == 1 and not any(map(any, self.padding))
+
 
 def _apart(taps: Sequence[int], reach: Sequence[int]) -> bool:
     return all(size <= step for size, step in zip(taps, reach, strict=True))
@@ -147,7 +152,7 @@ def _respelt(spec: RespellingSpec, x: jax.Array, cotangent: jax.Array) -> list[j
         for array, axes in ((x, own.lhs), (cotangent, own.rhs))
     )
     read, whole = (cotangent, x) if own.transposed else (x, cotangent)
-    if own.apart and math.prod(own.taps) == 1 and max(own.reach) == 1 and own.dtype == jnp.float32:
+    if own.pointwise and own.dtype == jnp.float32:
         return [_arranged(own, _of_rows(own, read, whole)[None])]
     if own.apart:
         tiles = _tiles(own, read)  # [examples, *space, *taps, channels]
