@@ -10,6 +10,7 @@ logsumexp all give the same form.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
@@ -51,6 +52,8 @@ __all__ = ["Softmax"]
 
 _MOST_FACTORS = 16
 """Most factors of probabilities, such as masks; a program that masks and divides again and again has any number."""
+_MOST_BEHIND = 128
+"""Most values behind one, the nearest first, among which an exponential of the scores is looked for."""
 _DROWNS_IN = 1e10
 """Magnitude to which float64 adds the logarithm of a count with an error beyond any tolerance of float32. In a row of
 nothing but numbers of this size, ``exp(s - logsumexp(s))`` is 1 everywhere."""
@@ -193,13 +196,21 @@ class Softmax(RowTerms):
         return any(infinite) and all(self.space.same(self.space.canonical(o), ref) for o in compared)
 
     def _has_exponential(self, ref: Ref) -> bool:
-        """Returns whether a value is computed from an exponential of the scores by elementwise operations."""
-
-        def operands(at: Ref) -> Sequence[Ref]:
-            return self.space.operands(at) or [] if self.carries_scores(at) else []
+        """Returns whether a value is computed from an exponential of the scores by few elementwise operations: where
+        the steps of a recurrence are written one after the other, each would otherwise look at all before it."""
 
         def found() -> bool:
-            return any(self.carries_scores(at) and self.scope.exponential(at) for at in self.behind(ref, operands))
+            seen: set[int] = set()
+            todo = deque([ref])
+            while todo and len(seen) < _MOST_BEHIND:
+                at = self.space.canonical(todo.popleft())
+                if at.value in seen or not self.carries_scores(at):
+                    continue
+                seen.add(at.value)
+                if self.scope.exponential(at):
+                    return True
+                todo += self.space.operands(at) or ()
+            return False
 
         return self.remembered("has exponential", ref, found)
 

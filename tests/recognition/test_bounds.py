@@ -16,6 +16,7 @@ from autopallas.graph.steps import OutOfSteps, Steps
 from autopallas.options import resolve
 from autopallas.patterns import find
 from autopallas.patterns.attention import attempt
+from autopallas.patterns.cross_entropy import recognise as logits
 from autopallas.patterns.recurrence import transpose
 from autopallas.patterns.recurrence.interpret import Interpretation
 from autopallas.patterns.softmax import Softmax
@@ -314,23 +315,42 @@ def test_softmaxes_of_softmaxes_take_looks_in_proportion_to_their_number(monkeyp
     assert many - some < 1.3 * (some - few), counts
 
 
-def test_gates_of_steps_that_are_written_one_after_the_other_take_few_looks(monkeypatch):
-    """Behind each exponential of a product lie those of all steps before it."""
+def gated(steps):
+    """The gradient of a recurrence with exponential gates, whose steps are written one after the other."""
 
     def loss(weights, x):
         h, total, largest = x, x, x
-        for _ in range(32):
+        for _ in range(steps):
             kept, new = h @ weights, h @ (2 * weights)
             above = jnp.maximum(kept + largest, new)
             kept, new, largest = jnp.exp(kept + largest - above), jnp.exp(new - above), above
             h, total = kept * h + new * jnp.tanh(h @ weights.T), kept * total + new
         return jnp.sum(h / total)
 
-    graph, found, _ = recognised(jax.grad(loss, (0, 1)), (jnp.ones((4, 4)), jnp.ones((6, 4))))
+    return jax.grad(loss, (0, 1)), (jnp.ones((4, 4)), jnp.ones((6, 4)))
+
+
+def test_gates_of_steps_that_are_written_one_after_the_other_take_few_looks(monkeypatch):
+    """Behind each exponential of a product lie those of all steps before it."""
+    graph, found, _ = recognised(*gated(32))
     assert not found["attention"]
     monkeypatch.setattr(attempt, "_MOST_PRODUCTS", len(graph.nodes))
-    anew, _, _ = recognised(jax.grad(loss, (0, 1)), (jnp.ones((4, 4)), jnp.ones((6, 4))))
+    anew, _, _ = recognised(*gated(32))
     assert 2 * graph.steps.spent < anew.steps.spent
+
+
+def test_logits_are_followed_as_far_as_a_loss_reaches(monkeypatch):
+    """Each gate of such a recurrence flows into all steps that follow it."""
+    followed, own = [], logits._flows
+    monkeypatch.setattr(logits, "_MOST_INSIDE", 64)
+    monkeypatch.setattr(logits, "_flows", lambda node: followed.append(node) or own(node))
+    counts = []
+    for steps in (12, 24, 36):
+        followed.clear()
+        recognised(*gated(steps))
+        counts.append(len(followed))
+    few, some, many = counts
+    assert many - some < 1.2 * (some - few), counts
 
 
 def test_each_function_of_the_pipeline_is_called_in_proportion_to_the_layers_of_a_train_step():

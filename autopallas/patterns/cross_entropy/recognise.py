@@ -72,6 +72,9 @@ _FURTHEST = 8
 _MOST_HEADS = 4
 """Most products whose results are read together as logits: each is computed tile by tile, and a tile of each is
 held."""
+_MOST_INSIDE = 2048
+"""Most values into which logits flow elementwise: those of a loss are some hundreds at most, but the gates of a
+recurrence, whose steps are written one after the other, flow into all that follow."""
 _READINGS = 4
 """Times that a value may be followed, on average, from products whose results enter no exponential."""
 
@@ -96,8 +99,8 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             if node.outputs[0] not in exponents:
                 others.append(node)
                 continue
-            inside, ends = _flow(graph, [node.outputs[0]], alive)
-            if any(graph.name(number) in ("exp", "exp2") for number in inside):
+            inside, ends = _flow(graph, [node.outputs[0]], alive, _MOST_INSIDE)
+            if len(inside) <= _MOST_INSIDE and any(graph.name(number) in ("exp", "exp2") for number in inside):
                 every.append(_Candidate(node, inside, ends))
     candidates = [one for one in every if not _weighs_something_else(graph, [one.dot], one.inside, one.ends.values())]
     joint = _joint(graph, [*every, *_beside(graph, others, every, alive)])
@@ -464,13 +467,15 @@ def _flows(node: Node) -> bool:
     return through and not node.equation.effects and not enters_mesh(node.equation)
 
 
-def _flow(graph: Graph, seeds: Iterable[int], alive: Set[int]) -> tuple[set[int], dict[int, Node]]:
-    """Returns the values into which the ``seeds`` flow elementwise, and the other computations that read these
-    values."""
+def _flow(
+    graph: Graph, seeds: Iterable[int], alive: Set[int], most: float = math.inf
+) -> tuple[set[int], dict[int, Node]]:
+    """Returns the values into which the ``seeds`` flow elementwise, and the other computations that read these values;
+    not all of them where the values are more than ``most``."""
     inside: set[int] = set()
     ends: dict[int, Node] = {}
     todo = list(seeds)
-    while todo:
+    while todo and len(inside) <= most:
         value = todo.pop()
         if value in inside:
             continue
