@@ -34,8 +34,8 @@ from .tolerance import ALLOWED, roundings
 
 __all__ = ["Verdict", "judge", "judge_faults", "kinds_found"]
 
-_CALLS = 40
-"""So many calls of sites are looked at."""
+_CALLS = 128
+"""So many calls of sites are looked at: all those of six layers, checkpointed twice, forward and backward."""
 _NORMS = ("rms_norm", "layer_norm")
 _SAMPLES = 12
 """How often the original runs on arguments a rounding away before an error counts: by luck it may be exact once."""
