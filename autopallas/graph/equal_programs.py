@@ -4,6 +4,7 @@ of its own, whose equations are those of the others."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 from autopallas import jaxprs
 from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn, JaxprLike, Literal, Var
@@ -38,14 +39,31 @@ def _alike(a: object, b: object) -> bool:
     return bool(a == b)
 
 
+_COMPARED: WeakKeyDictionary[JaxprLike, WeakKeyDictionary[JaxprLike, bool]] = WeakKeyDictionary()
+
+
 def same_programs(a: JaxprLike, b: JaxprLike) -> bool:
     """Returns whether two jaxprs hold equal equations, and the same arrays.
+
+    Two jaxprs are compared once: each proof that meets a loop asks again.
 
     Example:
       >>> programs = [compat.make_jaxpr(f, 1.0) for f in (lambda x: x + x, lambda y: y + y, lambda x: x * x)]
       >>> [same_programs(programs[0], other) for other in programs]
       [True, True, False]
     """
+    if a is b:
+        return True
+    known = _COMPARED.get(a)
+    if known is None:
+        known = _COMPARED[a] = WeakKeyDictionary()
+    found = known.get(b)
+    if found is None:
+        found = known[b] = _compared(a, b)
+    return found
+
+
+def _compared(a: JaxprLike, b: JaxprLike) -> bool:
     (one, held), (other, others) = jaxprs.open_jaxpr(a), jaxprs.open_jaxpr(b)
     pairs: dict[Var, Var] = {}
 

@@ -11,7 +11,7 @@ from support import layouts, programs  # noqa: F401 - they fill the catalogue
 from support.catalogue import EQUAL, ODD, SPELLINGS, array, bhtd
 from support.compare import compare
 
-from autopallas.graph import Graph, flatten
+from autopallas.graph import Graph, equal_programs, flatten
 from autopallas.graph.proof_cache import ProofCache
 from autopallas.patterns import find
 from autopallas.patterns.attention.draft import AttentionDraft
@@ -185,6 +185,26 @@ def test_layers_with_equal_loops_of_their_own_are_proved_once(proofs):
     assert carried == summary(stacked([recurrent()] * LAYERS), [ROWS] * LAYERS)
     assert few <= proofs.count - LAYERS + 2
     assert [site[0] for site in carried[0]].count("rms_norm") == LAYERS
+
+
+def test_two_bodies_are_compared_once(monkeypatch):
+    """However many proofs of a layer meet its loop."""
+    compared, pairs = equal_programs._compared, []
+
+    def counted(a, b):
+        pairs.append((a, b))
+        return compared(a, b)
+
+    def layer(x, scale):
+        y = jax.lax.scan(lambda state, row: ((state := jnp.sin(state) * 0.7 + row), state), x[0], x)[1]
+        parts = [y + i for i in range(6)]
+        return sum(x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale for x in parts)
+
+    monkeypatch.setattr(equal_programs, "_compared", counted)
+    sites, _ = summary(stacked([layer] * LAYERS), [ROWS] * LAYERS)
+    assert [site[0] for site in sites].count("rms_norm") == 6 * LAYERS
+    assert pairs
+    assert len(pairs) == len({(id(a), id(b)) for a, b in pairs})  # which the list keeps alive
 
 
 @pytest.mark.parametrize("seed", range(8))
