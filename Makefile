@@ -34,7 +34,7 @@ test:  ## Runs the tests on both lines: Python 3.11 with JAX 0.10, later Pythons
 	$(MAKE) --no-print-directory TIER=compatibility test-other-line || status=1; \
 	exit $$status
 
-nightly:  ## Runs all cases of all tests on both lines, and programs of other libraries: about two hours on two cores
+nightly:  ## Runs all cases of all tests on both lines, and programs of other libraries: many hours on two cores
 	@status=0; \
 	$(MAKE) --no-print-directory TIER=nightly test-line || status=1; \
 	$(MAKE) --no-print-directory TIER=nightly test-other-line || status=1; \
