@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -59,12 +60,14 @@ class KeyAxis:
     def is_row(self, ref: Ref) -> bool:
         return self.scope.depends(ref.value) and not self.carries_axis(ref)
 
-    def behind(self, ref: Ref, operands: Callable[[Ref], Iterable[Ref]], most: float = math.inf) -> Iterator[Ref]:
+    def behind(
+        self, ref: Ref, operands: Callable[[Ref], Iterable[Ref]], most: float = math.inf, nearest_first: bool = False
+    ) -> Iterator[Ref]:
         """Yields a value, then the values from which it is computed, as far as ``operands`` lists them."""
         seen: set[int] = set()
-        todo = [ref]
+        todo = deque([ref])
         while todo and len(seen) <= most:
-            at = self.space.canonical(todo.pop())
+            at = self.space.canonical(todo.popleft() if nearest_first else todo.pop())
             if at.value not in seen:
                 seen.add(at.value)
                 yield at

@@ -10,7 +10,6 @@ logsumexp all give the same form.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
@@ -199,18 +198,12 @@ class Softmax(RowTerms):
         """Returns whether a value is computed from an exponential of the scores by few elementwise operations: where
         the steps of a recurrence are written one after the other, each would otherwise look at all before it."""
 
+        def operands(at: Ref) -> Sequence[Ref]:
+            return self.space.operands(at) or [] if self.carries_scores(at) else []
+
         def found() -> bool:
-            seen: set[int] = set()
-            todo = deque([ref])
-            while todo and len(seen) < _MOST_BEHIND:
-                at = self.space.canonical(todo.popleft())
-                if at.value in seen or not self.carries_scores(at):
-                    continue
-                seen.add(at.value)
-                if self.scope.exponential(at):
-                    return True
-                todo += self.space.operands(at) or ()
-            return False
+            behind = self.behind(ref, operands, _MOST_BEHIND, nearest_first=True)
+            return any(self.carries_scores(at) and self.scope.exponential(at) for at in behind)
 
         return self.remembered("has exponential", ref, found)
 
