@@ -8,7 +8,7 @@ from typing import ClassVar, cast
 
 from autopallas.sites.spec import BlockSizesClass, SiteSpec, Sizes
 
-__all__ = ["Candidates", "DeclaredBlockSizes", "aligned", "block_sizes_class", "dividing"]
+__all__ = ["Candidates", "DeclaredBlockSizes", "aligned", "block_sizes_class", "dividing", "evened"]
 
 Candidates = Callable[..., Sequence[Sizes]]
 """``candidates(spec)`` returns all block sizes that are valid for a spec, the best guess first."""
@@ -47,6 +47,20 @@ def dividing(block: int, length: int, multiple: int = 1) -> int:
     counts = range(-(-4 * length // (5 * block)), 4 * length // (3 * block) + 1)
     near = (length // count for count in counts if length % (count * multiple) == 0)
     return min(near, key=lambda size: (size % 8 > 0, size % 4 > 0, abs(size - block)), default=block)
+
+
+def evened(block: int, length: int, multiple: int = 8) -> int:
+    """Returns the least size, up to a multiple, of as few blocks as cover an axis with ``block``, and at most that.
+
+    Where the last of such blocks ends with the axis, they have one size, and the others repeat as little as may be.
+
+    Example:
+      >>> evened(256, 1023), evened(128, 197), evened(256, 512), evened(256, 100)
+      (256, 104, 256, 100)
+    """
+    if block >= length or length % block == 0:
+        return min(block, length)
+    return min(block, aligned(-(-length // -(-length // block)), length, multiple))
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class BlockSizes:
     def fitted(self, spec: AttentionSpec) -> BlockSizes:
         """Returns sizes that are valid for the shape: aligned, and no longer than the axis.
 
-        A block need not divide the length: the last block is then shorter.
+        A block need not divide the length: the last block is then shorter, or repeats some of the one before.
         """
         query_block, key_block = aligned(self.query_block, spec.query_length), aligned(self.key_block, spec.key_length)
         return replace(self, query_block=query_block, key_block=key_block)

@@ -261,12 +261,14 @@ def usual(spec: AttentionSpec, operands: Operands, dout: Array | None = None, bo
     fill, dtype = fill_of(spec), spec.accumulation_dtype
     magnitude = fill.magnitude if bounds and fill is not None else None
 
-    found = _greatest_square(operands.value, dtype) < jnp.inf
+    found = _sum_of_squares(operands.value, dtype) < jnp.inf
     if dout is not None:
-        found &= _greatest_square(dout, dtype) < jnp.inf
-    if magnitude is not None or dout is not None:
-        greatest = float(jnp.finfo(dtype).max) if magnitude is None else (magnitude / _ROUNDING) ** 2
+        found &= _sum_of_squares(dout, dtype) < jnp.inf
+    if magnitude is not None:
+        greatest = (magnitude / _ROUNDING) ** 2
         found &= _greatest_square(operands.query, dtype) * _greatest_square(operands.key, dtype) <= greatest
+    elif dout is not None:
+        found &= _sum_of_squares(operands.query, dtype) * _sum_of_squares(operands.key, dtype) < jnp.inf
     if magnitude is not None:
         for number in spec.score.sides:
             if spec.sides[number].differentiable:
@@ -282,10 +284,18 @@ def greatest_product(spec: AttentionSpec, operands: Operands) -> Array:
 
 
 def _greatest_square(x: Array, dtype: Dtype) -> Array:
-    """Returns the greatest square of a row's norm; infinity if it is beyond the dtype or there is a NaN, which a
-    maximum does not show on every platform.  The squares lie in one row, so that operands share kernels."""
+    """Returns the greatest square of a row's norm; infinity if the sum of all squares is not a finite number.
+
+    A maximum does not show a NaN on every platform, and a sum does.
+    """
     squares = jnp.sum(jnp.square(x.astype(dtype)), axis=-1).reshape(-1)
-    return jnp.max(jnp.where(squares < jnp.inf, squares, jnp.inf))
+    return jnp.where(jnp.sum(squares) < jnp.inf, jnp.max(squares), jnp.inf)
+
+
+def _sum_of_squares(x: Array, dtype: Dtype) -> Array:
+    """Returns the sum of all squares, which is finite only if all elements are.  XLA's CPU compiler takes it from a
+    library: there is nothing to compile."""
+    return jnp.sum(jnp.square(x.astype(dtype)))
 
 
 class _Bounds:

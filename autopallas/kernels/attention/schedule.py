@@ -17,7 +17,8 @@ from autopallas.kernels.attention.fills import fill_of, tile_states
 from autopallas.kernels.attention.intervals import Ranges
 from autopallas.kernels.attention.spec import AttentionSpec, Weight
 from autopallas.kernels.attention.tiles import FULL, HIDDEN, PARTIAL, Edges, increasing, simplified
-from autopallas.sites.block_sizes import dividing
+from autopallas.kernels.even_blocks import Part, Start
+from autopallas.sites.block_sizes import dividing, evened
 from autopallas.sites.elementwise import ElementwiseProgram
 
 __all__ = [
@@ -40,7 +41,6 @@ _FEW = 4
 faster (measured: 0.97x to 1.06x), and is a sixth of what the site costs to compile."""
 
 Carry = TypeVar("Carry")
-Start: TypeAlias = int | jax.Array
 Window: TypeAlias = Sequence[tuple[Start, int] | None]
 """For each dimension (start, size), or None for all of it."""
 
@@ -124,7 +124,7 @@ class Schedule:
     batch_step: int
     head_step: int
     states: np.ndarray
-    """[row blocks, column blocks] of DEAD, PARTIAL, FULL, HIDDEN, including a shorter last block."""
+    """[row blocks, column blocks] of DEAD, PARTIAL, FULL, HIDDEN."""
     least: float
     """If a row's maximum is this great, keys in hidden tiles have no weight."""
     full: TilePrograms
@@ -133,12 +133,21 @@ class Schedule:
     key_length: int
 
     @property
-    def whole_row_blocks(self) -> int:
-        return self.query_length // self.query_block
+    def row_blocks(self) -> int:
+        return len(self.states)
 
     @property
-    def whole_column_blocks(self) -> int:
-        return self.key_length // self.key_block
+    def repeats_rows(self) -> bool:
+        """Whether the last block of rows repeats some."""
+        return self.query_length % self.query_block > 0
+
+    def rows(self, block: Start) -> Part:
+        """Returns a block of rows by its number."""
+        return Part.of(self.query_length, self.query_block, block)
+
+    def columns(self, block: Start) -> Part:
+        """Returns a block of columns by its number."""
+        return Part.of(self.key_length, self.key_block, block)
 
     @property
     def hides(self) -> bool:
@@ -152,47 +161,31 @@ class Schedule:
     def over_columns(
         self,
         row_block: Start,
-        tile: Callable[[Start, int, TilePrograms, Carry], Carry],
+        tile: Callable[[Part, TilePrograms, Carry], Carry],
         carry: Carry,
         reveals: Callable[[Carry], jax.Array] | None = None,
     ) -> Carry:
-        """Returns ``carry`` after ``tile(key_start, key_size, programs, .)`` for each tile of a block of rows.
+        """Returns ``carry`` after ``tile(columns, programs, .)`` for each tile of a block of rows.
 
         Live tiles come first, those without a mask before the others.  Hidden tiles follow if ``reveals(carry)``, a
         boolean scalar, or without ``reveals``.
         """
-        whole = self.whole_column_blocks
-        static = isinstance(row_block, int)
-        chosen = self.states[row_block : row_block + 1] if static else self.states[: self.whole_row_blocks]
-        full, partial, hidden = (chosen[:, :whole] == state for state in (FULL, PARTIAL, HIDDEN))
-        start, tail = whole * self.key_block, chosen[:, whole:]
-        live_tail = bool(np.any((tail == FULL) | (tail == PARTIAL)))
-
-        def last(_: Start, carry: Carry) -> Carry:
-            programs = self.full if np.all(tail == FULL) else self.partial
-            return tile(start, self.key_length - start, programs, carry)
-
+        chosen = self.states[row_block : row_block + 1] if isinstance(row_block, int) else self.states
+        full, partial, hidden = (chosen == state for state in (FULL, PARTIAL, HIDDEN))
         carry = self._over(row_block, full, self.full, tile, carry)
-        if live_tail and np.any(hidden):
-            carry = last(0, carry)
-        carry = self._over(row_block, partial | hidden, self.partial, tile, carry, partial, reveals)
-        if live_tail:  # computing a dead tile costs time, but changes nothing
-            return carry if np.any(hidden) else last(0, carry)
-        if not np.any(tail == HIDDEN):
-            return carry
-        return last(0, carry) if reveals is None else loop(reveals(carry).astype(jnp.int32), last, carry)
+        return self._over(row_block, partial | hidden, self.partial, tile, carry, partial, reveals)
 
     def _over(
         self,
         row_block: Start,
         hits: np.ndarray,
         programs: TilePrograms,
-        tile: Callable[[Start, int, TilePrograms, Carry], Carry],
+        tile: Callable[[Part, TilePrograms, Carry], Carry],
         carry: Carry,
         first: np.ndarray | None = None,
         reveals: Callable[[Carry], jax.Array] | None = None,
     ) -> Carry:
-        """Returns ``carry`` after the tiles ``hits`` [rows or 1, whole column blocks] of a block of rows.
+        """Returns ``carry`` after the tiles ``hits`` [rows or 1, column blocks] of a block of rows.
 
         Tiles that are ``first`` come before the others, which are visited only while ``reveals(carry)``.
         """
@@ -208,7 +201,7 @@ class Schedule:
 
         def visit(n: Start, carry: Carry) -> Carry:
             block = element(order, row, n) if follows is None else _of_row(*follows, row) + n
-            return tile(block * self.key_block, self.key_block, programs, carry)
+            return tile(self.columns(block), programs, carry)
 
         def of_row(numbers: np.ndarray) -> Start:
             same = _affine(numbers, np.ones(len(numbers), bool))
@@ -275,7 +268,11 @@ def tile_programs(
 def running_blocks(spec: AttentionSpec, block_sizes: BlockSizes) -> BlockSizes:
     """Returns the sizes of the blocks of a schedule: near those that are asked for, and dividing the axes if any do."""
     fitted = block_sizes.fitted(spec)
-    return BlockSizes(dividing(fitted.query_block, spec.query_length), dividing(fitted.key_block, spec.key_length))
+
+    def running(block: int, length: int) -> int:
+        return evened(dividing(block, length), length)
+
+    return BlockSizes(running(fitted.query_block, spec.query_length), running(fitted.key_block, spec.key_length))
 
 
 @lru_cache(maxsize=256)
@@ -283,7 +280,12 @@ def schedule(spec: AttentionSpec, block_sizes: BlockSizes) -> Schedule:
     """Returns the schedule of an attention, computed once, from positions alone."""
     blocks = running_blocks(spec, block_sizes)
     rows, columns = edges(spec.query_length, blocks.query_block), edges(spec.key_length, blocks.key_block)
+    # A last block of rows computes those that it repeats again; what a last block of columns repeats is left out.
+    rows = (*rows[:-1], (rows[-1][1] - blocks.query_block, rows[-1][1]))
     states, least = tile_states(spec, rows, columns)
+    if spec.key_length % blocks.key_block and (spec.live is not None or fill_of(spec) is not None):
+        last = np.arange(len(columns)) == len(columns) - 1
+        states = np.where(last & (states == FULL), PARTIAL, states)  # the mask may hide keys that it repeats
     general, full = tile_programs(spec, rows, columns, states)
     if 0 < np.count_nonzero(states == FULL) <= _FEW * np.count_nonzero(states == PARTIAL):
         states = np.where(states == FULL, PARTIAL, states)

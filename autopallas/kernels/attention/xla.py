@@ -6,8 +6,8 @@ logsumexp.  The score program is evaluated tile by tile; its derivative is that 
 
 Letters: B batch, K key heads, G query heads per key head, T query length, S key length, D and Dv head sizes.  A tile is
 [b, k, G, t, s]; axes b, k and G of size 1 are dropped, because XLA's CPU loops vectorise worse with them.  Nothing is
-padded: blocks have a size near the one that is asked for that divides the axis; where there is none, the last block is
-shorter.
+padded: blocks have a size near the one that is asked for that divides the axis; where there is none, the last block
+repeats the end of the one before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.operands import Operands, Results
-from autopallas.kernels.attention.schedule import Start, TilePrograms, running_blocks, schedule, store
+from autopallas.kernels.attention.schedule import TilePrograms, running_blocks, schedule, store
 from autopallas.kernels.attention.spec import AttentionSpec, Weight
 from autopallas.kernels.attention.tile_values import (
     any_kept,
@@ -40,7 +40,9 @@ from autopallas.kernels.attention.xla_blocks import (
     scores,
     tile,
     times_values,
+    unrepeated,
 )
+from autopallas.kernels.even_blocks import ONE, Part
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
@@ -98,7 +100,13 @@ def forward(spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands) ->
     shape = rows_shape(spec)
     whole = operands.query.shape[:-1]
     own = TiledAttention.of(spec, plan, operands)
-    out = jnp.zeros((*shape, spec.value_head_size), spec.result_dtype)
+    like_queries = spec.value_head_size == spec.head_size and spec.result_dtype == operands.query.dtype
+    # Every row is written: where a loop copies queries in the first place, there are no zeros to compile.
+    out = (
+        own.operands.query.reshape(*shape, -1)
+        if like_queries
+        else jnp.zeros((*shape, spec.value_head_size), spec.result_dtype)
+    )
     numbers = (jnp.zeros(shape, spec.accumulation_dtype),) * (spec.row_results + spec.has_factor)
 
     def rows(place: RowBlock, carry: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -142,7 +150,7 @@ def _initial(own: TiledAttention, place: RowBlock) -> _Running:
         total = jnp.zeros_like(maximum)
     else:
         assert spec.sink is not None
-        maximum = jnp.broadcast_to(place.side(sink, spec.sink, (0, 1)), (*shape, 1)).astype(dtype)
+        maximum = jnp.broadcast_to(place.side(sink, spec.sink, ONE), (*shape, 1)).astype(dtype)
         total = jnp.where(maximum == -jnp.inf, 0, jnp.ones_like(maximum))
     return _Running(
         maximum,
@@ -153,12 +161,12 @@ def _initial(own: TiledAttention, place: RowBlock) -> _Running:
     )
 
 
-def _advanced(rows: _ForwardRows, key_start: Start, key_size: int, programs: TilePrograms, carry: _Running) -> _Running:
+def _advanced(rows: _ForwardRows, columns: Part, programs: TilePrograms, carry: _Running) -> _Running:
     """Returns the state of a block of rows after one more tile."""
-    spec, operands, place, columns = rows.attention.spec, rows.attention.operands, rows.place, (key_start, key_size)
+    spec, operands, place = rows.attention.spec, rows.attention.operands, rows.place
     here = tile(spec, place, columns, operands.sides)
     score = scores(spec, place, rows.q, place.columns(operands.key, columns))
-    x = logits(spec, programs, score, here)
+    x = unrepeated(logits(spec, programs, score, here), here, columns)
     maximum = jnp.maximum(carry.maximum, row_maximum(spec, programs, score, x, here))
     # A row that has seen only -inf keeps the sum 0; without the zero, -inf - -inf would be NaN.
     finite_maximum = jnp.where(maximum == -jnp.inf, 0, maximum)

@@ -14,7 +14,7 @@ from jax import lax
 
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Residuals
-from autopallas.kernels.attention.schedule import Start, TilePrograms, accumulate, schedule, store
+from autopallas.kernels.attention.schedule import Schedule, TilePrograms, accumulate, schedule, store
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tile_values import exponentials, exponentials_vjp, logits, weighted, weighted_vjp
 from autopallas.kernels.attention.xla_blocks import (
@@ -31,7 +31,9 @@ from autopallas.kernels.attention.xla_blocks import (
     scores,
     tile,
     times_keys,
+    unrepeated,
 )
+from autopallas.kernels.even_blocks import ONE, Part
 from autopallas.kernels.plain_sums import plain_sum
 from autopallas.sites.elementwise import rounded
 
@@ -58,13 +60,15 @@ class _Accumulators(NamedTuple):
     sink: Array | None
 
     @staticmethod
-    def zeros(spec: AttentionSpec, operands: Operands) -> _Accumulators:
+    def first(spec: AttentionSpec, plan: Schedule, operands: Operands) -> _Accumulators:
         def like(x: Array) -> Array:
             return jnp.zeros(x.shape, spec.accumulation_dtype)
 
         sink = operands.sink
         floating = tuple(like(x) for x, s in zip(operands.sides, spec.sides, strict=True) if s.differentiable)
-        dquery = jnp.zeros((*rows_shape(spec), spec.head_size), operands.query.dtype)
+        # Where every row is written once, a loop begins with a copy of the queries: there are no zeros to compile.
+        dquery = operands.query.reshape(*rows_shape(spec), spec.head_size)
+        dquery = jnp.zeros_like(dquery) if plan.repeats_rows else dquery
         dkey, dvalue = like(jnp.swapaxes(operands.key, -1, -2)), like(jnp.swapaxes(operands.value, -1, -2))
         return _Accumulators(dquery, dkey, dvalue, floating, None if sink is None else like(sink))
 
@@ -107,7 +111,7 @@ def backward(
     plan = schedule(spec, block_sizes)
     shape = rows_shape(spec)
     cotangents = Cotangents(merged(cotangents.out), tuple(x.reshape(shape) for x in cotangents.sums))
-    start = _Accumulators.zeros(spec, operands)
+    start = _Accumulators.first(spec, plan, operands)
     own = TiledAttention.of(spec, plan, operands, cotangents.out)
     with jax.named_scope("autopallas_attention_xla_backward"):
         shift = residuals.shift.reshape(shape)
@@ -185,7 +189,7 @@ def _add_rows(own: _Backward, place: RowBlock, gradients: _Accumulators) -> _Acc
             """Adds what the gradients of a row's logits leave with this delta: less each time, down to a rounding."""
             beside = jnp.zeros_like(delta)
             if operands.sink is not None and spec.sink is not None:
-                sink = place.side(operands.sink, spec.sink, (0, 1)).astype(spec.accumulation_dtype)
+                sink = place.side(operands.sink, spec.sink, ONE).astype(spec.accumulation_dtype)
                 beside = beside + jnp.exp(sink[..., 0] - rows.shift)
             step = partial(_delta_tile, rows._replace(delta=delta))
             sums, total = plan.over_columns(place.block, step, (-beside * delta, beside), reveals)
@@ -199,24 +203,30 @@ def _add_rows(own: _Backward, place: RowBlock, gradients: _Accumulators) -> _Acc
         rows = rows._replace(delta=delta)
     start = jnp.zeros((*place.shape, spec.head_size), spec.accumulation_dtype)
     dq, gradients = plan.over_columns(place.block, partial(_gradient_tile, rows), (start, gradients), reveals)
-    gradients = gradients._replace(query=store(gradients.query, place.rows_window, place.restored(dq)))
+    dq = place.restored(dq)
+    written = store if place.query.first is None else accumulate
+    gradients = gradients._replace(query=written(gradients.query, place.rows_window, dq.astype(gradients.query.dtype)))
     if operands.sink is not None and gradients.sink is not None and spec.sink is not None:
-        sink = place.side(operands.sink, spec.sink, (0, 1)).astype(spec.accumulation_dtype)
+        sink = place.side(operands.sink, spec.sink, ONE).astype(spec.accumulation_dtype)
         weight = jnp.exp(sink - rows.shift[..., None])
         dsink = -weight * rows.delta[..., None]
+        if place.query.first is not None:
+            at = place.query.start + jnp.arange(place.size)[:, None]
+            dsink = jnp.where(at < place.query.first, 0, dsink)
         dsink = reduced(dsink.reshape(place.batch[1], place.heads[1], place.groups, *dsink.shape[-2:]), spec.sink)
-        gradients = gradients._replace(sink=accumulate(gradients.sink, place.side_window(spec.sink, (0, 1)), dsink))
+        gradients = gradients._replace(sink=accumulate(gradients.sink, place.side_window(spec.sink, ONE), dsink))
     return gradients
 
 
 def _delta_tile(
-    rows: _BackwardRows, key_start: Start, key_size: int, programs: TilePrograms, sums: tuple[Array, Array]
+    rows: _BackwardRows, columns: Part, programs: TilePrograms, sums: tuple[Array, Array]
 ) -> tuple[Array, Array]:
     """Adds one tile to what the gradients of a row's logits leave when they are added up, and to the sum of its
     exponentials, by which delta is corrected: so the gradients, as they are rounded, add up to zero."""
-    spec, operands, place, columns = rows.attention.spec, rows.attention.operands, rows.place, (key_start, key_size)
+    spec, operands, place = rows.attention.spec, rows.attention.operands, rows.place
     here = tile(spec, place, columns, operands.sides)
     x = logits(spec, programs, scores(spec, place, rows.q, place.columns(operands.key, columns)), here)
+    x = unrepeated(x, here, columns, place.query)
     e = exponentials(spec.inner_weights, x, rows.shift[..., None], here)
     dp = rows_by_columns(spec, place, rows.do, place.columns(operands.value, columns))
     added = weighted(spec.weights, e, here) * dp - e * rows.delta[..., None], e
@@ -225,8 +235,7 @@ def _delta_tile(
 
 def _gradient_tile(
     rows: _BackwardRows,
-    key_start: Start,
-    key_size: int,
+    columns: Part,
     programs: TilePrograms,
     carry: tuple[Array, _Accumulators],
 ) -> tuple[Array, _Accumulators]:
@@ -236,7 +245,7 @@ def _gradient_tile(
     dx = P (w c - delta), where delta = sum_S P w c = rowsum(dout * out).  If numerator and sum are separate results, P
     is e, and delta the negative cotangent of the sum.
     """
-    spec, operands, place, columns = rows.attention.spec, rows.attention.operands, rows.place, (key_start, key_size)
+    spec, operands, place = rows.attention.spec, rows.attention.operands, rows.place
     dq, gradients = carry
     here = tile(spec, place, columns, operands.sides)
     k, v = place.columns(operands.key, columns), place.columns(operands.value, columns)
@@ -246,6 +255,7 @@ def _gradient_tile(
         return logits(spec, programs, score, here.with_floating(spec, floating))
 
     x, logits_vjp = jax.vjp(from_score, score, here.floating(spec))
+    x = unrepeated(x, here, columns, place.query)  # so that its probabilities are 0, and what it contributes
     p_normal, exponentials_pull = exponentials_vjp(spec, programs.inner_weights, x, rows.shift[..., None], here)
     p, outer_vjp = weighted_vjp(spec, programs.weights, p_normal, here)
     dvalue = rows_by_weights(spec, place, rows.do, p)

@@ -20,9 +20,10 @@ from jax import lax
 
 from autopallas.kernels.attention.fills import usual
 from autopallas.kernels.attention.operands import Operands
-from autopallas.kernels.attention.schedule import Carry, Schedule, Start, Window, accumulate, cut, divided, loop
+from autopallas.kernels.attention.schedule import Carry, Schedule, Window, accumulate, cut, divided, loop
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tile_values import Tile, narrow
+from autopallas.kernels.even_blocks import Part, Start
 from autopallas.sites.device import Device
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "tile",
     "times_keys",
     "times_values",
+    "unrepeated",
 ]
 
 Array: TypeAlias = jax.Array
@@ -85,7 +87,7 @@ class RowBlock:
     batch: tuple[Start, int]
     heads: tuple[Start, int]
     block: Start
-    query: tuple[Start, int]
+    query: Part
 
     @property
     def groups(self) -> int:
@@ -93,7 +95,7 @@ class RowBlock:
 
     @property
     def size(self) -> int:
-        return self.query[1]
+        return self.query.size
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -136,7 +138,7 @@ class RowBlock:
         """Reshapes [..., G t, d] to [..., G, t, d]."""
         return x if self.groups == 1 else x.reshape(*x.shape[:-2], self.groups, -1, x.shape[-1])
 
-    def columns(self, x: Array, columns: tuple[Start, int]) -> Array:
+    def columns(self, x: Array, columns: Part) -> Array:
         """Returns a block of merged columns for these heads: [..., s, d]."""
         x = x.reshape(self.spec.batch, self.spec.key_heads, self.spec.key_length, x.shape[-1])
         x = cut(x, self.window("BKS-", columns))
@@ -146,47 +148,38 @@ class RowBlock:
         """Reshapes [..., d, s] to [b, k, d, s]."""
         return x.reshape(self.batch[1], self.heads[1], *x.shape[-2:])
 
-    def side_window(self, varies: Sequence[bool], columns: tuple[Start, int]) -> Window:
+    def side_window(self, varies: Sequence[bool], columns: Part) -> Window:
         return [part if v else None for part, v in zip(self.window("BKGTS", columns), varies, strict=True)]
 
-    def side(self, x: Array, varies: Sequence[bool], columns: tuple[Start, int]) -> Array:
+    def side(self, x: Array, varies: Sequence[bool], columns: Part) -> Array:
         """Returns the part of a side input that belongs to a tile, with the tile's axes."""
         sizes = (self.batch[1], self.heads[1], self.groups)
         x = cut(x, self.side_window(varies, columns))
         return lax.squeeze(x, [axis for axis, size in enumerate(sizes) if size == 1])
 
-    def window(self, axes: str, columns: tuple[Start, int] | None = None) -> Window:
+    def window(self, axes: str, columns: Part | None = None) -> Window:
         """Returns the window of an operand whose dimensions are ``axes``; "-" is a whole dimension."""
-        parts = {"B": self.batch, "K": self.heads, "G": None, "T": self.query, "S": columns, "-": None}
+        keys = None if columns is None else columns.window
+        parts = {"B": self.batch, "K": self.heads, "G": None, "T": self.query.window, "S": keys, "-": None}
         return [parts[a] for a in axes]
 
 
 def over_rows(plan: Schedule, spec: AttentionSpec, body: Callable[[RowBlock, Carry], Carry], carry: Carry) -> Carry:
-    """Returns ``carry`` after ``body`` for each block of rows, including a shorter last one."""
+    """Returns ``carry`` after ``body`` for each block of rows."""
     batch_steps, head_steps = spec.batch // plan.batch_step, spec.key_heads // plan.head_step
 
-    def place(n: Start, blocks: int, size: int) -> RowBlock:
-        outer, block = divided(n, blocks) if batch_steps * head_steps > 1 else (0, n)
+    def place(n: Start) -> RowBlock:
+        outer, block = divided(n, plan.row_blocks) if batch_steps * head_steps > 1 else (0, n)
         batch, heads = divided(outer, head_steps)
         return RowBlock(
             spec,
             (batch * plan.batch_step if batch_steps > 1 else 0, plan.batch_step),
             (heads * plan.head_step, plan.head_step),
             block,
-            (block * plan.query_block, size),
+            plan.rows(block),
         )
 
-    blocks = plan.whole_row_blocks
-    outer = batch_steps * head_steps
-    carry = loop(outer * blocks, lambda n, c: body(place(n, blocks, plan.query_block), c), carry)
-    if tail := plan.query_length - blocks * plan.query_block:
-
-        def last(n: Start, carry: Carry) -> Carry:
-            at = place(n, 1, tail)
-            return body(RowBlock(spec, at.batch, at.heads, blocks, (blocks * plan.query_block, tail)), carry)
-
-        carry = loop(outer, last, carry)
-    return carry
+    return loop(batch_steps * head_steps * plan.row_blocks, lambda n, c: body(place(n), c), carry)
 
 
 def rows_shape(spec: AttentionSpec) -> tuple[int, ...]:
@@ -204,17 +197,31 @@ def merged(x: Array) -> Array:
     return x.reshape(x.shape[0], -1, x.shape[-1])
 
 
-def tile(spec: AttentionSpec, place: RowBlock, columns: tuple[Start, int], sides: Sequence[Array]) -> Tile:
+def tile(spec: AttentionSpec, place: RowBlock, columns: Part, sides: Sequence[Array]) -> Tile:
     """Returns what the programs read on a tile, with the tile's axes."""
     tiles = (place.side(x, s.varies, columns) for x, s in zip(sides, spec.sides, strict=True))
     leading = (1,) * (len(place.shape) - 1)
 
-    def positions(start: Start, shape: tuple[int, int]) -> Array:
+    # Together, so that XLA does not count a block's rows before the loop over its tiles, by a kernel of its own.
+    row, column = lax.optimization_barrier((jnp.asarray(place.query.start), jnp.asarray(columns.start)))
+
+    def positions(start: Array, shape: tuple[int, int]) -> Array:
         # Counted in the tile's own shape, which XLA does within the loops that read it.
         axis = len(leading) + (shape[0] == 1)
-        return jnp.asarray(start, jnp.int32) + lax.broadcasted_iota(jnp.int32, (*leading, *shape), axis)
+        return start.astype(jnp.int32) + lax.broadcasted_iota(jnp.int32, (*leading, *shape), axis)
 
-    return Tile(positions(place.query[0], (place.size, 1)), positions(columns[0], (1, columns[1])), tuple(tiles))
+    return Tile(positions(row, (place.size, 1)), positions(column, (1, columns.size)), tuple(tiles))
+
+
+def unrepeated(x: Array, here: Tile, columns: Part, rows: Part | None = None) -> Array:
+    """Returns a tile of logits with -infinity where an earlier one has had its column, or its row if those count."""
+    repeated = None
+    if columns.first is not None:
+        repeated = here.key < columns.first
+    if rows is not None and rows.first is not None:
+        above = here.query < rows.first
+        repeated = above if repeated is None else repeated | above
+    return x if repeated is None else jnp.where(repeated, -jnp.inf, x)
 
 
 def reduced(tile: Array, varies: Sequence[bool]) -> Array:
@@ -231,7 +238,7 @@ def _unsqueezed(place: RowBlock, tile: Array, varies: Sequence[bool]) -> Array:
 def add_sides(
     spec: AttentionSpec,
     place: RowBlock,
-    columns: tuple[Start, int],
+    columns: Part,
     totals: tuple[Array, ...],
     contributions: Sequence[tuple[Array, ...]],
 ) -> tuple[Array, ...]:

@@ -19,7 +19,19 @@ from autopallas.kernels.cross_entropy.operands import Results
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
 from autopallas.kernels.cross_entropy.statistics import advanced, initial, required
 from autopallas.kernels.cross_entropy.tile_products import Target, added
-from autopallas.kernels.cross_entropy.tiles import Block, Rows, Tile, TileOperands, cut, cut_row, on_gpu, over, stored
+from autopallas.kernels.cross_entropy.tiles import (
+    Block,
+    Rows,
+    Tile,
+    TileOperands,
+    cut,
+    cut_row,
+    on_gpu,
+    over,
+    over_rows,
+    stored,
+)
+from autopallas.kernels.even_blocks import Part
 from autopallas.sites.elementwise import ElementwiseProgram
 
 __all__ = ["keeps", "of_logits", "shaped", "statistics_and_products", "values"]
@@ -67,7 +79,8 @@ def statistics_and_products(
     programs = tuple(p.program for p in spec.products)
     shares = tuple(_shares(spec, target) for target in targets)
 
-    def rows(part: Block, carry: tuple[Arrays, tuple[Arrays, ...]]) -> tuple[Arrays, tuple[Arrays, ...]]:
+    def rows(block: Part, carry: tuple[Arrays, tuple[Arrays, ...]]) -> tuple[Arrays, tuple[Arrays, ...]]:
+        part = block.window
         statistics, products = carry
         x = operands.rows(part)
         tile = operands.tile(spec, x, weights, part, columns)
@@ -77,11 +90,13 @@ def statistics_and_products(
             score, own = lax.optimization_barrier((score, own))
         finished = operands.finished(spec, part, own)
         made = values_in_place(tile._replace(score=score, sides=(*tile.sides, *finished)), programs)
+        if block.first is not None:  # each row counts once
+            made = tuple(jnp.where(tile.query < block.first, 0, value) for value in made)
         return (
             tuple(stored(s, f, part, 0) for s, f in zip(statistics, own, strict=True)),
             tuple(
                 tuple(
-                    added(spec, t, total, v, _cut(t, x, h), weights, part) for h, total in zip(of, totals, strict=True)
+                    added(spec, t, total, v, _cut(t, x, h), weights, block) for h, total in zip(of, totals, strict=True)
                 )
                 for t, of, totals, v in zip(targets, shares, products, made, strict=True)
             ),
@@ -95,7 +110,7 @@ def statistics_and_products(
         return tuple(jnp.zeros(shape, target.dtype if complete else dtype) for shape in shapes)
 
     start = (initial(spec.statistics, spec.rows, dtype), tuple(map(empty, targets, shares)))
-    statistics, products = over(spec.rows, sizes.rows_block, rows, start, multiple)
+    statistics, products = over_rows(spec.rows, sizes.rows_block, rows, start, multiple)
     return Results(statistics, shaped(spec, [_joined(spec, t, p) for t, p in zip(targets, products, strict=True)]))
 
 

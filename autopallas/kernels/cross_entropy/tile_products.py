@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product
 from autopallas.kernels.cross_entropy.tiles import Block, Rows, Tile, TileOperands, cut, dot, on_gpu, over, stored
+from autopallas.kernels.even_blocks import Part
 
 __all__ = ["Target", "added", "contracted"]
 
@@ -159,7 +160,7 @@ def _past_rows(
     def rows(part: Block, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         x = operands.rows(part)
         return tuple(
-            added(spec, target, total, value, x, w, part)
+            added(spec, target, total, value, x, w, Part(*part))
             for target, total, value in zip(targets, carry, values(part, x), strict=True)
         )
 
@@ -174,16 +175,18 @@ def added(
     value: Array,
     x: Sequence[Rows],
     w: Sequence[Array],
-    part: Block,
+    part: Part,
 ) -> Array:
-    """``total`` with what the tile of some rows contributes.
+    """``total`` with what the tile of some rows contributes, which is 0 for those that another block has too.
 
     A sum over rows that has the vocabulary's length grows part by part: each part of the product is added while it is
     still in a cache, and the whole of the product never exists.  A GPU's products add to what is there.
     """
     axis = target.rows_axis()
     if axis is not None:
-        return stored(total, target.contribution(spec, value, x, w), part, axis)
+        found = target.contribution(spec, value, x, w)
+        found = found if part.first is None else cut(total, part.window, axis) + found.astype(total.dtype)
+        return stored(total, found, part.window, axis)
     if target.kind != "columns" or on_gpu():
         return total + target.contribution(spec, value, x, w)
     head = spec.heads[target.head]

@@ -16,7 +16,8 @@ from jax.typing import DTypeLike
 
 from autopallas.kernels.cross_entropy.operands import Operands
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec
-from autopallas.sites.block_sizes import dividing
+from autopallas.kernels.even_blocks import Part
+from autopallas.sites.block_sizes import dividing, evened
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram, reproducible
 
@@ -29,8 +30,10 @@ __all__ = [
     "cut_row",
     "cut_rows",
     "dot",
+    "even_block",
     "on_gpu",
     "over",
+    "over_rows",
     "running_block",
     "stored",
 ]
@@ -192,6 +195,11 @@ def running_block(block: int, length: int, multiple: int = 1) -> int:
     return dividing(max(1, min(block, length)), length, multiple)
 
 
+def even_block(block: int, rows: int) -> int:
+    """The size of blocks of rows of which the last one may repeat some."""
+    return evened(running_block(block, rows), rows)
+
+
 def over(length: int, block: int, body: Callable[[Block, Carry], Carry], carry: Carry, multiple: int = 1) -> Carry:
     """``carry`` after ``body`` for each block of an axis, the shorter last one included.
 
@@ -210,6 +218,21 @@ def over(length: int, block: int, body: Callable[[Block, Carry], Carry], carry: 
         # What the last block is computed from waits for the others, so that its tiles do not take memory before.
         start, carry = lax.optimization_barrier((jnp.int32(start), carry))
     return body((start, rest), carry)
+
+
+def over_rows(rows: int, block: int, body: Callable[[Part, Carry], Carry], carry: Carry, multiple: int = 1) -> Carry:
+    """``carry`` after ``body`` for each block of rows.
+
+    On a CPU all have one size, and the last one may repeat rows: a block of another size is compiled by itself, and has
+    memory of its own.  On a GPU it is shorter, as of :func:`over`.
+    """
+    if on_gpu():
+        return over(rows, block, lambda part, carry: body(Part(*part), carry), carry, multiple)
+    size = even_block(block, rows)
+    if size == rows:
+        return body(Part(0, rows), carry)
+    found: Carry = lax.fori_loop(0, -(-rows // size), lambda n, carry: body(Part.of(rows, size, n), carry), carry)
+    return found
 
 
 def on_gpu() -> bool:

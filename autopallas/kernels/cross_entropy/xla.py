@@ -22,7 +22,7 @@ from autopallas.kernels.cross_entropy.operands import Gradients, Operands, Resid
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
 from autopallas.kernels.cross_entropy.statistics import stream
 from autopallas.kernels.cross_entropy.tile_products import Target, contracted
-from autopallas.kernels.cross_entropy.tiles import Block, Tile, TileOperands, cut_rows, running_block
+from autopallas.kernels.cross_entropy.tiles import Block, Tile, TileOperands, cut_rows, even_block, running_block
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
@@ -47,8 +47,9 @@ def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
 
 def running_sizes(spec: CrossEntropySpec, block_sizes: BlockSizes, device: Device) -> Sizes:
     """The sizes of the tiles that are computed, forward and backward."""
+    rows = even_block if keeps(spec, block_sizes) and device.platform != "gpu" else running_block
     return {
-        "rows_block": running_block(block_sizes.rows_block, spec.rows),
+        "rows_block": rows(block_sizes.rows_block, spec.rows),
         "vocabulary_block": running_block(block_sizes.vocabulary_block, spec.vocabulary),
     }
 

@@ -18,6 +18,7 @@ from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Results
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.programs import traced
+from autopallas.kernels.attention.schedule import schedule
 from autopallas.kernels.attention.spec import SideSpec, Weight
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import Side
@@ -280,6 +281,13 @@ class AttentionImplementation:
 
 class TestXla(AttentionImplementation):
     name = "xla"
+
+    @pytest.mark.parametrize("name", [case.name for case in CASES if min(case.query_length, case.key_length) > 8])
+    def test_a_last_block_that_repeats_rows_and_columns_counts_each_once(self, module, name):
+        case = replace(BY_NAME[name], query_length=21, key_length=19 if name == "bias" else 22)
+        plan = schedule(case.spec(), BlockSizes(8, 8))
+        assert plan.rows(2).first == plan.columns(2).first == 16
+        self.check(module, case, "float32", BlockSizes(8, 8))
 
     def test_no_array_of_the_size_of_the_scores(self, module):
         case = Case("long", batch=1, key_heads=1, query_length=512, key_length=512)

@@ -75,6 +75,22 @@ class TestXla(CrossEntropyImplementation):
         run = jax.jit(lambda x, w: module.forward(spec, BlockSizes(8, 8192), Operands(x, w, sides)))
         assert run.lower(x, w).compile().memory_analysis().temp_size_in_bytes < w.nbytes / 2
 
+    @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+    @pytest.mark.parametrize("rows", [17, 20, 23])
+    def test_a_last_block_of_rows_is_computed_as_the_others_and_counts_each_row_once(self, module, rows, dtype):
+        """One of another size would be compiled by itself, and have memory of its own."""
+
+        def products(rows):
+            case = replace(BY_NAME["row factor and bias"], rows=rows)
+            spec = case.with_products(case.spec(dtype), "finish")
+            x, w, sides, _ = case.operands(dtype)
+            run = jax.jit(lambda x, w: module.forward(spec, BlockSizes(8, 1000), Operands(x, w, sides)))
+            return run.lower(x, w).as_text().count("dot_general")
+
+        assert products(rows) == products(24)
+        case = replace(BY_NAME["row factor and bias"], rows=rows)
+        self.check_products(module, case, "finish", BlockSizes(8, 1000), dtype)
+
     def test_products_with_native_16_bit_dots(self, module, monkeypatch):
         """As on processors that have them; what the dots give is then rounded once more."""
         monkeypatch.setattr(tiles, "_multiplies_natively", lambda dtype: True)
