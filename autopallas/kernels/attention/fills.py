@@ -284,12 +284,10 @@ def greatest_product(spec: AttentionSpec, operands: Operands) -> Array:
 
 
 def _greatest_square(x: Array, dtype: Dtype) -> Array:
-    """Returns the greatest square of a row's norm; infinity if the sum of all squares is not a finite number.
-
-    A maximum does not show a NaN on every platform, and a sum does.
-    """
+    """Returns the greatest square of a row's norm; infinity if it is beyond the dtype or there is a NaN, which a
+    maximum does not show on every platform.  The squares lie in one row, so that operands share kernels."""
     squares = jnp.sum(jnp.square(x.astype(dtype)), axis=-1).reshape(-1)
-    return jnp.where(jnp.sum(squares) < jnp.inf, jnp.max(squares), jnp.inf)
+    return jnp.max(jnp.where(squares < jnp.inf, squares, jnp.inf))
 
 
 def _sum_of_squares(x: Array, dtype: Dtype) -> Array:

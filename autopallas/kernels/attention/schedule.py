@@ -136,11 +136,6 @@ class Schedule:
     def row_blocks(self) -> int:
         return len(self.states)
 
-    @property
-    def repeats_rows(self) -> bool:
-        """Whether the last block of rows repeats some."""
-        return self.query_length % self.query_block > 0
-
     def rows(self, block: Start) -> Part:
         """Returns a block of rows by its number."""
         return Part.of(self.query_length, self.query_block, block)

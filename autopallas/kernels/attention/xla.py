@@ -100,13 +100,7 @@ def forward(spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands) ->
     shape = rows_shape(spec)
     whole = operands.query.shape[:-1]
     own = TiledAttention.of(spec, plan, operands)
-    like_queries = spec.value_head_size == spec.head_size and spec.result_dtype == operands.query.dtype
-    # Every row is written: where a loop copies queries in the first place, there are no zeros to compile.
-    out = (
-        own.operands.query.reshape(*shape, -1)
-        if like_queries
-        else jnp.zeros((*shape, spec.value_head_size), spec.result_dtype)
-    )
+    out = jnp.zeros((*shape, spec.value_head_size), spec.result_dtype)
     numbers = (jnp.zeros(shape, spec.accumulation_dtype),) * (spec.row_results + spec.has_factor)
 
     def rows(place: RowBlock, carry: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -161,13 +155,29 @@ def _initial(own: TiledAttention, place: RowBlock) -> _Running:
     )
 
 
+def _below_roundings(maximum: Array) -> Array:
+    """Returns maxima from which no logit is further below, by rounding alone, than an exponential reaches.
+
+    A compiler subtracts the shift from a product that it does not round, as the maximum is: at 1e10 the greatest logit
+    may be 512 below it, and the sum of its row would be 0.  There the shift is one rounding lower.  What is above it
+    has the exponential 1.
+    """
+    found = jnp.finfo(maximum.dtype)
+    size = jnp.abs(maximum)
+    large = (size >= 2**7 / found.eps) & (size < jnp.inf)
+    return jnp.where(large, jnp.maximum(maximum - size * found.eps, found.min), maximum)
+
+
 def _advanced(rows: _ForwardRows, columns: Part, programs: TilePrograms, carry: _Running) -> _Running:
     """Returns the state of a block of rows after one more tile."""
     spec, operands, place = rows.attention.spec, rows.attention.operands, rows.place
     here = tile(spec, place, columns, operands.sides)
     score = scores(spec, place, rows.q, place.columns(operands.key, columns))
     x = unrepeated(logits(spec, programs, score, here), here, columns)
-    maximum = jnp.maximum(carry.maximum, row_maximum(spec, programs, score, x, here))
+    maximum = row_maximum(spec, programs, score, x, here)
+    if spec.statistics is None:
+        maximum = _below_roundings(maximum)
+    maximum = jnp.maximum(carry.maximum, maximum)
     # A row that has seen only -inf keeps the sum 0; without the zero, -inf - -inf would be NaN.
     finite_maximum = jnp.where(maximum == -jnp.inf, 0, maximum)
     shrink = jnp.exp(carry.maximum - finite_maximum)

@@ -14,7 +14,7 @@ from jax import lax
 
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Residuals
-from autopallas.kernels.attention.schedule import Schedule, TilePrograms, accumulate, schedule, store
+from autopallas.kernels.attention.schedule import TilePrograms, accumulate, schedule, store
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tile_values import exponentials, exponentials_vjp, logits, weighted, weighted_vjp
 from autopallas.kernels.attention.xla_blocks import (
@@ -60,15 +60,13 @@ class _Accumulators(NamedTuple):
     sink: Array | None
 
     @staticmethod
-    def first(spec: AttentionSpec, plan: Schedule, operands: Operands) -> _Accumulators:
+    def zeros(spec: AttentionSpec, operands: Operands) -> _Accumulators:
         def like(x: Array) -> Array:
             return jnp.zeros(x.shape, spec.accumulation_dtype)
 
         sink = operands.sink
         floating = tuple(like(x) for x, s in zip(operands.sides, spec.sides, strict=True) if s.differentiable)
-        # Where every row is written once, a loop begins with a copy of the queries: there are no zeros to compile.
-        dquery = operands.query.reshape(*rows_shape(spec), spec.head_size)
-        dquery = jnp.zeros_like(dquery) if plan.repeats_rows else dquery
+        dquery = jnp.zeros((*rows_shape(spec), spec.head_size), operands.query.dtype)
         dkey, dvalue = like(jnp.swapaxes(operands.key, -1, -2)), like(jnp.swapaxes(operands.value, -1, -2))
         return _Accumulators(dquery, dkey, dvalue, floating, None if sink is None else like(sink))
 
@@ -111,7 +109,7 @@ def backward(
     plan = schedule(spec, block_sizes)
     shape = rows_shape(spec)
     cotangents = Cotangents(merged(cotangents.out), tuple(x.reshape(shape) for x in cotangents.sums))
-    start = _Accumulators.first(spec, plan, operands)
+    start = _Accumulators.zeros(spec, operands)
     own = TiledAttention.of(spec, plan, operands, cotangents.out)
     with jax.named_scope("autopallas_attention_xla_backward"):
         shift = residuals.shift.reshape(shape)
@@ -141,7 +139,7 @@ class _BackwardRows(NamedTuple):
     Attributes:
       attention, place: the attention, and which rows these are.
       q, do: queries, and cotangents times the factor of the probabilities, [..., G t, d].
-      shift, delta: numbers for each row, [..., t].
+      shift, factor, delta: numbers for each row, [..., t].
       sums: cotangents of the statistics that are sums, [..., t] each.
       maximum: [..., t].
     """
@@ -151,6 +149,7 @@ class _BackwardRows(NamedTuple):
     q: Array
     do: Array
     shift: Array
+    factor: Array
     delta: Array
     sums: tuple[Array, ...]
     maximum: Array | None
@@ -166,8 +165,8 @@ class _BackwardRows(NamedTuple):
         do = (do * place.rows(own.factor[..., None])).astype(kept)
         sums = tuple(map(place.numbers, cotangents.sums[1:]))
         maximum = None if own.maximum is None else place.numbers(own.maximum)
-        shift, delta = place.numbers(own.shift), place.numbers(own.delta)
-        return _BackwardRows(own.attention, place, q, do, shift, delta, sums, maximum)
+        shift, factor, delta = map(place.numbers, (own.shift, own.factor, own.delta))
+        return _BackwardRows(own.attention, place, q, do, shift, factor, delta, sums, maximum)
 
 
 def _add_rows(own: _Backward, place: RowBlock, gradients: _Accumulators) -> _Accumulators:
@@ -269,6 +268,9 @@ def _gradient_tile(
         dp_normal, outer_sides = dp_normal + de, [*outer_sides, sum_sides]
     # d(e / sum) = P (.. - delta): the derivative of the sum is the same for each key of the row.
     dx, inner_sides = exponentials_pull(dp_normal - rows.delta[..., None])
+    if spec.statistics is None and not spec.inner_weights:
+        # The only key with a weight in its row has no gradient; delta, which is summed up elsewhere, leaves roundings.
+        dx = jnp.where((p_normal == 1) & (p_normal * rows.factor[..., None] > 0.5), 0, dx)
     dscore, score_sides = logits_vjp(dx.astype(x.dtype))
     dq = dq + times_keys(spec, place, dscore, k)
     window = place.window("BK-S", columns)

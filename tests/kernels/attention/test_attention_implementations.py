@@ -289,6 +289,24 @@ class TestXla(AttentionImplementation):
         assert plan.rows(2).first == plan.columns(2).first == 16
         self.check(module, case, "float32", BlockSizes(8, 8))
 
+    @pytest.mark.parametrize("size", [30.0, 1e3, 2.0**16, 2.0**20])
+    @pytest.mark.parametrize("scale", [0.125, 8**-0.5])
+    def test_a_row_that_one_key_decides_has_its_value_and_no_gradient(self, module, size, scale):
+        """The keys are far apart, so that each query's own has all of its weight: the value is that of the key."""
+        case = Case("decided", query_length=24, key_length=24, groups=1, score=traced(lambda s: s * scale, SCORE))
+        spec = case.spec()
+        query, key, value, *_, dout = case.operands()
+        length = np.arange(1, 25, dtype=np.float32)
+        apart = np.stack([np.cos(length / 24), np.sin(length / 24)], -1) * size * 24
+        key = jnp.zeros_like(key).at[..., :2].set(apart)
+        query = jnp.broadcast_to(key[:, :, None], query.shape) * size * 24
+        found = both(module, spec, BlockSizes(8, 8), Operands(query, key, value), Cotangents(dout))
+        exact = scale == 0.125
+        np.testing.assert_allclose(found[0].out[:, :, 0], value, rtol=1e-6 if exact else 1)
+        assert np.all(np.isfinite(found[0].rows[0]))
+        for gradient in found[1][:2]:
+            assert np.all(np.asarray(gradient) == 0) if exact else np.all(np.isfinite(gradient))
+
     def test_no_array_of_the_size_of_the_scores(self, module):
         case = Case("long", batch=1, key_heads=1, query_length=512, key_length=512)
         spec, sizes = case.spec(), BlockSizes(32, 32)
