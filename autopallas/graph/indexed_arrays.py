@@ -304,7 +304,7 @@ class IndexedArrays:
                 return None
             if other == axis:
                 positions = np.clip(values, 0, shape[axis] - 1)
-        return Place(axis, tuple(int(x) for x in positions.reshape(-1)))
+        return Place(axis, tuple(positions.reshape(-1).tolist()))
 
     def _starts(self, indices: JaxprAtom, axes: Sequence[int]) -> dict[int, Array | None] | None:
         """Returns the single index of a gather or scatter by axis, for all steps."""

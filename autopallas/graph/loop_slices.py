@@ -7,7 +7,7 @@ loop out of an enclosing loop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -16,7 +16,7 @@ from jax import lax
 from jax.lax import GatherScatterMode
 
 from autopallas import compat, jaxprs
-from autopallas.compat import Dtype, JaxprEqn, Literal, Var
+from autopallas.compat import ArrayFunction, Dtype, JaxprEqn, Literal, Var
 from autopallas.graph.flatten import Body
 from autopallas.numerics.casts import counts_exactly, kind_of
 
@@ -64,10 +64,9 @@ def counters(graph: Graph, equation: JaxprEqn, body: Body, starts: Sequence[int 
     return found
 
 
-def counting(dtype: Dtype, length: int) -> JaxprEqn:
+def counting(graph: Graph, dtype: Dtype, length: int) -> JaxprEqn:
     """Returns the equation that gives the numbers of all steps."""
-    program, _ = jaxprs.open_jaxpr(compat.make_jaxpr(lambda: lax.iota(dtype, length)))
-    return program.eqns[-1]
+    return _written(graph, lambda: lax.iota(dtype, length), ("counting", dtype, length))
 
 
 def repeated(graph: Graph, number: int, length: int) -> tuple[int, JaxprEqn] | None:
@@ -76,9 +75,19 @@ def repeated(graph: Graph, number: int, length: int) -> tuple[int, JaxprEqn] | N
     counter, shape = _plain(graph, number), graph.shape(number)
     if counter == number or counter not in graph.counters:
         return None
-    steps = jax.ShapeDtypeStruct((length,), graph.dtype(counter))
-    program, _ = jaxprs.open_jaxpr(compat.make_jaxpr(lambda i: lax.broadcast_in_dim(i, (length, *shape), (0,)), steps))
-    return counter, program.eqns[-1]
+    dtype = graph.dtype(counter)
+    steps = jax.ShapeDtypeStruct((length,), dtype)
+    repeat: ArrayFunction = lambda i: lax.broadcast_in_dim(i, (length, *shape), (0,))  # noqa: E731
+    return counter, _written(graph, repeat, ("repeated", dtype, length, shape), steps)
+
+
+def _written(graph: Graph, function: ArrayFunction, key: Hashable, *types: jax.ShapeDtypeStruct) -> JaxprEqn:
+    """Returns the last equation of a function, which is traced once for each graph and key: each loop of a model asks
+    for the same ones."""
+    if key not in graph.written:
+        program, _ = jaxprs.open_jaxpr(compat.make_jaxpr(function, *types))
+        graph.written[key] = program.eqns[-1]
+    return graph.written[key]
 
 
 def folded(graph: Graph, equation: JaxprEqn, operands: Sequence[int]) -> int | bool | None:

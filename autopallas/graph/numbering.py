@@ -104,6 +104,7 @@ class Graph(EquationKeys):
       objective, named: what replacements are to improve, and the operations and kinds of sites that are asked for by
         name: some kinds are looked for under one objective alone, or by name.
       notes: by name, what a pattern found out about each of the values, once asked for.
+      written: equations that the program may lack and that are looked up in it, by what they compute.
       outside: of a part of a program, per input: whom to ask what it is in the program, and its place there.
       steps: how many steps patterns have taken, and how many they may take.
     """
@@ -145,6 +146,7 @@ class Graph(EquationKeys):
         self.read: frozenset[int] = frozenset()
         self.reads: dict[int, tuple[int, ...]] = {}
         self.notes: dict[str, Sequence[Hashable]] = {}
+        self.written: dict[Hashable, JaxprEqn] = {}
         self.objective = ""
         self.named: frozenset[str] = frozenset()
         self.outside: dict[int, tuple[Outside, int]] = {}
@@ -695,7 +697,7 @@ class Graph(EquationKeys):
         counter = number if made is None else made[0]
         if self.counters.get(counter) != (length, loops(body)):
             return None
-        (steps,) = self._equation(body, counting(self.dtype(counter), length), [], frame)
+        (steps,) = self._equation(body, counting(self, self.dtype(counter), length), [], frame)
         return steps if made is None else self._equation(body, made[1], [steps], frame)[0]
 
     def _part(self, number: int, spec: PartitionSpec, aval: ShapedArray, inside: tuple[int, ...]) -> int:

@@ -106,7 +106,7 @@ def table_of(accesses: Sequence[Access], length: int, reverse: bool, in_turn: bo
     of_place = dict(zip(places, own, strict=True))
     summed = min((of_place[a.place] for a in accesses if a.kind != "add"), default=depth) if late else 0
     last = max([summed, *(of_place[a.place] for a in accesses if a.kind != "read")])
-    table = Table(places[0].axis, tuple(int(x) for x in rows), depth, summed, last, of_place, length, reverse)
+    table = Table(places[0].axis, tuple(rows.tolist()), depth, summed, last, of_place, length, reverse)
     return table if _is_sound(table, rows, accesses, in_turn) else None
 
 

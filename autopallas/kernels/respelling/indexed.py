@@ -12,9 +12,10 @@ that later steps read in place of the array.  Which arrays these are, and where 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import cast
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from autopallas import array_types, compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph import Graph, Node, flatten
 from autopallas.graph.array_slices import Place, integers_of, plus_slices, slices_at, with_axis, with_slices
+from autopallas.graph.equal_programs import same_programs
 from autopallas.graph.indexed_arrays import Action, IndexedArrays, Plan, Steps
 from autopallas.graph.known_integers import Array, KnownIntegers
 from autopallas.graph.loop_slices import is_zero
@@ -34,7 +36,17 @@ from autopallas.kernels.respelling.bfloat16_bits import as_bits, with_dtype
 from autopallas.kernels.respelling.plain_steps import at_a_time
 from autopallas.kernels.respelling.spec import RespellingSpec
 
-__all__ = ["IndexedLoop", "as_written", "chosen", "evaluated", "key_of", "loop_in", "loop_of", "planned", "results_of"]
+__all__ = [
+    "IndexedLoop",
+    "as_written",
+    "chosen",
+    "evaluated",
+    "key_of",
+    "loop_in",
+    "loop_of",
+    "results_of",
+    "with_plan",
+]
 
 _MOST_KNOWN = 2**16
 """Most integers, of all steps together, that are written into the program in place of being stacked."""
@@ -226,7 +238,25 @@ def _at_hand(new: jax.Array, carried: Sequence[jax.Array], table: Table) -> list
     return rows
 
 
-def planned(loop: IndexedLoop) -> Plan | None:
+_PLANNED: WeakKeyDictionary[Graph, dict[str, tuple[IndexedLoop, Plan | None]]] = WeakKeyDictionary()
+
+
+def with_plan(graph: Graph, loop: IndexedLoop) -> tuple[IndexedLoop, Plan] | None:
+    """Returns a loop whose tables and sums were not known yet with these, and its plan; None if it would gain nothing.
+
+    Of the equal loops of a graph, as each layer of a model has one, the first is planned and stands for the others.
+    """
+    known, key = _PLANNED.setdefault(graph, {}), key_of(loop)
+    if key not in known or not same_programs(known[key][0].step, loop.step):
+        plan = _planned(loop)
+        if plan is not None:
+            loop = replace(loop, key=key, tables=plan.tables, sums=plan.sums)
+        known[key] = loop, plan
+    loop, plan = known[key]
+    return None if plan is None else (loop, plan)
+
+
+def _planned(loop: IndexedLoop) -> Plan | None:
     """Returns the plan of a loop whose tables and sums are not known yet, or None if it would gain nothing."""
     candidates = frozenset(
         i

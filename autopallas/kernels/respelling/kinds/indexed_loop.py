@@ -14,7 +14,6 @@ arrays are few and small: elsewhere each step calls some ten small ones, of whic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn, JaxprLike, Literal, Var
 from autopallas.graph import Graph, Node
 from autopallas.graph.indexed_arrays import Plan
-from autopallas.kernels.respelling.indexed import as_written, chosen, key_of, loop_in, loop_of, planned, results_of
+from autopallas.kernels.respelling.indexed import as_written, chosen, loop_in, loop_of, results_of, with_plan
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.kinds import scan_checkpoint
 from autopallas.kernels.respelling.networks import float32_types
@@ -49,13 +48,13 @@ def _match(graph: Graph, node: Node) -> Found | None:
     if place is None:
         return None
     loop, numbers = place
-    plan = planned(loop)
+    found = with_plan(graph, loop)
     results, kept = results_of(graph, node)
-    if plan is None or not results:
+    if found is None or not results:
         return None
+    loop, plan = found
     if _only_sets(plan) and scan_checkpoint.goes_before(graph, KIND.name):
         return None
-    loop = replace(loop, key=key_of(loop), tables=plan.tables, sums=plan.sums)
     return Found((("loop", loop), ("results", kept)), numbers, results)
 
 
