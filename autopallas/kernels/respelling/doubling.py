@@ -21,8 +21,10 @@ gradient of a is one sum.  The derivative of ``cumprod`` is that of such product
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal as OneOf
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import jax.numpy as jnp
@@ -41,14 +43,14 @@ Array = np.ndarray
 
 _POINTS = 2
 """How many points of the field are tried."""
-_FEW = 4
-"""How many steps are compared before all of them."""
 _LONGEST = 2**16
 _SHORTEST = 8
 _MOST_NODES = 4096
 """Largest number of equations that one result is computed by."""
 _MOST_INPUTS = 6
 """Most inputs of a scan, or of one of its gradients."""
+_MOST_RELATED = 32
+"""Most values by which two sums are compared."""
 _SUMS = frozenset({"add", "add_any"})
 _ELEMENTWISE = _SUMS | {"mul", "sub", "neg", "copy", "copy_p"}
 _MOVES = frozenset({"slice", "pad", "split"})
@@ -78,6 +80,11 @@ class Forward:
     def inputs(self) -> tuple[int, ...]:
         """What is scanned."""
         return (self.decay,) if self.given is None else (self.decay, self.given)
+
+    def at(self, image: Mapping[int, int]) -> Forward:
+        """Returns the same scan of other values."""
+        given = None if self.given is None else image[self.given]
+        return replace(self, decay=image[self.decay], given=given, result=image[self.result])
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +229,38 @@ _Pulled = tuple[tuple[Forward, int], ...]
 """One scan or two, each with the cotangent of its result."""
 
 
+class _Gradient(NamedTuple):
+    """A gradient of what scans are given, or of their decay.
+
+    Attributes:
+      pulled: the scans, with the cotangents of their results.
+      of_decay: of what it is the gradient.
+      cotangents, result: which of the axes of the scan's result these have.
+      added: what is added to it, if anything.
+      beside: which of the axes that has.
+    """
+
+    pulled: _Pulled
+    of_decay: bool
+    cotangents: tuple[Layout, ...]
+    result: Layout
+    added: int | None
+    beside: Layout
+
+    def at(self, image: Mapping[int, int], scans: Mapping[Forward, Forward]) -> _Gradient:
+        """Returns the same gradient of other values, and of other scans."""
+        pulled = tuple((scans[scan], image[d]) for scan, d in self.pulled)
+        return self._replace(pulled=pulled, added=None if self.added is None else image[self.added])
+
+
+_Outcome = Forward | _Gradient | None
+
+
+def _step(array: Array, place: int) -> tuple[int, ...]:
+    """Returns one step of a value, at each point."""
+    return tuple(array[:, place].tolist())
+
+
 class _Regions:
     """Follows values along the axis on which slices and pads move them, and proves what sums of pads are.
 
@@ -229,7 +268,8 @@ class _Regions:
       moved: by number, the axis, for values that a slice or a pad stands above, or ``_ONE_STEP``; what is proved counts
         as an input of what follows.
       same: by number, the value that a pad of nothing gives back.
-      inputs: by number, the inputs of a moved value, and the axis of each; None where these are many.
+      inputs: by number, the inputs of a moved value, and the axis of each, in the order in which what computes it first
+        reads them; None where these are many.
       scans: by the result.
       of_given, of_decay: the gradients, by the scan's result and cotangent, and those of the products where a's
         gradient is the sum of both.
@@ -240,7 +280,16 @@ class _Regions:
         self._shifted = shifted
         self.moved: dict[int, int] = {}
         self.same: dict[int, int] = {}
-        self.inputs: dict[int, frozenset[_Leaf] | None] = {}
+        self.inputs: dict[int, tuple[_Leaf, ...] | None] = {}
+        self._forms: dict[int, Hashable] = {}
+        """By number, what stands for the equations that compute a moved value of its inputs: the same for those of
+        equal layers, whatever the inputs are."""
+        self._numbered: dict[Hashable, int] = {}
+        """By what a node does, and the forms of what it reads: the form of its results."""
+        self._outcomes: dict[Hashable, tuple[_Outcome, tuple[int, ...], Sequence[Forward]]] = {}
+        """What sums were found to be, by what tells that: with the values and the scans that this names."""
+        self._computed: set[_Leaf] = set()
+        """The inputs whose values are what they are computed by, and not any numbers."""
         self.scans: dict[int, Forward] = {}
         self._of_decays: dict[int, list[Forward]] = {}
         self.of_given: dict[_Pulled, int] = {}
@@ -271,12 +320,12 @@ class _Regions:
             self.moved.update(dict.fromkeys(node.outputs, axis))
             if _halves(node) or not self._halved.isdisjoint(node.inputs):
                 self._halved.update(node.outputs)
-            self.inputs.update(dict.fromkeys(node.outputs, self._inputs(node)))
+            self._note_inputs(node)
             sums = node.name in _SUMS and (shifted or any(self._is_padded(n) for n in node.inputs))
             if sums or shifted and node.name == "mul":
                 (number,) = node.outputs
                 leaves = self._leaves(number, axis)
-                if leaves is not None and (self._is_scan(number, leaves, axis) or self._is_gradient(number, leaves)):
+                if leaves is not None and self._is_known(number, leaves, axis):
                     self._make_input(number)
 
     def _is_padded(self, number: int) -> bool:
@@ -305,10 +354,21 @@ class _Regions:
             number = above.inputs[0]
         if number not in self.moved:
             return
+        readers, todo = set[int](), [number]
+        while todo:  # what was read of it so far has another form than what is read from here on
+            for user in self.graph.users[todo.pop()]:
+                todo += [n for n in user.outputs if self._forms.pop(n, None) is not None]
+                readers.update(user.outputs)
+        for leaf in self._computed:
+            if leaf[0] in readers:
+                self.value(*leaf)  # while it is still known by what it is computed
+        axis = self.moved[number]
+        if (number, axis) in self.values:
+            self._computed.add((number, axis))
         self._make_input(number)
         for user in self.graph.users[number]:
             if _takes_off(user) and user.outputs[0] in self.inputs:
-                self.inputs[user.outputs[0]] = self._inputs(user)
+                self._note_inputs(user)
 
     def _note_identity(self, node: Node) -> None:
         """Notes a pad that adds nothing, as gradients of slices have it."""
@@ -420,18 +480,33 @@ class _Regions:
         """Returns whether a value is moved along an axis, and no input."""
         return self.moved.get(leaf[0]) == leaf[1] and leaf[0] in self.graph.definitions
 
-    def _inputs(self, node: Node) -> frozenset[_Leaf] | None:
-        """Returns the inputs of a node's results; None where they are many."""
-        found: set[_Leaf] = set()
-        for leaf in filter(None, self._read(node)):
-            if not self._is_inside(leaf):
-                found.add(leaf)
-                continue
-            own = self.inputs[leaf[0]]
-            if own is None:
-                return None
-            found |= own
-        return frozenset(found) if len(found) <= _MOST_INPUTS else None
+    def _note_inputs(self, node: Node) -> None:
+        """Notes the inputs of a node's results, and their forms."""
+        graph, leaves = self.graph, dict[_Leaf, int]()
+        said = graph.parameters(node.equation) if node.params else 0
+        read: list[Hashable] | None = None if said is None else []
+        for number, leaf in zip(node.inputs, self._read(node), strict=True):
+            if leaf is None:
+                part: Hashable = whole(graph, number), graph.shape(number)
+            else:
+                inside = self._is_inside(leaf)
+                own = self.inputs[leaf[0]] if inside else (leaf,)
+                if own is None:
+                    self.inputs.update(dict.fromkeys(node.outputs))
+                    return
+                places = tuple([leaves.setdefault(one, len(leaves)) for one in own])
+                form = self._forms.get(leaf[0]) if inside else ()
+                part = None if form is None else (form, leaf[1], places, number == leaf[0], graph.shape(number))
+            if part is None or read is None:
+                read = None
+            else:
+                read.append(part)
+        self.inputs.update(dict.fromkeys(node.outputs, tuple(leaves) if len(leaves) <= _MOST_INPUTS else None))
+        if read is not None:
+            result = node.outputs[0]
+            key = node.name, said, self.moved[result], graph.shape(result), *read
+            form = self._numbered.setdefault(key, len(self._numbered))
+            self._forms.update({n: (form, i) for i, n in enumerate(node.outputs)})
 
     def region(self, number: int) -> list[Node] | None:
         """Returns the nodes that compute a sum of pads, in order; None if there are too many."""
@@ -469,23 +544,91 @@ class _Regions:
         alike = (at >= 0 and graph.shape(n)[at] == steps and graph.dtype(n) == graph.dtype(number) for n, at in found)
         return tuple(sorted(found)) if all(alike) else None
 
-    def _is_scan(self, number: int, leaves: tuple[_Leaf, ...], axis: int) -> bool:
+    def _is_known(self, number: int, leaves: tuple[_Leaf, ...], axis: int) -> bool:
+        """Returns whether a sum is a scan of its inputs, or a gradient of scans so far, and notes that.
+
+        What was found for one sum is taken over by another one of the same form, whose inputs are related alike.
+        """
+        known = {scan.result: scan for n, _ in leaves for scan in self._of_decays.get(n, ())}
+        scans = [scan for _, scan in sorted(known.items())]
+        related = self._related(number, leaves, scans)
+        if related is None:
+            outcome = self._scan(number, leaves, axis) or self._gradient_of(number, leaves, scans)
+        else:
+            key, numbers = related
+            if key not in self._outcomes:
+                found = self._scan(number, leaves, axis) or self._gradient_of(number, leaves, scans)
+                self._outcomes[key] = found, numbers, scans
+            outcome, there, scans_there = self._outcomes[key]
+            if outcome is not None and there is not numbers:
+                image = dict(zip(there, numbers, strict=True))
+                if isinstance(outcome, Forward):
+                    outcome = outcome.at(image)
+                else:
+                    outcome = outcome.at(image, dict(zip(scans_there, scans, strict=True)))
+        if outcome is None or self.region(number) is None:
+            return False
+        if isinstance(outcome, Forward):
+            self.scans[number] = outcome
+            self._of_decays.setdefault(outcome.decay, []).append(outcome)
+        else:
+            (self.of_decay if outcome.of_decay else self.of_given)[outcome.pulled] = number
+            self._of_cotangents.update(zip(outcome.pulled, outcome.cotangents, strict=True))
+            self._of_results[number] = outcome.result, outcome.added, outcome.beside
+        self._computed.add((number, axis))
+        return True
+
+    def _related(
+        self, number: int, leaves: tuple[_Leaf, ...], scans: Sequence[Forward]
+    ) -> tuple[Hashable, tuple[int, ...]] | None:
+        """Returns what tells whether a sum is a scan, or a gradient of some scans, and the values that this names by
+        their places; None where that is not known."""
+        form, order = self._forms.get(number), self.inputs[number]
+        if form is None or order is None or {*order} != {*leaves}:
+            return None
+        places = {leaf: i for i, leaf in enumerate(order)}
+
+        def place(leaf: _Leaf) -> int:
+            return places.setdefault(leaf, len(places))
+
+        said: list[Hashable] = [form, tuple([places[leaf] for leaf in leaves])]
+        for scan in scans:
+            inputs = [place((n, self._axis_of(scan, i))) for i, n in enumerate(scan.inputs)]
+            result = place((scan.result, scan.axis))
+            pulled = [
+                (places[leaf], own) for leaf in leaves if (own := self._of_cotangents.get((scan, leaf[0]))) is not None
+            ]
+            said += [tuple(inputs), result, scan.layouts, tuple(pulled)]
+        todo = list(places)
+        for leaf in todo:
+            if leaf not in self._computed:
+                said.append((self.graph.shape(leaf[0]), leaf[1]))
+                continue
+            form, order = self._forms.get(leaf[0]), self.inputs[leaf[0]]
+            if form is None or order is None or len(todo) > _MOST_RELATED:
+                return None
+            todo += [other for other in order if other not in places]
+            said.append((form, tuple(map(place, order))))
+        numbers = [n for n, _ in places]
+        first = {n: i for i, n in reversed([*enumerate(numbers)])}
+        return (*said, tuple([first[n] for n in numbers])), (number, *numbers)
+
+    def _scan(self, number: int, leaves: tuple[_Leaf, ...], axis: int) -> Forward | None:
+        """Returns the scan of its inputs that a sum is, if it is one."""
         value = self.value(number, axis) if len(leaves) < 3 else None
         if value is None:
-            return False
+            return None
         for decay, *given in itertools.permutations(leaves):
-            if not (value[:, :_FEW] == self.first_states(decay, *given)).all():
+            (first,) = self._arrays(given or [decay])  # the first state, which few other values have
+            if not (value[:, 0] == first[:, 0]).all():
                 continue
             if np.array_equal(value, self.function("scan", decay, *given)) and self.region(number) is not None:
                 layouts = self._laid(number, axis, [n for n, _ in (decay, *given)])
                 if layouts is None:
-                    return False
+                    return None
                 numbers = decay[0], given[0][0] if given else None
-                scan = Forward(*numbers, number, axis, self._is_shifted(number), layouts)
-                self.scans[number] = scan
-                self._of_decays.setdefault(decay[0], []).append(scan)
-                return True
-        return False
+                return Forward(*numbers, number, axis, self._is_shifted(number), layouts)
+        return None
 
     def _lanes(self, number: int, axis: int, added: int | None = None) -> Lanes | None:
         nodes = self.region(number)
@@ -510,73 +653,71 @@ class _Regions:
         strided = (node.params["strides"] for node in found if node.name == "slice")
         return not pads and all(by is None or set(map(int, by)) == {1} for by in strided)
 
-    def _is_gradient(self, number: int, leaves: tuple[_Leaf, ...]) -> bool:
-        """Returns whether a sum is a gradient of one of the scans so far, or of one and of the products, perhaps with
-        one more value: what JAX's autodiff had added up before, of a value that is read elsewhere too."""
-        known = {scan.result: scan for n, _ in leaves for scan in self._of_decays.get(n, ())}
-        if not known:
-            return False
-        scans = [scan for _, scan in sorted(known.items())]
+    def _gradient_of(self, number: int, leaves: tuple[_Leaf, ...], scans: Sequence[Forward]) -> _Gradient | None:
+        """Returns the gradient of one of some scans that a sum is, or of one and of the products, perhaps with one more
+        value: what JAX's autodiff had added up before, of a value that is read elsewhere too."""
+        value = self.value(number, self.moved[number]) if scans else None
+        if value is None:
+            return None
         products = {scan.decay: scan for scan in scans if scan.given is None}
         pairs = [(scan, products[scan.decay]) for scan in scans if scan.given is not None and scan.decay in products]
         axes = dict(leaves)
+        last, zero = _step(value, -1), (0,) * _POINTS
+        added = {zero, *(_step(own, -1) for own in self._arrays(leaves))}
         for pulled in itertools.chain.from_iterable(self._pulled(leaves, *own) for own in [*zip(scans), *pairs]):
-            scan, cotangent = pulled[0]
+            alone = len(pulled) == 1 and pulled[0][0].given is not None
+            for of_decay in (False, True) if alone else (True,):
+                expected = self._last_step(pulled, axes, of_decay)
+                if tuple([(x - y) % PRIME for x, y in zip(last, expected, strict=True)]) not in added:
+                    continue  # few other values have the same last step
+                rest = (value - self._expected(pulled, axes, of_decay)) % PRIME
+                more = [leaf[0] for leaf, own in zip(leaves, self._arrays(leaves), strict=True) if (own == rest).all()]
+                if (more or not rest.any()) and self.region(number) is not None:
+                    return self._with_axes(number, axes, pulled, of_decay, more[0] if rest.any() else None)
+        return None
 
-            def of_given(steps: int = 0, scan: Forward = scan, d: int = cotangent) -> Array:
-                return self._gradient(self._decay(scan), (d, axes[d]), steps)
+    def _last_step(self, pulled: _Pulled, axes: Mapping[int, int], of_decay: bool) -> tuple[int, ...]:
+        """Returns the last step of a gradient of what scans are given, or of their decay, at the points of the field:
+        the cotangent, or its product with the state before."""
+        ends = [_step(own, -1) for own in self._arrays([(d, axes[d]) for _, d in pulled])]
+        if not of_decay:
+            return ends[0]
+        before = [_step(self._states_of(scan), -2) for scan, _ in pulled]
+        terms = [[x * h for x, h in zip(*own, strict=True)] for own in zip(ends, before, strict=True)]
+        return tuple(map(sum, zip(*terms, strict=True)))
 
-            def of_decay(steps: int = 0, pulled: _Pulled = pulled) -> Array:
-                terms = [self._of_decay(own, (d, axes[d]), steps) for own, d in pulled]
-                return np.asarray(sum(terms) % PRIME)
+    def _expected(self, pulled: _Pulled, axes: Mapping[int, int], of_decay: bool) -> Array:
+        """Returns a gradient of what scans are given, or of their decay, at the points of the field."""
+        gradients = [self.function("gradient", self._decay(scan), (d, axes[d])) for scan, d in pulled]
+        if not of_decay:
+            return gradients[0]
+        found = np.zeros_like(gradients[0])
+        for (scan, _), own in zip(pulled, gradients, strict=True):
+            before = np.roll(self._states_of(scan), 1, -1)
+            before[:, 0] = 1 if scan.given is None else 0
+            found += own * before % PRIME
+        return found % PRIME
 
-            both = ((of_given, self.of_given), (of_decay, self.of_decay))
-            for expected, gradients in both if len(pulled) == 1 and scan.given is not None else both[1:]:
-                found = self._added(number, leaves, expected)
-                if found is not None:
-                    return self._note_gradient(number, axes, pulled, gradients, *found)
-        return False
+    def _states_of(self, scan: Forward) -> Array:
+        return self.function("scan", *[(n, self._axis_of(scan, place)) for place, n in enumerate(scan.inputs)])
 
-    def _added(
-        self, number: int, leaves: tuple[_Leaf, ...], expected: Callable[[int], Array]
-    ) -> tuple[int | None] | None:
-        """Returns what is added to an expected value, or None in a tuple where that is all; None for another value, and
-        where too many nodes compute it.  Few other values have the same last steps, for which ``expected`` is asked
-        before all."""
-        value = self.value(number, self.moved[number])
-        if value is None:
-            return None
-        given = [(leaf[0], own) for leaf in leaves if (own := self.values.get(leaf)) is not None]
-        for steps in (_FEW, 0):  # the last -0 steps of an array are all
-            rest = (value[:, -steps:] - expected(steps)) % PRIME
-            nothing = not rest.any()
-            added = [] if nothing else [n for n, own in given if (own[:, -steps:] == rest).all()]
-            if not nothing and not added:
-                return None
-        return (None if nothing else added[0],) if self.region(number) is not None else None
-
-    def _note_gradient(
-        self,
-        number: int,
-        leaves: Collection[int],
-        pulled: _Pulled,
-        gradients: dict[_Pulled, int],
-        added: int | None,
-    ) -> bool:
-        """Notes a gradient, and returns whether its axes are those of the scan, or sums over them."""
+    def _with_axes(
+        self, number: int, leaves: Collection[int], pulled: _Pulled, of_decay: bool, added: int | None
+    ) -> _Gradient | None:
+        """Returns a gradient, if its axes are those of the scan, or sums over them."""
         graph, (scan, cotangent) = self.graph, pulled[0]
         shape = graph.shape(scan.result)
         known = dict(zip(scan.inputs, scan.layouts, strict=True)) | {scan.result: tuple(range(len(shape)))}
         is_read = added in (*known, cotangent)  # so it may be among what is summed over other axes
         lanes = self._lanes(number, self.moved[number], None if is_read else added)
         if lanes is None or is_read and lanes.summed:
-            return False
+            return None
         known |= {d: self._of_cotangents[own, d] for own, d in pulled if (own, d) in self._of_cotangents}
         axes = {lanes.same(STEPS): scan.axis}
         for n, layout in ((n, layout) for n, layout in known.items() if n in leaves):
             for d, own in enumerate(layout):
                 if graph.shape(n)[d] != 1 and axes.setdefault(lanes.same((n, d)), own) != own:
-                    return False
+                    return None
         unknown = [lanes.same((cotangent, d)) for d, size in enumerate(graph.shape(cotangent)) if size != 1]
         left = [d for d, size in enumerate(shape) if size != 1 and d not in axes.values()]
         axes |= dict(zip([own for own in unknown if own not in axes], left, strict=False))
@@ -584,19 +725,16 @@ class _Regions:
         layouts = [_layout(graph, lanes, n, axes, shape) for n in values]
         cotangents, result = [own for own in layouts[: len(pulled)] if own is not None], layouts[len(pulled)]
         if result is None or any(own is None for own in layouts):
-            return False
+            return None
         beside = () if added is None else layouts[-1] or ()
         if added is not None and set(beside) - {-1} != set(result) - {-1}:
-            return False
+            return None
         missing = {d for d, size in enumerate(shape) if size != 1} - set(result)
         if missing != {axes.get(own) for own in lanes.summed}:
-            return False
+            return None
         if len(pulled) > 1 and not all(self._is_laid_alike(own, cotangents, result) for own, _ in pulled):
-            return False
-        self._of_cotangents.update(zip(pulled, cotangents, strict=True))
-        self._of_results[number] = result, added, beside
-        gradients[pulled] = number
-        return True
+            return None
+        return _Gradient(pulled, of_decay, tuple(cotangents), result, added, beside)
 
     def _is_laid_alike(self, scan: Forward, cotangents: Sequence[Layout], result: Layout) -> bool:
         """Returns whether a scan, cotangents and a result have the same axes."""
@@ -624,25 +762,6 @@ class _Regions:
             for cotangents in given:
                 yield tuple(zip(scans, cotangents, strict=True))
 
-    def _of_decay(self, scan: Forward, cotangent: _Leaf, steps: int) -> Array:
-        """Returns the decay's gradient at the points of the field, as a scan's cotangent gives it, in the last steps or
-        (0) in all."""
-        inputs = [(n, self._axis_of(scan, place)) for place, n in enumerate(scan.inputs)]
-        states = self.function("scan", *inputs)
-        if steps:
-            before = states[:, -steps - 1 : -1]
-        else:
-            before = np.roll(states, 1, -1)
-            before[:, 0] = 1 if scan.given is None else 0
-        found: Array = self._gradient(inputs[0], cotangent, steps) * before % PRIME
-        return found
-
-    def _gradient(self, decay: _Leaf, cotangent: _Leaf, steps: int) -> Array:
-        """Returns the gradient of what a scan is given, in the last steps or (0) in all."""
-        if not steps:
-            return self.function("gradient", decay, cotangent)
-        return gradient(*[array[:, -steps:] for array in self._arrays((decay, cotangent))])
-
     def backwards(self, scan: Forward) -> list[Backward]:
         """Returns the gradients of a scan, one pair for each cotangent."""
         alive = surviving(self.graph)
@@ -669,7 +788,7 @@ class _Regions:
         todo = [(number, axis)]
         while todo:
             leaf = todo[-1]
-            if leaf not in values and self._is_inside(leaf):
+            if leaf not in values and (self._is_inside(leaf) or leaf in self._computed):
                 node = graph.definitions[leaf[0]]
                 read = self._read(node)
                 waiting = [own for own in read if own is not None and own not in values]
@@ -745,7 +864,7 @@ class _Regions:
         own, body = self.graph.definitions, self.graph.definitions[backward.results[0]].body
         return all(is_at_hand(self.graph, n, own[backward.scan.result].body, body) for n in backward.reads)
 
-    def function(self, name: str, *inputs: _Leaf) -> Array:
+    def function(self, name: OneOf["scan", "gradient"], *inputs: _Leaf) -> Array:
         """Returns a recurrence of inputs, or its gradient, at the points of the field."""
         key = name, inputs
         if key not in self._functions:
@@ -753,12 +872,8 @@ class _Regions:
             self._functions[key] = _states(*arrays) if name == "scan" else gradient(*arrays)
         return self._functions[key]
 
-    def first_states(self, *inputs: _Leaf) -> Array:
-        """Returns the first steps of a recurrence of inputs at the points of the field, which few other values have."""
-        return _states(*[array[:, :_FEW] for array in self._arrays(inputs)])
-
     def _arrays(self, inputs: Sequence[_Leaf]) -> list[Array]:
-        return [own for leaf in inputs if (own := self.values[leaf]) is not None]
+        return [own for leaf in inputs if (own := self.value(*leaf)) is not None]
 
 
 def _states(decay: Array, given: Array | None = None) -> Array:
