@@ -255,14 +255,18 @@ class _Search:
             if number > x and self._is_read_elsewhere(number, x, ways[0].result.outputs[0]):
                 later.append((number, axes))
         found: list[Normalisation] = []
+        read: dict[tuple[int, int], Normalisation | None] = {}  # several ways may end with one value
         for one in ways:
             found.append(one)
             for number, axes in later:
-                with suppress(UnlikeError, Mismatch):
-                    if (
-                        other := self._read(one.result, number, axes)
-                    ) is not None and other.numbers.centred == one.numbers.centred:
-                        found.append(other)
+                key = one.result.outputs[0], number
+                if key not in read:
+                    read[key] = None
+                    with suppress(UnlikeError, Mismatch):
+                        read[key] = self._read(one.result, number, axes)
+                other = read[key]
+                if other is not None and other.numbers.centred == one.numbers.centred:
+                    found.append(other)
         return tuple(found)
 
     def _is_read_elsewhere(self, number: int, x: int, result: int) -> bool:
