@@ -8,6 +8,7 @@ same outcome for the corresponding values.  So of equal layers only one or two a
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar, cast, overload
 
 from autopallas.compat import Dtype, ShapedArray
@@ -22,7 +23,8 @@ T = TypeVar("T")
 V = TypeVar("V")
 
 _MOST = 3
-"""Largest number of places to compare another one with."""
+"""Largest number of places to compare another one with, beside the one that may be expected: what came after the place
+that the last one was like, since layers repeat."""
 
 
 class ProofCache(Generic[T]):
@@ -35,26 +37,48 @@ class ProofCache(Generic[T]):
 
     def __init__(self, graph: Graph, marks: Sequence[Hashable]):
         self._graph, self._marks = graph, marks
-        self._known: dict[Hashable, list[tuple[_Form, T]]] = {}
+        self._known: dict[Hashable, list[_Known[T]]] = {}
+        self._last: _Known[T] | None = None
+        self._next: dict[int, _Known[T]] = {}
+        """By the identity of what was known of the place before, what is known of the one that came after it last."""
 
     def like(self, node: Node, key: Hashable) -> Iterator[tuple[T, dict[int, int]]]:
         """Yields the outcomes at places of the same form as a node's, each with {value there: value here}; ``key`` is
         what the proof is given besides the node."""
-        for form, outcome in self._known.get((key, self._types(node)), [])[: -1 - _MOST : -1]:
-            image = form.at(node)
+        known = self._known.get((key, self._types(node)), [])
+        expected = self._next.get(id(self._last))
+        tried = known[: -1 - _MOST : -1]
+        if expected is not None and expected in known:
+            tried = [expected, *(own for own in tried if own is not expected)]
+        for own in tried:
+            image = own.form.at(node)
             if image is not None:
-                yield outcome, image
+                self._follow(own)
+                yield own.outcome, image
 
     def prove(self, node: Node, key: Hashable, proof: Callable[[Graph], T]) -> T:
         """Runs a proof and keeps its outcome for other places.  The proof's graph records questions."""
         watched = _Watched(self._graph)
         outcome = proof(cast("Graph", watched))
-        known = self._known.setdefault((key, self._types(node)), [])
-        known.append((_Form(watched, node, self._marks), outcome))
+        own = _Known(_Form(watched, node, self._marks), outcome)
+        self._known.setdefault((key, self._types(node)), []).append(own)
+        self._follow(own)
         return outcome
+
+    def _follow(self, own: _Known[T]) -> None:
+        """Notes what is known of the next place."""
+        self._next[id(self._last)] = self._last = own
 
     def _types(self, node: Node) -> Hashable:
         return node.name, tuple(map(self._graph.shape, node.inputs))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known(Generic[T]):
+    """The outcome of a proof, and what other places are compared with."""
+
+    form: _Form
+    outcome: T
 
 
 class _Asked(Mapping[int, V]):
