@@ -57,6 +57,8 @@ def select_fills(root: Body) -> Body:
     for body in bodies:
         with contained("a number that is written into columns", "cross_entropy", "graph"):
             found[body] = _fills(body, origins)
+            if not found[body]:
+                continue
             reached = _between(body, found[body].keys())
             places |= {fill.place for variable, fill in found[body].items() if variable in reached}
             found[body] = {v: f for v, f in found[body].items() if v in reached or f.is_zero}

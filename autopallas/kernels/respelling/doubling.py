@@ -302,6 +302,7 @@ class _Regions:
         """By the first result of one of ``LAYOUTS``, the axes along which it reads."""
         self._reads: dict[int, list[_Leaf | None]] = {}
         """By the first result of a node, what the node reads, until one of these is made an input."""
+        self._wholes: dict[int, int | None] = {}
         self._alike: dict[int, list[int]] = {}
         """By number, the pads of nothing that give it back."""
         self._pairs = Pairs(graph)
@@ -397,7 +398,7 @@ class _Regions:
             return None
         shape = graph.shape(node.inputs[0])
         if name == "pad":
-            if whole(graph, node.inputs[1]) is None:
+            if self._whole(node.inputs[1]) is None:
                 return None
             return {d for d, three in enumerate(node.params["padding_config"]) if any(int(x) for x in three)}
         if name == "split":
@@ -468,13 +469,19 @@ class _Regions:
         found: list[_Leaf | None] = []
         for number, at in zip(node.inputs, axes, strict=True):
             own = self.same.get(number, number)
-            if number in fills and whole(graph, number) is not None or own in graph.literals:
+            if number in fills and self._whole(number) is not None or own in graph.literals:
                 found.append(None)
             elif own in self.moved and self._at(own, at) == at:
                 found.append((own, self.moved[own]))
             else:
                 found.append(None if is_zero(graph, own) else (own, at))
         return found
+
+    def _whole(self, number: int) -> int | None:
+        """Returns the whole number that a value is in each of its elements, or None."""
+        if number not in self._wholes:
+            self._wholes[number] = whole(self.graph, number)
+        return self._wholes[number]
 
     def _is_inside(self, leaf: _Leaf) -> bool:
         """Returns whether a value is moved along an axis, and no input."""
@@ -487,7 +494,7 @@ class _Regions:
         read: list[Hashable] | None = None if said is None else []
         for number, leaf in zip(node.inputs, self._read(node), strict=True):
             if leaf is None:
-                part: Hashable = whole(graph, number), graph.shape(number)
+                part: Hashable = self._whole(number), graph.shape(number)
             else:
                 inside = self._is_inside(leaf)
                 own = self.inputs[leaf[0]] if inside else (leaf,)
@@ -814,7 +821,7 @@ class _Regions:
 
     def _filled(self, number: int, axis: int | None) -> Array | None:
         """Returns a value that is one number, along an axis, [points, steps]."""
-        shape, found = self.graph.shape(number), whole(self.graph, number)
+        shape, found = self.graph.shape(number), self._whole(number)
         if found is None:
             return None
         one = np.asarray(found % PRIME, np.int64)
