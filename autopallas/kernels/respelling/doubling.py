@@ -290,6 +290,8 @@ class _Regions:
         """What sums were found to be, by what tells that: with the values and the scans that this names."""
         self._computed: set[_Leaf] = set()
         """The inputs whose values are what they are computed by, and not any numbers."""
+        self._taken_over: set[int] = set()
+        """The sums of which it was asked what they are, and that were not evaluated for that."""
         self.scans: dict[int, Forward] = {}
         self._of_decays: dict[int, list[Forward]] = {}
         self.of_given: dict[_Pulled, int] = {}
@@ -363,9 +365,11 @@ class _Regions:
         for leaf in self._computed:
             if leaf[0] in readers:
                 self.value(*leaf)  # while it is still known by what it is computed
-        axis = self.moved[number]
-        if (number, axis) in self.values:
-            self._computed.add((number, axis))
+        own = number, self.moved[number]
+        if not self._taken_over.isdisjoint((number, *readers)):
+            self.value(*own)
+        if own in self.values:
+            self._computed.add(own)
         self._make_input(number)
         for user in self.graph.users[number]:
             if _takes_off(user) and user.outputs[0] in self.inputs:
@@ -556,23 +560,24 @@ class _Regions:
 
         What was found for one sum is taken over by another one of the same form, whose inputs are related alike.
         """
-        known = {scan.result: scan for n, _ in leaves for scan in self._of_decays.get(n, ())}
-        scans = [scan for _, scan in sorted(known.items())]
+        by_result = {scan.result: scan for n, _ in leaves for scan in self._of_decays.get(n, ())}
+        scans = [scan for _, scan in sorted(by_result.items())]
         related = self._related(number, leaves, scans)
-        if related is None:
+        known = None if related is None else self._outcomes.get(related[0])
+        if known is None:
             outcome = self._scan(number, leaves, axis) or self._gradient_of(number, leaves, scans)
+            if related is not None:
+                self._outcomes[related[0]] = outcome, related[1], scans
         else:
-            key, numbers = related
-            if key not in self._outcomes:
-                found = self._scan(number, leaves, axis) or self._gradient_of(number, leaves, scans)
-                self._outcomes[key] = found, numbers, scans
-            outcome, there, scans_there = self._outcomes[key]
-            if outcome is not None and there is not numbers:
-                image = dict(zip(there, numbers, strict=True))
-                if isinstance(outcome, Forward):
-                    outcome = outcome.at(image)
-                else:
-                    outcome = outcome.at(image, dict(zip(scans_there, scans, strict=True)))
+            assert related is not None
+            outcome, there, scans_there = known
+            image = dict(zip(there, related[1], strict=True))
+            if isinstance(outcome, Forward):
+                outcome = outcome.at(image)
+            elif outcome is not None:
+                outcome = outcome.at(image, dict(zip(scans_there, scans, strict=True)))
+            if scans or len(leaves) < 3:
+                self._taken_over.add(number)
         if outcome is None or self.region(number) is None:
             return False
         if isinstance(outcome, Forward):
