@@ -14,6 +14,7 @@ from autopallas.kernels.respelling.kind import Found, Kind
 from autopallas.kernels.respelling.kinds import (
     associative_scan,
     kinds_by_primitive,
+    python_loop,
     repeated_steps,
     scan_checkpoint,
     summed_exponentials_gradient,
@@ -22,7 +23,7 @@ from autopallas.kernels.respelling.operation import OPERATION
 from autopallas.kernels.respelling.site import RespellingSite
 from autopallas.kernels.respelling.spec import ArrayType, RespellingSpec
 from autopallas.numerics.casts import is_quantised
-from autopallas.patterns import checkpointed_scans, exponential_loops, steps_apart
+from autopallas.patterns import chained_steps, checkpointed_scans, exponential_loops, steps_apart
 from autopallas.patterns import repeated_steps as runs_of_steps
 from autopallas.patterns.associative_scans import unknown_scans
 from autopallas.patterns.match import Match, NearMiss
@@ -82,6 +83,14 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 match = _match(graph, node, repeated_steps.KIND, place)
                 found += [] if match is None else [match]
     misses: list[NearMiss] = []
+    if _is_looked_for(graph, python_loop.KIND):
+        with contained("equal steps in a chain", OPERATION.name, "recognition"):
+            for chain in chained_steps.find(graph):
+                if isinstance(chain, NearMiss):
+                    misses.append(chain)
+                    continue
+                match = _match(graph, chain[0], python_loop.KIND, chain[1])
+                found += [] if match is None else [match]
     if looks_for(tuple(graph.named) or None, OPERATION.name, associative_scan.KIND.name):
         with contained():
             misses += unknown_scans(graph)

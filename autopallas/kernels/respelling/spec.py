@@ -15,6 +15,7 @@ from autopallas.sites.spec import Dtype, plain_fields
 
 if TYPE_CHECKING:
     from autopallas.kernels.respelling.around import Around
+    from autopallas.kernels.respelling.chained_steps import ChainedSteps
     from autopallas.kernels.respelling.checkpointed import CheckpointedScan
     from autopallas.kernels.respelling.indexed import IndexedLoop
     from autopallas.kernels.respelling.repeated import RepeatedSteps, StepsApart
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["ArrayType", "Parameters", "Plain", "RespellingSpec"]
 
 Plain: TypeAlias = (
-    "bool | int | str | tuple[Plain, ...] | Around | CheckpointedScan | IndexedLoop | RepeatedSteps | StepsApart | None"
+    "bool | int | str | tuple[Plain, ...] | Around | ChainedSteps | CheckpointedScan | IndexedLoop | RepeatedSteps |"
+    "StepsApart | None"
 )
 Parameters: TypeAlias = tuple[tuple[str, Plain], ...]
 """Parameters by name, sorted."""

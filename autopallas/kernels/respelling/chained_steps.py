@@ -1,0 +1,154 @@
+"""Equal steps of a loop that Python wrote out: what each reads of its own, and what the program reads of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopallas import compat
+from autopallas.compat import ClosedJaxpr
+from autopallas.kernels.respelling.spec import RespellingSpec
+
+__all__ = ["ChainedSteps", "Slices", "Values", "chain_in"]
+
+Source: TypeAlias = int
+"""The position of an operand; -1, -2, ... for the first, second, ... constant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """What each step reads of one array, at a place that follows from the number of the step.
+
+    Attributes:
+      array: the position of the array among the site's operands.
+      axis: the axis of the places.
+      first: the place that the first step reads.
+      apart: how far the place that the next step reads lies behind it; not zero.
+      keeps: whether a slice keeps the axis, of size 1.
+    """
+
+    array: int
+    axis: int
+    first: int
+    apart: int
+    keeps: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Values of the same type, one for each step.
+
+    Attributes:
+      sources: where they come from, in the order of the steps.
+    """
+
+    sources: tuple[Source, ...]
+
+
+@dataclass(frozen=True, repr=False)
+class ChainedSteps:
+    """Equal steps, of which each reads what those before it gave.
+
+    Attributes:
+      key: equal for equal steps, which jaxprs are not.
+      step: from what a step is given by those before it, what all steps read, and what it alone reads, to what it gives
+        the next one, and what the program reads of each step.
+      last: the same for the last step, with what the program reads of that one alone behind it; None if nothing is.
+      carried: where the values come from that the first step is given.
+      shared: the positions of what all steps read.
+      own: what each step alone reads.
+      results: per result of the site, the position among what a step gives, and the number of the step.
+      count: the number of steps.
+      reverse: whether the steps stand in the order in which a loop runs that is reversed.
+      constants: numbers that stand in the program.
+    """
+
+    key: str
+    step: ClosedJaxpr = field(compare=False)
+    last: ClosedJaxpr | None = field(compare=False)
+    carried: tuple[Source, ...]
+    shared: tuple[int, ...]
+    own: tuple[Slices | Values, ...]
+    results: tuple[tuple[int, int], ...]
+    count: int
+    reverse: bool
+    constants: tuple[np.ndarray, ...] = field(compare=False)
+
+    def __repr__(self) -> str:
+        return f"{self.count} steps of {len(self.step.jaxpr.eqns)} equations in a chain, {self.key}"
+
+    def written_out(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the results, as the program computes them."""
+        carried, shared = self._given(operands)
+        step, found = compat.jaxpr_as_fun(self.step), []
+        for k in range(self.count):
+            program = step if self.last is None or k < self.count - 1 else compat.jaxpr_as_fun(self.last)
+            given = list(program(*carried, *shared, *(self._read(own, k, operands) for own in self.own)))
+            carried = given[: len(carried)]
+            found.append(given)
+        return [found[k][i] for i, k in self.results]
+
+    def looped(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the results; a loop computes the steps, but for the last one, if more is read of that."""
+        carried, shared = self._given(operands)
+        step, looped = compat.jaxpr_as_fun(self.step), self.count - (self.last is not None)
+
+        def one(before: list[jax.Array], own: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+            found = list(step(*before, *shared, *own))
+            after = [lax.convert_element_type(x, old.dtype) for x, old in zip(found, before, strict=False)]
+            return after, found[len(before) :]
+
+        given = [self._stacked(own, looped, operands) for own in self.own]
+        carried, stacks = lax.scan(one, carried, given, looped, reverse=self.reverse)
+        end = carried
+        if self.last is not None:
+            own = [self._read(each, looped, operands) for each in self.own]
+            end = list(compat.jaxpr_as_fun(self.last)(*carried, *shared, *own))
+        results = []
+        for i, k in self.results:
+            if k == looped or i < len(carried):  # of what is carried, the loop's end is all that is read
+                results.append(end[i])
+            else:
+                results.append(stacks[i - len(carried)][looped - 1 - k if self.reverse else k])
+        return results
+
+    def _given(self, operands: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Returns what the first step is given, and what all steps read."""
+        carried = [jnp.asarray(self._value(i, operands)) for i in self.carried]
+        strong = [lax.convert_element_type(x, x.dtype) for x in carried]
+        return strong, [operands[i] for i in self.shared]
+
+    def _value(self, source: Source, operands: Sequence[jax.Array]) -> jax.Array | np.ndarray:
+        return operands[source] if source >= 0 else self.constants[-1 - source]
+
+    def _read(self, own: Slices | Values, k: int, operands: Sequence[jax.Array]) -> jax.Array:
+        """Returns what a step reads."""
+        if isinstance(own, Values):
+            return jnp.asarray(self._value(own.sources[k], operands))
+        return lax.index_in_dim(operands[own.array], own.first + k * own.apart, own.axis, own.keeps)
+
+    def _stacked(self, own: Slices | Values, count: int, operands: Sequence[jax.Array]) -> jax.Array:
+        """Returns what the first steps read, in the order in which the loop reads it."""
+        if isinstance(own, Values):
+            sources = own.sources[:count]
+            ordered = sources[::-1] if self.reverse else sources
+            if all(source < 0 for source in ordered):
+                return jnp.asarray(np.stack([self.constants[-1 - source] for source in ordered]))
+            return jnp.stack([jnp.asarray(self._value(source, operands)) for source in ordered])
+        ends = own.first, own.first + (count - 1) * own.apart
+        part = lax.slice_in_dim(operands[own.array], min(ends), max(ends) + 1, abs(own.apart), own.axis)
+        if (own.apart < 0) != self.reverse:
+            part = lax.rev(part, (own.axis,))
+        moved = jnp.moveaxis(part, own.axis, 0)
+        return jnp.expand_dims(moved, own.axis + 1) if own.keeps else moved
+
+
+def chain_in(spec: RespellingSpec) -> ChainedSteps:
+    """Returns the steps of a spec."""
+    return cast(ChainedSteps, spec["steps"])

@@ -1,0 +1,695 @@
+"""Finds equal steps with products or sums that stand one after the other, as a Python loop over a recurrent cell, over
+steps of gradient descent or over a solver writes them, and as JAX writes the backward of such steps.
+
+Each equation of each step is proved to be that of the step in the middle: it reads what the same step computed, what
+one of the two steps before computed at one place, what all steps read, or what its step alone reads.  What its step
+alone reads comes from outside: slices of an input, what a forward keeps for its backward, numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict, deque
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from autopallas import array_types, jaxprs
+from autopallas.compat import ClosedJaxpr, JaxprAtom, Literal, Var
+from autopallas.graph import Graph, Node
+from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
+from autopallas.graph.extract import closed
+from autopallas.graph.keys import hashable
+from autopallas.graph.program_digests import bits, digest
+from autopallas.kernels.respelling.chained_steps import ChainedSteps, Slices, Values
+from autopallas.kernels.respelling.kind import Found
+from autopallas.kernels.respelling.operation import OPERATION
+from autopallas.patterns.match import NearMiss
+
+__all__ = ["find"]
+
+_LEAST_STEPS = 4
+_MOST_STEPS = 4_096
+_SHORTEST = 4
+"""Fewest equations of a step."""
+_LONGEST = 4_000
+"""Most equations of a step."""
+_FURTHEST = 2
+"""Most steps between what gives a value and what reads it."""
+_MOST_PERIODS = 24
+"""Most lengths of a step that are tried, those first that most equations speak for."""
+_MOST_RUNS = 16
+_MOST_ALTERNATING = 4
+_PLACES_BACK = 4
+"""How many places of an equal equation, counted back from each, may be those of the step before."""
+_FEW = 4
+"""Of what only every fourth step is read, or fewer, the others would be kept for nothing."""
+
+_MOVES = frozenset(
+    """broadcast_in_dim concatenate copy expand_dims iota pad reshape rev slice split squeeze stack transpose
+    unstack""".split()
+)
+_SUMS = frozenset({"argmax", "argmin", "reduce_max", "reduce_min", "reduce_prod", "reduce_sum"})
+_MORE = frozenset({"dynamic_slice", "dynamic_update_slice", "gather"})
+_PRODUCT = "dot_general"
+_STEPS_HOLD = ELEMENTWISE | _MOVES | _SUMS | _MORE | {_PRODUCT}
+_CASTS = frozenset("broadcast_in_dim convert_element_type copy expand_dims reshape squeeze transpose".split())
+_ADDS = frozenset({"add", "add_any"})
+
+_ADVICE = (
+    "Compute what the steps read before the first of them, and what comes of them after the last; or write "
+    "jax.lax.scan over the steps."
+)
+
+_Slot: TypeAlias = tuple[int, int]
+"""A result of a step: the position of its equation, and its position among the results of that."""
+_Place: TypeAlias = tuple[int, int, int]
+"""A result of an earlier step: how many steps ago, and its slot."""
+
+
+class _Refused(Exception):
+    """Raised where a run of steps is no chain; ``reason`` is empty where it is nothing of the kind."""
+
+    def __init__(self, reason: str = ""):
+        super().__init__(reason)
+        self.reason = reason
+
+
+class _Longer(Exception):
+    """Raised where ``times`` steps are one: every step reads what the one as many steps before it read."""
+
+    def __init__(self, times: int):
+        super().__init__(times)
+        self.times = times
+
+
+def find(graph: Graph) -> Iterator[tuple[Node, Found] | NearMiss]:
+    """Yields chains of equal steps, each with the node that ends it, and near misses."""
+    parts: dict[int, list[Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if (node.name in _STEPS_HOLD or is_elementwise_call(node.equation)) and not node.equation.effects:
+            parts[id(node.body)].append(node)
+    graph.steps.spend(len(graph.nodes))
+    order: dict[int, int] = {}
+    for nodes in parts.values():
+        for run, period in _runs(graph, nodes):
+            if not any(node.name == _PRODUCT or node.name in _SUMS for node in run[:period]):
+                continue
+            order = order or {id(node): place for place, node in enumerate(graph.nodes)}
+            try:
+                chain, found = _chain(graph, run, period, order)
+            except _Refused as refused:
+                if refused.reason:
+                    yield NearMiss(
+                        OPERATION.name, jaxprs.location(run[-1].equation), refused.reason, run[-1].outputs[0], _ADVICE
+                    )
+                continue
+            yield chain.blocks[-1][-1], found
+
+
+def _chain(graph: Graph, run: Sequence[Node], period: int, order: dict[int, int]) -> tuple[_Chain, Found]:
+    """Returns the chain of a run, and its site.
+
+    Raises:
+      _Refused: it is none.
+    """
+    for _ in range(2):
+        try:
+            chain = _Chain(graph, _blocks(graph, run, period), order)
+            return chain, chain.found()
+        except _Longer as longer:
+            period *= longer.times
+    raise _Refused
+
+
+# ---------------------------------------------------------------------- what repeats
+
+
+def _runs(graph: Graph, nodes: Sequence[Node]) -> Iterator[tuple[Sequence[Node], int]]:
+    """Yields equations of a body that repeat, with the length of a step, no equation twice."""
+    if len(nodes) < _LEAST_STEPS * _SHORTEST:
+        return
+    avals = graph.avals
+    named = [(node.name, avals[node.outputs[0]].shape) for node in nodes]
+    alike = Counter(named)
+    if max(alike.values()) < _LEAST_STEPS:
+        return
+    kinds = [(node, _kind(graph, node)) for node, name in zip(nodes, named, strict=True) if alike[name] >= _LEAST_STEPS]
+    counts = Counter([kind for _, kind in kinds])
+    numbers: dict[Hashable, int] = {}
+    chosen: list[Node] = []
+    ids: list[int] = []
+    for node, kind in kinds:
+        if counts[kind] >= _LEAST_STEPS:
+            chosen.append(node)
+            ids.append(numbers.setdefault(kind, len(numbers)))
+    graph.steps.spend(len(chosen))
+    for start, end, period in _repeated(ids):
+        yield chosen[start:end], period
+
+
+def _kind(graph: Graph, node: Node) -> Hashable:
+    """Returns what equations of the same position in two steps have in common, beside where their operands come from."""
+    avals = graph.avals
+    types = tuple([(aval.shape, aval.dtype) for n in (*node.inputs, *node.outputs) for aval in (avals[n],)])
+    said: Hashable = ()
+    if node.params:
+        number = graph.parameters(node.equation)
+        said = hashable(node.params) if number is None else number
+    return node.name, said, types
+
+
+def _repeated(ids: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Returns where numbers repeat at least four times, as (start, end, period), the longest first, without overlap."""
+    places: dict[int, deque[int]] = defaultdict(lambda: deque(maxlen=_PLACES_BACK))
+    distances: Counter[int] = Counter()
+    for place, number in enumerate(ids):
+        before = places[number]
+        distances.update(place - other for other in before)
+        before.append(place)
+    stretches: list[tuple[int, int, int]] = []
+    likely = [period for period in distances if _SHORTEST <= period <= _LONGEST]
+    for period in sorted(likely, key=lambda period: (-distances[period], period))[:_MOST_PERIODS]:
+        if distances[period] < _LEAST_STEPS - 1:
+            break
+        start = 0
+        for place in range(period, len(ids) + 1):
+            if place == len(ids) or ids[place] != ids[place - period]:
+                if place - period - start >= (_LEAST_STEPS - 1) * period:
+                    stretches.append((start, place, period))
+                start = place - period + 1
+    stretches.sort(key=lambda stretch: (stretch[0] - stretch[1], stretch[2]))
+    free = [True] * len(ids)
+    found: list[tuple[int, int, int]] = []
+    for start, end, period in stretches[: 4 * _MOST_RUNS]:
+        while start < end and not free[start]:
+            start += 1
+        while start < end and not free[end - 1]:
+            end -= 1
+        if end - start < _LEAST_STEPS * period or not all(free[start:end]):
+            continue
+        free[start:end] = [False] * (end - start)
+        found.append((start, end, period))
+        if len(found) == _MOST_RUNS:
+            break
+    return sorted(found)
+
+
+def _blocks(graph: Graph, run: Sequence[Node], period: int) -> list[Sequence[Node]]:
+    """Returns the steps of a run, which begin where the least is handed on."""
+    made = {number: place for place, node in enumerate(run) for number in node.outputs}
+    latest: dict[int, int] = {}
+    for place, node in enumerate(run):
+        for number in node.inputs:
+            if number in made:
+                latest[number] = max(latest.get(number, 0), place)
+    middle = len(run) // period // 2 * period
+    change = [0] * (period + 1)
+    for number, end in latest.items():
+        start = made[number]
+        if not middle <= start < middle + period or (end - start) // period > _FURTHEST:
+            continue
+        size = int(graph.avals[number].size)
+        begin, rest = (start + 1) % period, (end - start) % period
+        for a, b in ((begin, min(begin + rest, period)), (0, begin + rest - period)):
+            if a < b:
+                change[a] += size
+                change[b] -= size
+    handed = list(itertools.accumulate(change[:period]))
+    first = min(range(period), key=lambda place: (handed[place], place))
+    count = (len(run) - first) // period
+    return [run[first + k * period : first + (k + 1) * period] for k in range(count)]
+
+
+# ---------------------------------------------------------------------- what a step reads
+
+
+@dataclass(slots=True)
+class _Reads:
+    """What the equations of the step in the middle read, per operand.
+
+    Attributes:
+      within: the slot of the same step.
+      before: what an earlier step gave.
+      outside: the others, which come from outside of the steps.
+    """
+
+    within: dict[tuple[int, int], _Slot]
+    before: dict[tuple[int, int], _Place]
+    outside: list[tuple[int, int]]
+
+
+class _Chain:
+    """Steps that are proved to be equal, and of which each reads what an earlier one gave."""
+
+    def __init__(self, graph: Graph, blocks: list[Sequence[Node]], order: dict[int, int]):
+        self.graph = graph
+        if len(blocks) < _LEAST_STEPS:
+            raise _Refused
+        if len(blocks) > _MOST_STEPS:
+            raise _Refused(f"there are more than {_MOST_STEPS:,} equal steps, one after the other")
+        at = {
+            number: (k, i, o)
+            for k, block in enumerate(blocks)
+            for i, node in enumerate(block)
+            for o, number in enumerate(node.outputs)
+        }
+        middle = max(len(blocks) // 2, _FURTHEST)
+        self.reads = reads = self._of_one(blocks, at, middle)
+        start, end = self._equal(blocks, at, middle, reads)
+        self.blocks = blocks[start:end]
+        self.first = self._given_at_first(reads)
+        self._refuse_what_leaves(order)
+
+    def _of_one(self, blocks: Sequence[Sequence[Node]], at: dict[int, _Place], middle: int) -> _Reads:
+        reads = _Reads({}, {}, [])
+        for i, node in enumerate(blocks[middle]):
+            for j, number in enumerate(node.inputs):
+                step, *slot = at.get(number, (-1, 0, 0))
+                if step == middle:
+                    reads.within[i, j] = (slot[0], slot[1])
+                elif 0 <= middle - step <= _FURTHEST and step >= 0:
+                    reads.before[i, j] = (middle - step, slot[0], slot[1])
+                else:
+                    reads.outside.append((i, j))
+        if not reads.before:
+            raise _Refused
+        return reads
+
+    def _equal(
+        self, blocks: Sequence[Sequence[Node]], at: dict[int, _Place], middle: int, reads: _Reads
+    ) -> tuple[int, int]:
+        """Returns the first step and the end of those around the middle that read what that one reads."""
+
+        def differs(k: int, start: int) -> int:
+            """Returns the step from which on this step's reads are those of the middle: ``start``, if they are."""
+            block = blocks[k]
+            for (i, j), (position, output) in reads.within.items():
+                if block[i].inputs[j] != block[position].outputs[output]:
+                    return k + 1
+            for (i, j), (ago, position, output) in reads.before.items():
+                if k - ago >= start and block[i].inputs[j] != blocks[k - ago][position].outputs[output]:
+                    start = k - ago + 1
+            for i, j in reads.outside:
+                step = at.get(block[i].inputs[j], (-1, 0, 0))[0]
+                if step >= start:
+                    start = step + 1
+            return start
+
+        start, end = 0, len(blocks)
+        for k in range(middle, -1, -1):
+            if k < start:
+                break
+            start = max(start, differs(k, start))
+        if start > middle:
+            raise _Refused
+        for k in range(middle + 1, end):
+            if differs(k, start) > start:
+                end = k
+                break
+        if end - start < _LEAST_STEPS:
+            raise _Refused
+        return start, end
+
+    def _given_at_first(self, reads: _Reads) -> dict[_Place, int]:
+        """Returns the numbers that the first steps read in the place of what earlier ones give; leaves out the first
+        steps where two equations read others."""
+        for _ in range(_FURTHEST + 1):
+            first: dict[_Place, int] = {}
+            if self._agree(reads, first):
+                return first
+            self.blocks = self.blocks[1:]
+            if len(self.blocks) < _LEAST_STEPS:
+                break
+        raise _Refused
+
+    def _agree(self, reads: _Reads, first: dict[_Place, int]) -> bool:
+        for k, block in enumerate(self.blocks[:_FURTHEST]):
+            for (i, j), (ago, position, output) in reads.before.items():
+                if k < ago:
+                    number = block[i].inputs[j]
+                    if first.setdefault((ago - k, position, output), number) != number:
+                        return False
+        graph = self.graph
+        for (ago, position, output), number in [*first.items()]:
+            result = self.blocks[0][position].outputs[output]
+            if (graph.shape(number), graph.dtype(number)) != (graph.shape(result), graph.dtype(result)):
+                return False
+            if ago > 1 and (1, position, output) not in first:
+                return False
+        return True
+
+    def _refuse_what_leaves(self, order: dict[int, int]) -> None:
+        """Raises where something outside of the steps computes what a step reads of what an earlier one gave."""
+        graph = self.graph
+        within = {id(node) for block in self.blocks for node in block}
+        begin, end = order[id(self.blocks[0][0])], order[id(self.blocks[-1][-1])]
+        definitions, literals = graph.definitions, graph.literals
+        lowest = self.blocks[0][0].outputs[0]
+        made: set[int] = set()
+        others: dict[int, Node] = {}
+        for node in graph.nodes[begin : end + 1]:
+            if id(node) in within:
+                for number in node.inputs:
+                    if number in others:
+                        self._refuse_other(others[number])
+                made.update(node.outputs)
+            elif any(
+                n in made or n in others or (n > lowest and n not in definitions and n not in literals)
+                for n in node.inputs
+            ):
+                others.update(dict.fromkeys(node.outputs, node))
+        graph.steps.spend(end - begin + 1)
+
+    def _refuse_other(self, node: Node) -> None:
+        """Raises where another equation stands between two steps."""
+        products = any(node.name == _PRODUCT for node in self.blocks[0])
+        if node.name in _STEPS_HOLD or not products:
+            raise _Refused
+        raise _Refused(f"between equal steps, one after the other, stands what no loop of them can hold: {node.name}")
+
+    # ------------------------------------------------------------------ the site
+
+    def found(self) -> Found:
+        """Returns the site of the steps.
+
+        Raises:
+          _Refused: a loop would keep or copy more than the steps do.
+        """
+        read = self._read_after_first()
+        graph, blocks, count = self.graph, self.blocks, len(self.blocks)
+        ends, middle = self._live(read)
+        live = sorted(middle | ends)
+        places = {place for (i, _), place in self.reads.before.items() if i in middle or i in ends}
+        carried = sorted({(less, p, o) for ago, p, o in places for less in range(1, ago + 1)})
+        if not carried:
+            raise _Refused
+        shared, own, of_operand = self._outside(live)
+        self._refuse_layers(live, of_operand, own, carried)
+
+        stacked: list[_Slot] = []
+        ended: list[_Slot] = []
+        for slot, steps in read.items():
+            if steps != [count - 1]:
+                stacked.append(slot)
+            elif (1, *slot) not in carried:
+                ended.append(slot)
+        given = [*((1, *slot) for slot in stacked), *((1, *slot) for slot in ended)]
+        place_of = {place: i for i, place in enumerate(carried)} | {
+            place: len(carried) + i for i, place in enumerate(given)
+        }
+        sources: dict[int, int] = {}
+        constants: list[np.ndarray] = []
+        constant_of: dict[int, int] = {}
+
+        def source(number: int) -> int:
+            if number in graph.literals:
+                if number not in constant_of:
+                    aval = graph.avals[number]
+                    constants.append(np.asarray(graph.literals[number], aval.dtype))
+                    constant_of[number] = -len(constants)
+                return constant_of[number]
+            return sources.setdefault(number, len(sources))
+
+        first = tuple(source(self.first[place]) for place in carried)
+        read_by_all = tuple(source(number) for number in shared)
+        reverse = self._is_reversed(own)
+        of_each: list[Slices | Values] = []
+        for numbers in own:
+            slices = _slices(graph, numbers)
+            if slices is None:
+                ordered = sorted(numbers) if reverse else numbers
+                for number in ordered:
+                    source(number)
+                of_each.append(Values(tuple(source(number) for number in numbers)))
+            else:
+                array, axis, start, apart, keeps = slices
+                of_each.append(Slices(source(array), axis, start, apart, keeps))
+        results: list[tuple[int, int]] = []
+        numbers_of_results: list[int] = []
+        for slot, steps in read.items():
+            for k in steps:
+                results.append((place_of[(1, *slot)], k))
+                numbers_of_results.append(blocks[k][slot[0]].outputs[slot[1]])
+        step = self._program(count // 2, sorted(middle), carried, shared, own, of_operand, stacked)
+        last = self._program(count - 1, live, carried, shared, own, of_operand, [*stacked, *ended]) if ended else None
+        operands = tuple(sources)
+        avals = [graph.avals[n] for n in (*operands, *numbers_of_results)]
+        if array_types.varying_axes(avals) or any(array_types.explicit_sharding(aval) is not None for aval in avals):
+            raise _Refused
+        chain = ChainedSteps(
+            key=digest([step] if last is None else [step, last], b"".join(bits(array) for array in constants)),
+            step=step,
+            last=last,
+            carried=first,
+            shared=read_by_all,
+            own=tuple(of_each),
+            results=tuple(results),
+            count=count,
+            reverse=reverse,
+            constants=tuple(constants),
+        )
+        return Found((("steps", chain),), operands, tuple(numbers_of_results))
+
+    def _read_after_first(self) -> dict[_Slot, list[int]]:
+        """Returns what is read outside of the steps, each with the numbers of the steps; leaves out the first steps
+        where more is read of these than of others."""
+        for _ in range(_FURTHEST + 1):
+            read, count = self._read_outside(), len(self.blocks)
+            few = [steps for steps in read.values() if len(steps) * _FEW < count and steps != [count - 1]]
+            if not few:
+                if not read:
+                    break
+                return read
+            if any(step > _FURTHEST and step < count - 1 for steps in few for step in steps):
+                raise _Refused("of few of many equal steps, one after the other, more is read than of the others")
+            self.blocks = self.blocks[1:]
+            if len(self.blocks) < _LEAST_STEPS:
+                break
+            self.first = self._given_at_first(self.reads)
+        raise _Refused
+
+    def _read_outside(self) -> dict[_Slot, list[int]]:
+        """Returns what is read outside of the steps, each with the numbers of the steps."""
+        graph = self.graph
+        within = {id(node) for block in self.blocks for node in block}
+        read: dict[_Slot, list[int]] = defaultdict(list)
+        for k, block in enumerate(self.blocks):
+            for i, node in enumerate(block):
+                for o, number in enumerate(node.outputs):
+                    if number in graph.returned or any(id(user) not in within for user in graph.users[number]):
+                        read[i, o].append(k)
+        return dict(sorted(read.items()))
+
+    def _live(self, read: dict[_Slot, list[int]]) -> tuple[set[int], set[int]]:
+        """Returns the positions of the equations that the last step needs for what the program reads of it, and of
+        those that the others need for what the program and later steps read."""
+        last = len(self.blocks) - 1
+        within: dict[int, list[int]] = defaultdict(list)
+        before: dict[int, list[int]] = defaultdict(list)
+        for (i, _), (position, _) in self.reads.within.items():
+            within[i].append(position)
+        for (i, _), (_, position, _) in self.reads.before.items():
+            before[i].append(position)
+
+        def reached(asked: set[int], later: bool) -> set[int]:
+            todo, found = [*asked], set[int]()
+            while todo:
+                i = todo.pop()
+                if i not in found:
+                    found.add(i)
+                    todo += within[i]
+                    todo += before[i] if later else ()
+            return found
+
+        ends = reached({i for (i, _), steps in read.items() if steps[-1] == last}, later=False)
+        asked = {i for (i, _), steps in read.items() if steps[0] < last}
+        return ends, reached(asked | {position for i in ends for position in before[i]}, later=True)
+
+    def _outside(
+        self, live: Sequence[int]
+    ) -> tuple[list[int], list[tuple[int, ...]], dict[tuple[int, int], tuple[str, int]]]:
+        """Returns what all steps read, what each reads of its own, and which of these each operand is."""
+        graph, blocks = self.graph, self.blocks
+        shared: dict[int, int] = {}
+        own: dict[tuple[int, ...], int] = {}
+        of_operand: dict[tuple[int, int], tuple[str, int]] = {}
+        needed = set(live)
+        for i, j in self.reads.outside:
+            if i not in needed:
+                continue
+            numbers = tuple([block[i].inputs[j] for block in blocks])
+            number = numbers[0]
+            if all(other == number for other in numbers):
+                if number in graph.literals:
+                    of_operand[i, j] = "literal", number
+                else:
+                    of_operand[i, j] = "shared", shared.setdefault(number, len(shared))
+            else:
+                of_operand[i, j] = "own", own.setdefault(numbers, len(own))
+        for numbers in own:
+            if numbers[0] not in graph.literals:
+                for times in range(2, min(_MOST_ALTERNATING, len(blocks) // _LEAST_STEPS) + 1):
+                    if numbers[times:] == numbers[:-times]:
+                        raise _Longer(times)
+        graph.steps.spend(len(of_operand))
+        return list(shared), list(own), of_operand
+
+    def _is_reversed(self, own: Sequence[tuple[int, ...]]) -> bool:
+        """Returns whether what steps read was mostly computed in the order from the last to the first."""
+        sizes = [0, 0]
+        for numbers in own:
+            slices = _slices(self.graph, numbers)
+            down = slices[3] < 0 if slices is not None else numbers[0] > numbers[-1]
+            sizes[down] += int(self.graph.avals[numbers[0]].size)
+        return sizes[1] > sizes[0]
+
+    def _refuse_layers(
+        self,
+        live: Sequence[int],
+        of_operand: dict[tuple[int, int], tuple[str, int]],
+        own: Sequence[tuple[int, ...]],
+        carried: Sequence[_Place],
+    ) -> None:
+        """Raises where steps multiply what they hand on by arrays of their own, as the layers of a network do: a loop
+        would copy all weights together."""
+        graph, block = self.graph, self.blocks[0]
+        given = [_is_given(graph, numbers) and _slices(graph, numbers) is None for numbers in own]
+        if not any(given):
+            return
+        handed = self._handed_on(live, carried)
+        chained: set[int] = set()
+        weights: set[int] = set()
+        """Positions of what is computed of weights of its step alone."""
+        for i in live:
+            kinds: list[str] = []
+            for j in range(len(block[i].inputs)):
+                if (i, j) in self.reads.within:
+                    position = self.reads.within[i, j][0]
+                    kinds.append("chained" if position in chained else "weight" if position in weights else "")
+                elif (i, j) in self.reads.before:
+                    kinds.append("chained")
+                else:
+                    form, place = of_operand[i, j]
+                    kinds.append("weight" if form == "literal" or (form == "own" and given[place]) else "")
+            if block[i].name == _PRODUCT and i in handed and {*kinds} == {"chained", "weight"}:
+                raise _Refused
+            if "chained" in kinds:
+                chained.add(i)
+            elif kinds and {*kinds} == {"weight"}:
+                weights.add(i)
+
+    def _handed_on(self, live: Sequence[int], carried: Sequence[_Place]) -> set[int]:
+        """Returns the positions of what steps compute of what they hand on, but for what they only add up."""
+        readers: dict[_Slot, set[int]] = defaultdict(set)
+        for (i, _), (_, position, output) in self.reads.before.items():
+            readers[position, output].add(i)
+        added = {
+            position
+            for (position, output), own in readers.items()
+            if own == {position} and self.blocks[0][position].name in _ADDS
+        }
+        reads: dict[int, list[int]] = defaultdict(list)
+        for (i, _), (position, _) in self.reads.within.items():
+            reads[i].append(position)
+        found = {position for _, position, _ in carried if position not in added}
+        for i in reversed(live):
+            if i in found:
+                found.update(reads[i])
+        return found
+
+    def _program(
+        self,
+        k: int,
+        live: Sequence[int],
+        carried: Sequence[_Place],
+        shared: Sequence[int],
+        own: Sequence[tuple[int, ...]],
+        of_operand: dict[tuple[int, int], tuple[str, int]],
+        given: Sequence[_Slot],
+    ) -> ClosedJaxpr:
+        """Returns the program of a step."""
+        graph, block = self.graph, self.blocks[k]
+
+        def variable(number: int) -> Var:
+            return Var(graph.avals[number])
+
+        before = {place: variable(block[place[1]].outputs[place[2]]) for place in carried}
+        of_all = [variable(number) for number in shared]
+        of_this = [variable(numbers[k]) for numbers in own]
+        made: dict[_Slot, Var] = {}
+
+        def read(i: int, j: int, number: int) -> JaxprAtom:
+            if (i, j) in self.reads.within:
+                return made[self.reads.within[i, j]]
+            if (i, j) in self.reads.before:
+                return before[self.reads.before[i, j]]
+            form, place = of_operand[i, j]
+            if form == "literal":
+                return Literal(graph.literals[number], graph.avals[number])
+            return of_all[place] if form == "shared" else of_this[place]
+
+        equations = []
+        for i in live:
+            node = block[i]
+            inputs = [read(i, j, number) for j, number in enumerate(node.inputs)]
+            outputs = [variable(number) for number in node.outputs]
+            made.update(((i, o), v) for o, v in enumerate(outputs))
+            equations.append(node.equation.replace(invars=inputs, outvars=outputs))
+        results: list[JaxprAtom] = [
+            made[position, output] if ago == 1 else before[ago - 1, position, output]
+            for ago, position, output in carried
+        ]
+        results += [made[slot] for slot in given]
+        return closed([*before.values(), *of_all, *of_this], results, equations)
+
+
+def _is_given(graph: Graph, numbers: Sequence[int]) -> bool:
+    """Returns whether values are inputs of the program, or casts of such."""
+    for number in (numbers[0], numbers[-1]):
+        node = graph.definitions.get(number)
+        while node is not None and node.name in _CASTS and len(node.inputs) == 1:
+            number = node.inputs[0]
+            node = graph.definitions.get(number)
+        if node is not None or number in graph.literals:
+            return False
+    return True
+
+
+def _slices(graph: Graph, numbers: Sequence[int]) -> tuple[int, int, int, int, bool] | None:
+    """Returns (array, axis, first place, distance, whether the axis is kept) of slices of one array, at places that are
+    equally far apart; None of other values."""
+    found = [_slice(graph, number) for number in numbers[:2]]
+    if found[0] is None or found[1] is None:
+        return None
+    array, axis, first, keeps = found[0]
+    apart = found[1][2] - first
+    if not apart:
+        return None
+    for k, number in enumerate(numbers):
+        if _slice(graph, number) != (array, axis, first + k * apart, keeps):
+            return None
+    return array, axis, first, apart, keeps
+
+
+def _slice(graph: Graph, number: int) -> tuple[int, int, int, bool] | None:
+    """Returns (array, axis, place, whether the axis is kept) of a slice one place wide."""
+    node = graph.definitions.get(number)
+    if node is None:
+        return None
+    if node.name == "unstack":
+        return node.inputs[0], int(node.params["axis"]), node.outputs.index(number), False
+    squeezed: tuple[int, ...] = ()
+    if node.name == "squeeze":
+        squeezed = tuple(int(d) for d in node.params["dimensions"])
+        node = graph.definitions.get(node.inputs[0])
+    if node is None or node.name != "slice" or any(int(s) != 1 for s in node.params["strides"] or ()):
+        return None
+    shape = graph.shape(node.inputs[0])
+    starts, limits = node.params["start_indices"], node.params["limit_indices"]
+    cut = [d for d, size in enumerate(shape) if (int(starts[d]), int(limits[d])) != (0, size)]
+    if len(cut) != 1 or int(limits[cut[0]]) - int(starts[cut[0]]) != 1 or squeezed not in ((), (cut[0],)):
+        return None
+    return node.inputs[0], cut[0], int(starts[cut[0]]), not squeezed
