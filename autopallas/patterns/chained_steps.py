@@ -41,8 +41,10 @@ _FURTHEST = 2
 _MOST_PERIODS = 24
 """Most lengths of a step that are tried, those first that most equations speak for."""
 _MOST_RUNS = 16
+_MOST_PASSES = 8
+"""Most looks at a run for what depends on it by way of other equations."""
 _MOST_ALTERNATING = 4
-_PLACES_BACK = 4
+_PLACES_BACK = 8
 """How many places of an equal equation, counted back from each, may be those of the step before."""
 _FEW = 4
 """Of what only every fourth step is read, or fewer, the others would be kept for nothing."""
@@ -65,6 +67,8 @@ _ADVICE = (
 
 _Slot: TypeAlias = tuple[int, int]
 """A result of a step: the position of its equation, and its position among the results of that."""
+_Given: TypeAlias = dict[int, tuple[list[int], int]]
+"""By the numbers of what chains give in each of their steps: all of the kind, and the place among them."""
 _Place: TypeAlias = tuple[int, int, int]
 """A result of an earlier step: how many steps ago, and its slot."""
 
@@ -75,6 +79,10 @@ class _Refused(Exception):
     def __init__(self, reason: str = ""):
         super().__init__(reason)
         self.reason = reason
+
+
+class _Leaves(_Refused):
+    """Raised where something outside of the steps computes what a step reads of what an earlier one gave."""
 
 
 class _Longer(Exception):
@@ -93,13 +101,14 @@ def find(graph: Graph) -> Iterator[tuple[Node, Found] | NearMiss]:
             parts[id(node.body)].append(node)
     graph.steps.spend(len(graph.nodes))
     order: dict[int, int] = {}
+    given: _Given = {}
     for nodes in parts.values():
         for run, period in _runs(graph, nodes):
             if not any(node.name == _PRODUCT or node.name in _SUMS for node in run[:period]):
                 continue
             order = order or {id(node): place for place, node in enumerate(graph.nodes)}
             try:
-                chain, found = _chain(graph, run, period, order)
+                chain, found = _chain(graph, run, period, order, given)
             except _Refused as refused:
                 if refused.reason:
                     yield NearMiss(
@@ -109,19 +118,96 @@ def find(graph: Graph) -> Iterator[tuple[Node, Found] | NearMiss]:
             yield chain.blocks[-1][-1], found
 
 
-def _chain(graph: Graph, run: Sequence[Node], period: int, order: dict[int, int]) -> tuple[_Chain, Found]:
+def _chain(
+    graph: Graph, run: Sequence[Node], period: int, order: dict[int, int], given: _Given
+) -> tuple[_Chain, Found]:
     """Returns the chain of a run, and its site.
 
     Raises:
       _Refused: it is none.
     """
+    try:
+        return _of_run(graph, run, period, order, given)
+    except _Leaves:
+        pass
+    less, length, other = _independent(graph, run, period, order)
+    try:
+        return _of_run(graph, less, length, order, given)
+    except _Refused:
+        if other is not None and other.name not in _STEPS_HOLD and _shares_a_factor(run, period):
+            raise _Refused(
+                f"between equal steps, one after the other, stands what no loop of them can hold: {other.name}"
+            ) from None
+        raise
+
+
+def _of_run(
+    graph: Graph, run: Sequence[Node], period: int, order: dict[int, int], given: _Given
+) -> tuple[_Chain, Found]:
+    """Returns the chain of equations that repeat, and its site.
+
+    Raises:
+      _Refused: it is none.
+    """
+    if len(run) < _LEAST_STEPS * period:
+        raise _Refused
     for _ in range(2):
         try:
             chain = _Chain(graph, _blocks(graph, run, period), order)
-            return chain, chain.found()
+            return chain, chain.found(given)
         except _Longer as longer:
             period *= longer.times
     raise _Refused
+
+
+def _shares_a_factor(run: Sequence[Node], period: int) -> bool:
+    """Returns whether two steps multiply by the same array."""
+    start = len(run) // period // 2 * period
+    return any(
+        node.name == _PRODUCT and any(a == b for a, b in zip(node.inputs, later.inputs, strict=True))
+        for node, later in zip(run[start - period : start], run[start : start + period], strict=False)
+    )
+
+
+def _independent(
+    graph: Graph, run: Sequence[Node], period: int, order: dict[int, int]
+) -> tuple[Sequence[Node], int, Node | None]:
+    """Returns the equations of a run without those positions of a step that read what others than the run compute of
+    it, such as gradients of a whole array to which each step adds; the length of a step; and one of the others."""
+    begin, end = order[id(run[0])], order[id(run[-1])]
+    between = graph.nodes[begin : end + 1]
+    definitions, literals, lowest = graph.definitions, graph.literals, run[0].outputs[0]
+    between_steps: Node | None = None
+    for _ in range(_MOST_PASSES):
+        at = {id(node): place % period for place, node in enumerate(run)}
+        made: set[int] = set()
+        others: dict[int, Node] = {}
+        left_out: set[int] = set()
+        for node in between:
+            position = at.get(id(node))
+            read = next(
+                (
+                    others.get(n, node)
+                    for n in node.inputs
+                    if n in others or (n > lowest and n not in made and n not in definitions and n not in literals)
+                ),
+                None,
+            )
+            if position is not None and read is None and position not in left_out:
+                made.update(node.outputs)
+            elif position is not None or read is not None or any(n in made for n in node.inputs):
+                if position is not None:
+                    left_out.add(position)
+                    between_steps = between_steps or read
+                others.update(dict.fromkeys(node.outputs, read or node))
+        graph.steps.spend(end - begin + 1)
+        if not left_out:
+            return run, period, between_steps
+        run = [node for place, node in enumerate(run) if place % period not in left_out]
+        period -= len(left_out)
+        if period < _SHORTEST or not run:
+            break
+    return [], period, between_steps
 
 
 # ---------------------------------------------------------------------- what repeats
@@ -141,12 +227,15 @@ def _runs(graph: Graph, nodes: Sequence[Node]) -> Iterator[tuple[Sequence[Node],
     numbers: dict[Hashable, int] = {}
     chosen: list[Node] = []
     ids: list[int] = []
+    finer: list[int] = []
     for node, kind in kinds:
         if counts[kind] >= _LEAST_STEPS:
             chosen.append(node)
             ids.append(numbers.setdefault(kind, len(numbers)))
+            literals = tuple([(j, graph.literals[n].tobytes()) for j, n in enumerate(node.inputs) if n in graph.literals])
+            finer.append(numbers.setdefault((kind, literals), len(numbers)))
     graph.steps.spend(len(chosen))
-    for start, end, period in _repeated(ids):
+    for start, end, period in _repeated(ids, finer):
         yield chosen[start:end], period
 
 
@@ -161,11 +250,16 @@ def _kind(graph: Graph, node: Node) -> Hashable:
     return node.name, said, types
 
 
-def _repeated(ids: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Returns where numbers repeat at least four times, as (start, end, period), the longest first, without overlap."""
+def _repeated(ids: Sequence[int], finer: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Returns where numbers repeat at least four times, as (start, end, period), without overlap.
+
+    Args:
+      ids: the numbers.
+      finer: numbers by which periods are looked for, which may differ where ``ids`` are equal.
+    """
     places: dict[int, deque[int]] = defaultdict(lambda: deque(maxlen=_PLACES_BACK))
     distances: Counter[int] = Counter()
-    for place, number in enumerate(ids):
+    for place, number in enumerate(finer):
         before = places[number]
         distances.update(place - other for other in before)
         before.append(place)
@@ -349,31 +443,23 @@ class _Chain:
         definitions, literals = graph.definitions, graph.literals
         lowest = self.blocks[0][0].outputs[0]
         made: set[int] = set()
-        others: dict[int, Node] = {}
+        others: set[int] = set()
         for node in graph.nodes[begin : end + 1]:
             if id(node) in within:
-                for number in node.inputs:
-                    if number in others:
-                        self._refuse_other(others[number])
+                if not others.isdisjoint(node.inputs):
+                    raise _Leaves
                 made.update(node.outputs)
             elif any(
                 n in made or n in others or (n > lowest and n not in definitions and n not in literals)
                 for n in node.inputs
             ):
-                others.update(dict.fromkeys(node.outputs, node))
+                others.update(node.outputs)
         graph.steps.spend(end - begin + 1)
-
-    def _refuse_other(self, node: Node) -> None:
-        """Raises where another equation stands between two steps."""
-        products = any(node.name == _PRODUCT for node in self.blocks[0])
-        if node.name in _STEPS_HOLD or not products:
-            raise _Refused
-        raise _Refused(f"between equal steps, one after the other, stands what no loop of them can hold: {node.name}")
 
     # ------------------------------------------------------------------ the site
 
-    def found(self) -> Found:
-        """Returns the site of the steps.
+    def found(self, given_before: _Given) -> Found:
+        """Returns the site of the steps, and adds what it gives to ``given_before``.
 
         Raises:
           _Refused: a loop would keep or copy more than the steps do.
@@ -415,21 +501,21 @@ class _Chain:
 
         first = tuple(source(self.first[place]) for place in carried)
         read_by_all = tuple(source(number) for number in shared)
-        reverse = self._is_reversed(own)
         of_each: list[Slices | Values] = []
         for numbers in own:
             slices = _slices(graph, numbers)
             if slices is None:
-                ordered = sorted(numbers) if reverse else numbers
-                for number in ordered:
-                    source(number)
-                of_each.append(Values(tuple(source(number) for number in numbers)))
+                ordered, at, apart = self._in_order(numbers, given_before)
+                of_each.append(Values(tuple(source(number) for number in ordered), at, apart))
             else:
                 array, axis, start, apart, keeps = slices
                 of_each.append(Slices(source(array), axis, start, apart, keeps))
         results: list[tuple[int, int]] = []
         numbers_of_results: list[int] = []
         for slot, steps in read.items():
+            if len(steps) == count:
+                whole = [block[slot[0]].outputs[slot[1]] for block in blocks]
+                given_before.update((number, (whole, k)) for k, number in enumerate(whole))
             for k in steps:
                 results.append((place_of[(1, *slot)], k))
                 numbers_of_results.append(blocks[k][slot[0]].outputs[slot[1]])
@@ -448,7 +534,6 @@ class _Chain:
             own=tuple(of_each),
             results=tuple(results),
             count=count,
-            reverse=reverse,
             constants=tuple(constants),
         )
         return Found((("steps", chain),), operands, tuple(numbers_of_results))
@@ -537,14 +622,25 @@ class _Chain:
         graph.steps.spend(len(of_operand))
         return list(shared), list(own), of_operand
 
-    def _is_reversed(self, own: Sequence[tuple[int, ...]]) -> bool:
-        """Returns whether what steps read was mostly computed in the order from the last to the first."""
-        sizes = [0, 0]
-        for numbers in own:
-            slices = _slices(self.graph, numbers)
-            down = slices[3] < 0 if slices is not None else numbers[0] > numbers[-1]
-            sizes[down] += int(self.graph.avals[numbers[0]].size)
-        return sizes[1] > sizes[0]
+    def _in_order(self, numbers: Sequence[int], given: _Given) -> tuple[Sequence[int], int, int]:
+        """Returns values in the order in which they are computed, the place of the first step's one, and how far the
+        next one lies behind it.
+
+        Where an earlier chain gives them, all that it gives of the kind are returned: a compiler that has these in one
+        array copies nothing then.
+        """
+        places = [given.get(number) for number in numbers[:2]]
+        if places[0] is not None and places[1] is not None:
+            (whole, first), (other, second) = places[0], places[1]
+            apart = second - first
+            if whole is other and abs(apart) == 1:
+                end = first + (len(numbers) - 1) * apart
+                low, high = min(first, end), max(first, end)
+                if low >= 0 and whole[low : high + 1] == (list(numbers) if apart > 0 else list(numbers[::-1])):
+                    return whole, first, apart
+        if numbers[0] > numbers[-1]:
+            return numbers[::-1], len(numbers) - 1, -1
+        return numbers, 0, 1
 
     def _refuse_layers(
         self,

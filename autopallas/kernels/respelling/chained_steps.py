@@ -42,13 +42,17 @@ class Slices:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Values of the same type, one for each step.
+    """Values of the same type, of which each step reads one.
 
     Attributes:
-      sources: where they come from, in the order of the steps.
+      sources: where they come from, in the order in which the program computes them.
+      first: the place among them of the one that the first step reads.
+      apart: how far the one that the next step reads lies behind it: 1 or -1.
     """
 
     sources: tuple[Source, ...]
+    first: int
+    apart: int
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,7 +69,6 @@ class ChainedSteps:
       own: what each step alone reads.
       results: per result of the site, the position among what a step gives, and the number of the step.
       count: the number of steps.
-      reverse: whether the steps stand in the order in which a loop runs that is reversed.
       constants: numbers that stand in the program.
     """
 
@@ -77,7 +80,6 @@ class ChainedSteps:
     own: tuple[Slices | Values, ...]
     results: tuple[tuple[int, int], ...]
     count: int
-    reverse: bool
     constants: tuple[np.ndarray, ...] = field(compare=False)
 
     def __repr__(self) -> str:
@@ -99,13 +101,15 @@ class ChainedSteps:
         carried, shared = self._given(operands)
         step, looped = compat.jaxpr_as_fun(self.step), self.count - (self.last is not None)
 
-        def one(before: list[jax.Array], own: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-            found = list(step(*before, *shared, *own))
+        arrays = [self._array(own, operands) for own in self.own]
+
+        def one(before: list[jax.Array], k: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+            given = [_at(own, array, k) for own, array in zip(self.own, arrays, strict=True)]
+            found = list(step(*before, *shared, *given))
             after = [lax.convert_element_type(x, old.dtype) for x, old in zip(found, before, strict=False)]
             return after, found[len(before) :]
 
-        given = [self._stacked(own, looped, operands) for own in self.own]
-        carried, stacks = lax.scan(one, carried, given, looped, reverse=self.reverse)
+        carried, stacks = lax.scan(one, carried, jnp.arange(looped, dtype=jnp.uint32))
         end = carried
         if self.last is not None:
             own = [self._read(each, looped, operands) for each in self.own]
@@ -115,7 +119,7 @@ class ChainedSteps:
             if k == looped or i < len(carried):  # of what is carried, the loop's end is all that is read
                 results.append(end[i])
             else:
-                results.append(stacks[i - len(carried)][looped - 1 - k if self.reverse else k])
+                results.append(stacks[i - len(carried)][k])
         return results
 
     def _given(self, operands: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -129,24 +133,26 @@ class ChainedSteps:
 
     def _read(self, own: Slices | Values, k: int, operands: Sequence[jax.Array]) -> jax.Array:
         """Returns what a step reads."""
+        place = own.first + k * own.apart
         if isinstance(own, Values):
-            return jnp.asarray(self._value(own.sources[k], operands))
-        return lax.index_in_dim(operands[own.array], own.first + k * own.apart, own.axis, own.keeps)
+            return jnp.asarray(self._value(own.sources[place], operands))
+        return lax.index_in_dim(operands[own.array], place, own.axis, own.keeps)
 
-    def _stacked(self, own: Slices | Values, count: int, operands: Sequence[jax.Array]) -> jax.Array:
-        """Returns what the first steps read, in the order in which the loop reads it."""
-        if isinstance(own, Values):
-            sources = own.sources[:count]
-            ordered = sources[::-1] if self.reverse else sources
-            if all(source < 0 for source in ordered):
-                return jnp.asarray(np.stack([self.constants[-1 - source] for source in ordered]))
-            return jnp.stack([jnp.asarray(self._value(source, operands)) for source in ordered])
-        ends = own.first, own.first + (count - 1) * own.apart
-        part = lax.slice_in_dim(operands[own.array], min(ends), max(ends) + 1, abs(own.apart), own.axis)
-        if (own.apart < 0) != self.reverse:
-            part = lax.rev(part, (own.axis,))
-        moved = jnp.moveaxis(part, own.axis, 0)
-        return jnp.expand_dims(moved, own.axis + 1) if own.keeps else moved
+    def _array(self, own: Slices | Values, operands: Sequence[jax.Array]) -> jax.Array:
+        """Returns what holds all that steps read."""
+        if isinstance(own, Slices):
+            return operands[own.array]
+        if all(source < 0 for source in own.sources):
+            return jnp.asarray(np.stack([self.constants[-1 - source] for source in own.sources]))
+        return jnp.stack([jnp.asarray(self._value(source, operands)) for source in own.sources])
+
+
+def _at(own: Slices | Values, array: jax.Array, k: jax.Array) -> jax.Array:
+    """Returns what a step reads of an array, by the number of the step, without a sign."""
+    further = k * jnp.uint32(abs(own.apart))
+    place = own.first + further if own.apart > 0 else own.first - further
+    axis, keeps = (own.axis, own.keeps) if isinstance(own, Slices) else (0, False)
+    return lax.dynamic_index_in_dim(array, place, axis, keeps)
 
 
 def chain_in(spec: RespellingSpec) -> ChainedSteps:
