@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeAlias
 
 import numpy as np
@@ -28,7 +29,7 @@ from autopallas.kernels.respelling.kind import Found
 from autopallas.kernels.respelling.operation import OPERATION
 from autopallas.patterns.match import NearMiss
 
-__all__ = ["find"]
+__all__ = ["Chain", "Family", "Refused", "find"]
 
 _LEAST_STEPS = 4
 _MOST_STEPS = 4_096
@@ -46,6 +47,8 @@ _MOST_PASSES = 8
 _MOST_ALTERNATING = 4
 _PLACES_BACK = 8
 """How many places of an equal equation, counted back from each, may be those of the step before."""
+_MOST_AT_ENDS = 3
+"""Most steps at both ends that are left out for what an earlier chain gives."""
 _FEW = 4
 """Of what only every fourth step is read, or fewer, the others would be kept for nothing."""
 
@@ -67,13 +70,11 @@ _ADVICE = (
 
 _Slot: TypeAlias = tuple[int, int]
 """A result of a step: the position of its equation, and its position among the results of that."""
-_Given: TypeAlias = dict[int, tuple[list[int], int]]
-"""By the numbers of what chains give in each of their steps: all of the kind, and the place among them."""
 _Place: TypeAlias = tuple[int, int, int]
 """A result of an earlier step: how many steps ago, and its slot."""
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """Raised where a run of steps is no chain; ``reason`` is empty where it is nothing of the kind."""
 
     def __init__(self, reason: str = ""):
@@ -81,7 +82,7 @@ class _Refused(Exception):
         self.reason = reason
 
 
-class _Leaves(_Refused):
+class _Leaves(Refused):
     """Raised where something outside of the steps computes what a step reads of what an earlier one gave."""
 
 
@@ -93,8 +94,27 @@ class _Longer(Exception):
         self.times = times
 
 
-def find(graph: Graph) -> Iterator[tuple[Node, Found] | NearMiss]:
-    """Yields chains of equal steps, each with the node that ends it, and near misses."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Family:
+    """What the steps of a chain give at one place.
+
+    Attributes:
+      chain: the chain.
+      slot: the place.
+      numbers: the numbers of the values, step by step.
+    """
+
+    chain: Chain
+    slot: _Slot
+    numbers: tuple[int, ...]
+
+
+_Given: TypeAlias = dict[int, tuple[Family, int]]
+"""By the numbers of what chains give in each of their steps: all of the kind, and the place among them."""
+
+
+def find(graph: Graph) -> Iterator[tuple[Chain, Found] | NearMiss]:
+    """Yields chains of equal steps, each with its site, and near misses."""
     parts: dict[int, list[Node]] = defaultdict(list)
     for node in graph.nodes:
         if (node.name in _STEPS_HOLD or is_elementwise_call(node.equation)) and not node.equation.effects:
@@ -109,22 +129,22 @@ def find(graph: Graph) -> Iterator[tuple[Node, Found] | NearMiss]:
             order = order or {id(node): place for place, node in enumerate(graph.nodes)}
             try:
                 chain, found = _chain(graph, run, period, order, given)
-            except _Refused as refused:
+            except Refused as refused:
                 if refused.reason:
                     yield NearMiss(
                         OPERATION.name, jaxprs.location(run[-1].equation), refused.reason, run[-1].outputs[0], _ADVICE
                     )
                 continue
-            yield chain.blocks[-1][-1], found
+            yield chain, found
 
 
 def _chain(
     graph: Graph, run: Sequence[Node], period: int, order: dict[int, int], given: _Given
-) -> tuple[_Chain, Found]:
+) -> tuple[Chain, Found]:
     """Returns the chain of a run, and its site.
 
     Raises:
-      _Refused: it is none.
+      Refused: it is none.
     """
     try:
         return _of_run(graph, run, period, order, given)
@@ -133,9 +153,9 @@ def _chain(
     less, length, other = _independent(graph, run, period, order)
     try:
         return _of_run(graph, less, length, order, given)
-    except _Refused:
+    except Refused:
         if other is not None and other.name not in _STEPS_HOLD and _shares_a_factor(run, period):
-            raise _Refused(
+            raise Refused(
                 f"between equal steps, one after the other, stands what no loop of them can hold: {other.name}"
             ) from None
         raise
@@ -143,21 +163,21 @@ def _chain(
 
 def _of_run(
     graph: Graph, run: Sequence[Node], period: int, order: dict[int, int], given: _Given
-) -> tuple[_Chain, Found]:
+) -> tuple[Chain, Found]:
     """Returns the chain of equations that repeat, and its site.
 
     Raises:
-      _Refused: it is none.
+      Refused: it is none.
     """
     if len(run) < _LEAST_STEPS * period:
-        raise _Refused
+        raise Refused
     for _ in range(2):
         try:
-            chain = _Chain(graph, _blocks(graph, run, period), order)
+            chain = Chain(graph, _blocks(graph, run, period), order)
             return chain, chain.found(given)
         except _Longer as longer:
             period *= longer.times
-    raise _Refused
+    raise Refused
 
 
 def _shares_a_factor(run: Sequence[Node], period: int) -> bool:
@@ -335,15 +355,18 @@ class _Reads:
     outside: list[tuple[int, int]]
 
 
-class _Chain:
+class Chain:
     """Steps that are proved to be equal, and of which each reads what an earlier one gave."""
 
     def __init__(self, graph: Graph, blocks: list[Sequence[Node]], order: dict[int, int]):
         self.graph = graph
+        self.given: _Given = {}
+        self.families: list[Family] = []
+        """What earlier chains give and these steps read, once the site was asked for."""
         if len(blocks) < _LEAST_STEPS:
-            raise _Refused
+            raise Refused
         if len(blocks) > _MOST_STEPS:
-            raise _Refused(f"there are more than {_MOST_STEPS:,} equal steps, one after the other")
+            raise Refused(f"there are more than {_MOST_STEPS:,} equal steps, one after the other")
         at = {
             number: (k, i, o)
             for k, block in enumerate(blocks)
@@ -369,7 +392,7 @@ class _Chain:
                 else:
                     reads.outside.append((i, j))
         if not reads.before:
-            raise _Refused
+            raise Refused
         return reads
 
     def _equal(
@@ -398,13 +421,13 @@ class _Chain:
                 break
             start = max(start, differs(k, start))
         if start > middle:
-            raise _Refused
+            raise Refused
         for k in range(middle + 1, end):
             if differs(k, start) > start:
                 end = k
                 break
         if end - start < _LEAST_STEPS:
-            raise _Refused
+            raise Refused
         return start, end
 
     def _given_at_first(self, reads: _Reads) -> dict[_Place, int]:
@@ -417,7 +440,7 @@ class _Chain:
             self.blocks = self.blocks[1:]
             if len(self.blocks) < _LEAST_STEPS:
                 break
-        raise _Refused
+        raise Refused
 
     def _agree(self, reads: _Reads, first: dict[_Place, int]) -> bool:
         for k, block in enumerate(self.blocks[:_FURTHEST]):
@@ -458,27 +481,44 @@ class _Chain:
 
     # ------------------------------------------------------------------ the site
 
-    def found(self, given_before: _Given) -> Found:
+    def found(
+        self,
+        given_before: _Given,
+        ignored: Container[int] = (),
+        stacks: Sequence[_Slot] = (),
+        stacks_read: Mapping[tuple[int, ...], int] = MappingProxyType({}),
+    ) -> Found:
         """Returns the site of the steps, and adds what it gives to ``given_before``.
 
+        Args:
+          given_before: what earlier chains give.
+          ignored: identities of nodes whose reading does not count.
+          stacks: what the site gives as one array of all steps, behind its results.
+          stacks_read: by the numbers of a family of an earlier chain, that of the array of all.
+
         Raises:
-          _Refused: a loop would keep or copy more than the steps do.
+          Refused: a loop would keep or copy more than the steps do.
         """
-        read = self._read_after_first()
+        self._leave_out_ends(given_before)
+        read = self._read_after_first(ignored, stacks)
+        self.families = []
+        self.given = {n: given_before[n] for numbers in self._read_alone() for n in numbers if n in given_before}
         graph, blocks, count = self.graph, self.blocks, len(self.blocks)
-        ends, middle = self._live(read)
+        ends, middle = self._live({slot: [*range(count)] for slot in (*read, *stacks)} if stacks else read)
         live = sorted(middle | ends)
         places = {place for (i, _), place in self.reads.before.items() if i in middle or i in ends}
         carried = sorted({(less, p, o) for ago, p, o in places for less in range(1, ago + 1)})
         if not carried:
-            raise _Refused
+            raise Refused
         shared, own, of_operand = self._outside(live)
         self._refuse_layers(live, of_operand, own, carried)
 
-        stacked: list[_Slot] = []
+        stacked: list[_Slot] = [*stacks]
         ended: list[_Slot] = []
         for slot, steps in read.items():
-            if steps != [count - 1]:
+            if slot in stacked:
+                continue
+            if steps != [count - 1] or (stacks and (1, *slot) not in carried):
                 stacked.append(slot)
             elif (1, *slot) not in carried:
                 ended.append(slot)
@@ -506,6 +546,10 @@ class _Chain:
             slices = _slices(graph, numbers)
             if slices is None:
                 ordered, at, apart = self._in_order(numbers, given_before)
+                stack = stacks_read.get(ordered)
+                if stack is not None:
+                    of_each.append(Slices(source(stack), 0, at, apart, keeps=False))
+                    continue
                 of_each.append(Values(tuple(source(number) for number in ordered), at, apart))
             else:
                 array, axis, start, apart, keeps = slices
@@ -514,8 +558,8 @@ class _Chain:
         numbers_of_results: list[int] = []
         for slot, steps in read.items():
             if len(steps) == count:
-                whole = [block[slot[0]].outputs[slot[1]] for block in blocks]
-                given_before.update((number, (whole, k)) for k, number in enumerate(whole))
+                family = Family(self, slot, tuple([block[slot[0]].outputs[slot[1]] for block in blocks]))
+                given_before.update((number, (family, k)) for k, number in enumerate(family.numbers))
             for k in steps:
                 results.append((place_of[(1, *slot)], k))
                 numbers_of_results.append(blocks[k][slot[0]].outputs[slot[1]])
@@ -524,7 +568,7 @@ class _Chain:
         operands = tuple(sources)
         avals = [graph.avals[n] for n in (*operands, *numbers_of_results)]
         if array_types.varying_axes(avals) or any(array_types.explicit_sharding(aval) is not None for aval in avals):
-            raise _Refused
+            raise Refused
         chain = ChainedSteps(
             key=digest([step] if last is None else [step, last], b"".join(bits(array) for array in constants)),
             step=step,
@@ -535,28 +579,54 @@ class _Chain:
             results=tuple(results),
             count=count,
             constants=tuple(constants),
+            stacks=tuple(place_of[(1, *slot)] for slot in stacks),
         )
         return Found((("steps", chain),), operands, tuple(numbers_of_results))
 
-    def _read_after_first(self) -> dict[_Slot, list[int]]:
+    def _read_after_first(
+        self, ignored: Container[int], stacks: Sequence[_Slot]
+    ) -> dict[_Slot, list[int]]:
         """Returns what is read outside of the steps, each with the numbers of the steps; leaves out the first steps
         where more is read of these than of others."""
         for _ in range(_FURTHEST + 1):
-            read, count = self._read_outside(), len(self.blocks)
-            few = [steps for steps in read.values() if len(steps) * _FEW < count and steps != [count - 1]]
+            read, count = self._read_outside(ignored), len(self.blocks)
+            few = [
+                steps
+                for slot, steps in read.items()
+                if len(steps) * _FEW < count and steps != [count - 1] and slot not in stacks
+            ]
             if not few:
-                if not read:
+                if not read and not stacks:
                     break
                 return read
-            if any(step > _FURTHEST and step < count - 1 for steps in few for step in steps):
-                raise _Refused("of few of many equal steps, one after the other, more is read than of the others")
+            if len(few) <= len(stacks):
+                return read
+            if stacks or any(step > _FURTHEST and step < count - 1 for steps in few for step in steps):
+                raise Refused("of few of many equal steps, one after the other, more is read than of the others")
             self.blocks = self.blocks[1:]
             if len(self.blocks) < _LEAST_STEPS:
                 break
             self.first = self._given_at_first(self.reads)
-        raise _Refused
+        raise Refused
 
-    def _read_outside(self) -> dict[_Slot, list[int]]:
+    def _leave_out_ends(self, given: _Given) -> None:
+        """Leaves out the first and last steps that read what an earlier chain does not give, where it gives the others
+        the same."""
+        start, end = 0, len(self.blocks)
+        for numbers in self._read_alone():
+            known = [k for k, number in enumerate(numbers) if number in given]
+            if len(numbers) > len(known) >= max(_LEAST_STEPS, len(numbers) - _MOST_AT_ENDS) and numbers[0] != numbers[1]:
+                start, end = max(start, known[0]), min(end, known[-1] + 1)
+        if end - start >= max(_LEAST_STEPS, len(self.blocks) - _MOST_AT_ENDS) and end - start < len(self.blocks):
+            self.blocks = self.blocks[start:end]
+            self.first = self._given_at_first(self.reads)
+
+    def _read_alone(self) -> Iterator[list[int]]:
+        """Yields what each step reads from outside, operand by operand."""
+        for i, j in self.reads.outside:
+            yield [block[i].inputs[j] for block in self.blocks]
+
+    def _read_outside(self, ignored: Container[int]) -> dict[_Slot, list[int]]:
         """Returns what is read outside of the steps, each with the numbers of the steps."""
         graph = self.graph
         within = {id(node) for block in self.blocks for node in block}
@@ -564,7 +634,8 @@ class _Chain:
         for k, block in enumerate(self.blocks):
             for i, node in enumerate(block):
                 for o, number in enumerate(node.outputs):
-                    if number in graph.returned or any(id(user) not in within for user in graph.users[number]):
+                    users = graph.users[number]
+                    if number in graph.returned or any(id(u) not in within and id(u) not in ignored for u in users):
                         read[i, o].append(k)
         return dict(sorted(read.items()))
 
@@ -631,13 +702,14 @@ class _Chain:
         """
         places = [given.get(number) for number in numbers[:2]]
         if places[0] is not None and places[1] is not None:
-            (whole, first), (other, second) = places[0], places[1]
+            (family, first), (other, second) = places[0], places[1]
             apart = second - first
-            if whole is other and abs(apart) == 1:
+            if family is other and abs(apart) == 1:
                 end = first + (len(numbers) - 1) * apart
                 low, high = min(first, end), max(first, end)
-                if low >= 0 and whole[low : high + 1] == (list(numbers) if apart > 0 else list(numbers[::-1])):
-                    return whole, first, apart
+                if low >= 0 and family.numbers[low : high + 1] == tuple(numbers)[::apart]:
+                    self.families.append(family)
+                    return family.numbers, first, apart
         if numbers[0] > numbers[-1]:
             return numbers[::-1], len(numbers) - 1, -1
         return numbers, 0, 1
@@ -671,7 +743,7 @@ class _Chain:
                     form, place = of_operand[i, j]
                     kinds.append("weight" if form == "literal" or (form == "own" and given[place]) else "")
             if block[i].name == _PRODUCT and i in handed and {*kinds} == {"chained", "weight"}:
-                raise _Refused
+                raise Refused
             if "chained" in kinds:
                 chained.add(i)
             elif kinds and {*kinds} == {"weight"}:

@@ -23,7 +23,7 @@ from autopallas.kernels.respelling.operation import OPERATION
 from autopallas.kernels.respelling.site import RespellingSite
 from autopallas.kernels.respelling.spec import ArrayType, RespellingSpec
 from autopallas.numerics.casts import is_quantised
-from autopallas.patterns import chained_steps, checkpointed_scans, exponential_loops, steps_apart
+from autopallas.patterns import chained_pairs, chained_steps, checkpointed_scans, exponential_loops, steps_apart
 from autopallas.patterns import repeated_steps as runs_of_steps
 from autopallas.patterns.associative_scans import unknown_scans
 from autopallas.patterns.match import Match, NearMiss
@@ -85,11 +85,17 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     misses: list[NearMiss] = []
     if _is_looked_for(graph, python_loop.KIND):
         with contained("equal steps in a chain", OPERATION.name, "recognition"):
+            chains: dict[chained_steps.Chain, Found] = {}
             for chain in chained_steps.find(graph):
                 if isinstance(chain, NearMiss):
                     misses.append(chain)
-                    continue
-                match = _match(graph, chain[0], python_loop.KIND, chain[1])
+                else:
+                    chains[chain[0]] = chain[1]
+            for first, second, match in chained_pairs.pairs(graph, [*chains]):
+                del chains[first], chains[second]
+                found.append(match)
+            for own, place in chains.items():
+                match = _match(graph, own.blocks[-1][-1], python_loop.KIND, place)
                 found += [] if match is None else [match]
     if looks_for(tuple(graph.named) or None, OPERATION.name, associative_scan.KIND.name):
         with contained():

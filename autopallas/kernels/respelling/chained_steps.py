@@ -15,7 +15,7 @@ from autopallas import compat
 from autopallas.compat import ClosedJaxpr
 from autopallas.kernels.respelling.spec import RespellingSpec
 
-__all__ = ["ChainedSteps", "Slices", "Values", "chain_in"]
+__all__ = ["ChainedSteps", "Slices", "Values", "chain_in", "pass_on"]
 
 Source: TypeAlias = int
 """The position of an operand; -1, -2, ... for the first, second, ... constant."""
@@ -70,6 +70,7 @@ class ChainedSteps:
       results: per result of the site, the position among what a step gives, and the number of the step.
       count: the number of steps.
       constants: numbers that stand in the program.
+      stacks: positions among what a step gives, of which the site gives all steps' in one array, behind its results.
     """
 
     key: str
@@ -81,6 +82,7 @@ class ChainedSteps:
     results: tuple[tuple[int, int], ...]
     count: int
     constants: tuple[np.ndarray, ...] = field(compare=False)
+    stacks: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         return f"{self.count} steps of {len(self.step.jaxpr.eqns)} equations in a chain, {self.key}"
@@ -94,7 +96,7 @@ class ChainedSteps:
             given = list(program(*carried, *shared, *(self._read(own, k, operands) for own in self.own)))
             carried = given[: len(carried)]
             found.append(given)
-        return [found[k][i] for i, k in self.results]
+        return [*(found[k][i] for i, k in self.results), *(jnp.stack([own[i] for own in found]) for i in self.stacks)]
 
     def looped(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the results; a loop computes the steps, but for the last one, if more is read of that."""
@@ -120,7 +122,7 @@ class ChainedSteps:
                 results.append(end[i])
             else:
                 results.append(stacks[i - len(carried)][k])
-        return results
+        return [*results, *(stacks[i - len(carried)] for i in self.stacks)]
 
     def _given(self, operands: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         """Returns what the first step is given, and what all steps read."""
@@ -155,6 +157,22 @@ def _at(own: Slices | Values, array: jax.Array, k: jax.Array) -> jax.Array:
     return lax.dynamic_index_in_dim(array, place, axis, keeps)
 
 
-def chain_in(spec: RespellingSpec) -> ChainedSteps:
-    """Returns the steps of a spec."""
-    return cast(ChainedSteps, spec["steps"])
+def pass_on(
+    first: Sequence[jax.Array], chain: ChainedSteps, operands: Sequence[jax.Array], places: Sequence[int]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Returns the results of a chain that gives stacks, and the operands of the one that reads these.
+
+    Args:
+      first: what the first chain gives.
+      chain: the first chain.
+      operands: those of the second one that are no stacks.
+      places: per operand of the second one, which stack it is, or -1.
+    """
+    end = len(first) - len(chain.stacks)
+    stacks, rest = first[end:], iter(operands)
+    return list(first[:end]), [next(rest) if place < 0 else stacks[place] for place in places]
+
+
+def chain_in(spec: RespellingSpec, name: str = "steps") -> ChainedSteps:
+    """Returns the steps of a spec, or those of the chain that reads what these stack."""
+    return cast(ChainedSteps, spec[name])

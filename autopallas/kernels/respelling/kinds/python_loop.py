@@ -7,7 +7,7 @@ Places are found by :mod:`autopallas.patterns.chained_steps`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -15,20 +15,38 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas.kernels.respelling.chained_steps import Slices, chain_in
+from autopallas.kernels.respelling.chained_steps import ChainedSteps, Slices, chain_in, pass_on
 from autopallas.kernels.respelling.kind import Kind, Sample, of_no_equation
 from autopallas.kernels.respelling.networks import float32_types
 from autopallas.kernels.respelling.spec import RespellingSpec
 
 __all__ = ["KIND"]
 
+Arrays: TypeAlias = Sequence[jax.Array]
+
 
 def _original(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
-    return chain_in(spec).written_out(operands)
+    return _computed(spec, operands, ChainedSteps.written_out)
 
 
 def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
-    return chain_in(spec).looped(operands)
+    return _computed(spec, operands, ChainedSteps.looped)
+
+
+def _computed(
+    spec: RespellingSpec, operands: Sequence[jax.Array], run: Callable[[ChainedSteps, Sequence[jax.Array]], Arrays]
+) -> list[jax.Array]:
+    steps = chain_in(spec)
+    if not _is_pair(spec):
+        return [*run(steps, operands)]
+    first, last = spec.numbers("operands")[0], chain_in(spec, "then")
+    results, given = pass_on(run(steps, operands[:first]), steps, operands[first:], spec.numbers("places"))
+    return [*results, *run(last, given)]
+
+
+def _is_pair(spec: RespellingSpec) -> bool:
+    """Returns whether a spec holds the steps and those of their backward."""
+    return any(name == "then" for name, _ in spec.parameters)
 
 
 # ---------------------------------------------------------------------- evidence
@@ -40,26 +58,26 @@ _LONG = 20
 def _feature(spec: RespellingSpec) -> str:
     """Returns whether steps multiply, whether they read and give arrays of their own, whether they are long, and how
     many there are."""
+    if _is_pair(spec):
+        return f"train step, {_said(chain_in(spec, 'then'), gives=False, reads=False)}"
     steps = chain_in(spec)
+    reads = any(not isinstance(own, Slices) and any(s >= 0 for s in own.sources) for own in steps.own)
+    return _said(steps, gives=any(k < steps.count - 1 for _, k in steps.results), reads=reads)
+
+
+def _said(steps: ChainedSteps, gives: bool, reads: bool) -> str:
     names = [e.primitive.name for e in steps.step.jaxpr.eqns]
     holds = "products" if "dot_general" in names else "sums"
-    reads = any(not isinstance(own, Slices) and any(s >= 0 for s in own.sources) for own in steps.own)
-    gives = any(k < steps.count - 1 for _, k in steps.results)
     arrays = {(0, 0): "", (1, 0): ", arrays read", (0, 1): ", arrays given", (1, 1): ", arrays read and given"}
     length = "long" if len(names) >= _LONG else "short"
-    several = "4 to 7" if steps.count < 8 else "8 to 15" if steps.count < 16 else "16 or more"
+    several = "4 to 15" if steps.count < 16 else "16 to 31" if steps.count < 32 else "32 or more"
     return f"{holds}{arrays[int(reads), int(gives)]}, {several} {length} steps"
-
-
-Arrays: TypeAlias = tuple[jax.Array, ...]
-Step: TypeAlias = Callable[..., Arrays]
-"""From what is carried, and what all steps and one of them read, to what is carried."""
 
 
 def _samples() -> Iterator[tuple[str, Sample]]:
     """Yields recurrent cells, a sampler, Sinkhorn's iterations, steps of proximal and of plain gradient descent, and a
-    solver of several stages, each with what its gradient keeps, and its backward."""
-    for count in (6, 10, 20):
+    solver of several stages, each with and without its gradients."""
+    for count in (10, 20, 40):
         for name, make in _PROGRAMS.items():
             for rows, width in ((16, 64), (64, 256)):
                 loss, shapes = make(count, rows, width)
@@ -67,8 +85,7 @@ def _samples() -> Iterator[tuple[str, Sample]]:
                 size = f"{count}-{rows}x{width}"
                 yield f"{name}-{size}", Sample(loss, types)
                 step = jax.value_and_grad(loss, argnums=tuple(range(len(shapes))))
-                yield f"{name}-kept-{size}", Sample(step, types, place=0)
-                yield f"{name}-backward-{size}", Sample(step, types, place=1)
+                yield f"{name}-gradients-{size}", Sample(step, types)
 
 
 Made: TypeAlias = tuple[Callable[..., jax.Array], tuple[tuple[int, ...], ...]]

@@ -1,0 +1,96 @@
+"""Makes one site of equal steps and of those of their backward, which read what each of the first ones leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopallas import array_types, compat, jaxprs
+from autopallas.graph import Graph, Node
+from autopallas.kernels.respelling.chained_steps import ChainedSteps
+from autopallas.kernels.respelling.kind import Found
+from autopallas.kernels.respelling.kinds.python_loop import KIND
+from autopallas.kernels.respelling.operation import OPERATION
+from autopallas.kernels.respelling.site import RespellingSite
+from autopallas.kernels.respelling.spec import Plain, RespellingSpec
+from autopallas.patterns.chained_steps import Chain, Refused
+from autopallas.patterns.match import Match
+
+__all__ = ["pairs"]
+
+
+def pairs(graph: Graph, chains: Sequence[Chain]) -> list[tuple[Chain, Chain, Match]]:
+    """Returns the sites of chains of which the second reads what each step of the first leaves, each in one site."""
+    found: list[tuple[Chain, Chain, Match]] = []
+    used: set[int] = set()
+    for second in reversed(chains):
+        sizes: dict[Chain, int] = {}
+        for family in second.families:
+            number = family.numbers[0]
+            sizes[family.chain] = sizes.get(family.chain, 0) + int(graph.avals[number].size)
+        for first in sorted(sizes, key=lambda chain: -sizes[chain]):
+            if not used.isdisjoint((id(first), id(second))):
+                continue
+            try:
+                match = _site(graph, first, second)
+            except Refused:
+                continue
+            used.update((id(first), id(second)))
+            found.append((first, second, match))
+    return found
+
+
+def _site(graph: Graph, first: Chain, second: Chain) -> Match:
+    """Returns the site of two chains.
+
+    Raises:
+      Refused: the first one cannot give what the second reads as arrays of all steps.
+    """
+    families = list(dict.fromkeys(family for family in second.families if family.chain is first))
+    types = [graph.avals[family.numbers[0]] for family in families]
+    made = [
+        graph.further(array_types.array_type((len(family.numbers), *a.shape), a.dtype, [a], a))
+        for family, a in zip(families, types, strict=True)
+    ]
+    nodes = [[node for block in chain.blocks for node in block] for chain in (first, second)]
+    forward = first.found({}, {id(node) for node in nodes[1]}, [family.slot for family in families])
+    given = {n: (family, k) for family in families for k, n in enumerate(family.numbers)}
+    backward = second.found(
+        second.given | given, stacks_read={f.numbers: n for f, n in zip(families, made, strict=True)}
+    )
+    location = jaxprs.location(nodes[0][-1].equation)
+    own = [n for n in backward.operands if n not in made]
+    places = tuple(made.index(n) if n in made else -1 for n in backward.operands)
+    steps, later = forward.parameters[0][1], backward.parameters[0][1]
+    assert isinstance(steps, ChainedSteps)
+    assert isinstance(later, ChainedSteps)
+
+    def part(
+        parameters: dict[str, Plain], operands: Sequence[int], results: Sequence[int], equations: Sequence[Node]
+    ) -> Match:
+        read, gives = ([(graph.shape(n), graph.dtype(n)) for n in numbers] for numbers in (operands, results))
+        spec = RespellingSpec(KIND.name, tuple(sorted(parameters.items())), tuple(read), tuple(gives))
+        avals = [graph.avals[n] for n in operands]
+        original = compat.make_jaxpr(
+            lambda *arrays: tuple(KIND.original(spec, *arrays)), *map(array_types.typed_like, avals)
+        )
+        return Match(
+            op=OPERATION.name,
+            site=RespellingSite(spec),
+            direction="forward",
+            operands=tuple(operands),
+            results=tuple(results),
+            equations=tuple(equations),
+            original=original,
+            body=equations[0].body,
+            location=location,
+            homes=(equations[0].body,),
+            made=tuple(n for n in results if n in made),
+            in_body=True,
+        )
+
+    pair: dict[str, Plain] = {"steps": steps, "then": later, "places": places, "operands": (len(forward.operands),)}
+    whole = part(pair, [*forward.operands, *own], [*forward.results, *backward.results], [*nodes[0], *nodes[1]])
+    then = part({"steps": later}, backward.operands, backward.results, nodes[1])
+    start = part({"steps": steps}, forward.operands, [*forward.results, *made], [*nodes[0], *nodes[1]])
+    return replace(start, then=(then,), measured=replace(whole, own_results=len(forward.results)))
