@@ -8,7 +8,6 @@ from dataclasses import replace
 from autopallas import array_types, compat, jaxprs
 from autopallas.graph import Graph, Node
 from autopallas.kernels.respelling.chained_steps import ChainedSteps
-from autopallas.kernels.respelling.kind import Found
 from autopallas.kernels.respelling.kinds.python_loop import KIND
 from autopallas.kernels.respelling.operation import OPERATION
 from autopallas.kernels.respelling.site import RespellingSite

@@ -33,7 +33,7 @@ __all__ = ["Chain", "Family", "Refused", "find"]
 
 _LEAST_STEPS = 4
 _MOST_STEPS = 4_096
-_SHORTEST = 4
+_SHORTEST = 2
 """Fewest equations of a step."""
 _LONGEST = 4_000
 """Most equations of a step."""
@@ -138,9 +138,7 @@ def find(graph: Graph) -> Iterator[tuple[Chain, Found] | NearMiss]:
             yield chain, found
 
 
-def _chain(
-    graph: Graph, run: Sequence[Node], period: int, order: dict[int, int], given: _Given
-) -> tuple[Chain, Found]:
+def _chain(graph: Graph, run: Sequence[Node], period: int, order: dict[int, int], given: _Given) -> tuple[Chain, Found]:
     """Returns the chain of a run, and its site.
 
     Raises:
@@ -169,7 +167,7 @@ def _of_run(
     Raises:
       Refused: it is none.
     """
-    if len(run) < _LEAST_STEPS * period:
+    if not run or len(run) < _LEAST_STEPS * period:
         raise Refused
     for _ in range(2):
         try:
@@ -252,15 +250,15 @@ def _runs(graph: Graph, nodes: Sequence[Node]) -> Iterator[tuple[Sequence[Node],
         if counts[kind] >= _LEAST_STEPS:
             chosen.append(node)
             ids.append(numbers.setdefault(kind, len(numbers)))
-            literals = tuple([(j, graph.literals[n].tobytes()) for j, n in enumerate(node.inputs) if n in graph.literals])
-            finer.append(numbers.setdefault((kind, literals), len(numbers)))
+            known = [(j, graph.literals[n].tobytes()) for j, n in enumerate(node.inputs) if n in graph.literals]
+            finer.append(numbers.setdefault((kind, *known), len(numbers)))
     graph.steps.spend(len(chosen))
     for start, end, period in _repeated(ids, finer):
         yield chosen[start:end], period
 
 
 def _kind(graph: Graph, node: Node) -> Hashable:
-    """Returns what equations of the same position in two steps have in common, beside where their operands come from."""
+    """Returns what equations of the same position in two steps have in common, but for where operands come from."""
     avals = graph.avals
     types = tuple([(aval.shape, aval.dtype) for n in (*node.inputs, *node.outputs) for aval in (avals[n],)])
     said: Hashable = ()
@@ -542,9 +540,14 @@ class Chain:
         first = tuple(source(self.first[place]) for place in carried)
         read_by_all = tuple(source(number) for number in shared)
         of_each: list[Slices | Values] = []
-        for numbers in own:
-            slices = _slices(graph, numbers)
-            if slices is None:
+        cut = {numbers: _slices(graph, numbers) for numbers in own}
+        read_whole = {
+            *self.first.values(),
+            *shared,
+            *(n for numbers, found in cut.items() if not found for n in numbers),
+        }
+        for numbers, slices in cut.items():
+            if slices is None or not read_whole.isdisjoint(numbers):
                 ordered, at, apart = self._in_order(numbers, given_before)
                 stack = stacks_read.get(ordered)
                 if stack is not None:
@@ -583,9 +586,7 @@ class Chain:
         )
         return Found((("steps", chain),), operands, tuple(numbers_of_results))
 
-    def _read_after_first(
-        self, ignored: Container[int], stacks: Sequence[_Slot]
-    ) -> dict[_Slot, list[int]]:
+    def _read_after_first(self, ignored: Container[int], stacks: Sequence[_Slot]) -> dict[_Slot, list[int]]:
         """Returns what is read outside of the steps, each with the numbers of the steps; leaves out the first steps
         where more is read of these than of others."""
         for _ in range(_FURTHEST + 1):
@@ -615,7 +616,10 @@ class Chain:
         start, end = 0, len(self.blocks)
         for numbers in self._read_alone():
             known = [k for k, number in enumerate(numbers) if number in given]
-            if len(numbers) > len(known) >= max(_LEAST_STEPS, len(numbers) - _MOST_AT_ENDS) and numbers[0] != numbers[1]:
+            if (
+                len(numbers) > len(known) >= max(_LEAST_STEPS, len(numbers) - _MOST_AT_ENDS)
+                and numbers[0] != numbers[1]
+            ):
                 start, end = max(start, known[0]), min(end, known[-1] + 1)
         if end - start >= max(_LEAST_STEPS, len(self.blocks) - _MOST_AT_ENDS) and end - start < len(self.blocks):
             self.blocks = self.blocks[start:end]
@@ -693,7 +697,7 @@ class Chain:
         graph.steps.spend(len(of_operand))
         return list(shared), list(own), of_operand
 
-    def _in_order(self, numbers: Sequence[int], given: _Given) -> tuple[Sequence[int], int, int]:
+    def _in_order(self, numbers: tuple[int, ...], given: _Given) -> tuple[tuple[int, ...], int, int]:
         """Returns values in the order in which they are computed, the place of the first step's one, and how far the
         next one lies behind it.
 
@@ -707,7 +711,7 @@ class Chain:
             if family is other and abs(apart) == 1:
                 end = first + (len(numbers) - 1) * apart
                 low, high = min(first, end), max(first, end)
-                if low >= 0 and family.numbers[low : high + 1] == tuple(numbers)[::apart]:
+                if low >= 0 and family.numbers[low : high + 1] == numbers[::apart]:
                     self.families.append(family)
                     return family.numbers, first, apart
         if numbers[0] > numbers[-1]:
@@ -724,10 +728,12 @@ class Chain:
         """Raises where steps multiply what they hand on by arrays of their own, as the layers of a network do: a loop
         would copy all weights together."""
         graph, block = self.graph, self.blocks[0]
+        handed = self._handed_on(live, carried)
+        if not handed:  # each step only adds to what the others gave
+            raise Refused
         given = [_is_given(graph, numbers) and _slices(graph, numbers) is None for numbers in own]
         if not any(given):
             return
-        handed = self._handed_on(live, carried)
         chained: set[int] = set()
         weights: set[int] = set()
         """Positions of what is computed of weights of its step alone."""

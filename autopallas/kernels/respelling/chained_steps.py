@@ -138,7 +138,8 @@ class ChainedSteps:
         place = own.first + k * own.apart
         if isinstance(own, Values):
             return jnp.asarray(self._value(own.sources[place], operands))
-        return lax.index_in_dim(operands[own.array], place, own.axis, own.keeps)
+        found: jax.Array = lax.index_in_dim(operands[own.array], place, own.axis, own.keeps)
+        return found
 
     def _array(self, own: Slices | Values, operands: Sequence[jax.Array]) -> jax.Array:
         """Returns what holds all that steps read."""
@@ -154,7 +155,8 @@ def _at(own: Slices | Values, array: jax.Array, k: jax.Array) -> jax.Array:
     further = k * jnp.uint32(abs(own.apart))
     place = own.first + further if own.apart > 0 else own.first - further
     axis, keeps = (own.axis, own.keeps) if isinstance(own, Slices) else (0, False)
-    return lax.dynamic_index_in_dim(array, place, axis, keeps)
+    found: jax.Array = lax.dynamic_index_in_dim(array, place, axis, keeps)
+    return found
 
 
 def pass_on(

@@ -1,14 +1,13 @@
 """Equal steps with products or sums that Python wrote one after the other, and the backward of such steps: a loop.
 
 A recurrent cell in a ``for`` loop, steps of gradient descent, a sampler or a solver is compiled step by step as it is
-written.  XLA's CPU compiler takes long for it, and computes anew in each kernel of a backward what several results read.
-Places are found by :mod:`autopallas.patterns.chained_steps`.
+written.  XLA's CPU compiler takes long for it, and computes anew in each kernel of a backward what several results
+read.  Places are found by :mod:`autopallas.patterns.chained_steps`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import TypeAlias
 
 import jax
