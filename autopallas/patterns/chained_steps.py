@@ -448,6 +448,9 @@ class Chain:
                     if first.setdefault((ago - k, position, output), number) != number:
                         return False
         graph = self.graph
+        made = {number for block in self.blocks for node in block for number in node.outputs}
+        if not made.isdisjoint(first.values()):
+            return False
         for (ago, position, output), number in [*first.items()]:
             result = self.blocks[0][position].outputs[output]
             if (graph.shape(number), graph.dtype(number)) != (graph.shape(result), graph.dtype(result)):
