@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from autopallas import jaxprs
@@ -45,10 +46,28 @@ def without_nested(
     left = [*custom, *outside(others, custom)]
     given = {number for match, decision in left if decision.verdict == "applied" for number in match.reads}
     last = with_faster_steps(graph, [pair for pair in outside(last, left) if not pair[0].holds_any(given)])
-    last = _outermost(last)
+    last = _outermost(_beside_steps(last))
     left += _around_no_other(graph, last, left)
     left = _in_some_order(graph, left)
     return [match for match, _ in left], [decision for _, decision in left]
+
+
+def _beside_steps(pairs: list[Planned]) -> list[Planned]:
+    """Keeps the originals of applied sites that lie partly within steps that another applied site computes, and partly
+    outside of these: both would compute what they share."""
+    taken: dict[int, Match] = {}
+    kept: set[int] = set()
+    for match, decision in sorted(pairs, key=lambda pair: -len(pair[0].equations)):
+        if decision.verdict != "applied":
+            continue
+        within = [taken.get(id(node)) for node in match.equations]
+        around = {id(other) for other in within if other is not None}
+        if around and (len(around) > 1 or None in within):
+            kept.add(id(match))
+        elif not around and getattr(match.site, "keeps_steps", False):
+            taken.update((id(node), match) for node in match.equations)
+    reason = "it lies partly within equal steps that are replaced"
+    return [(m, replace(d, verdict="kept", reason=reason) if id(m) in kept else d) for m, d in pairs]
 
 
 def _outermost(pairs: list[Planned]) -> list[Planned]:
