@@ -14,6 +14,7 @@ __all__ = [
     "FIRST_OF_EVERY_KIND",
     "FIRST_SPREAD",
     "FIRST_UNROLLED",
+    "FIRST_WRITTEN",
     "body",
     "operands",
 ]
@@ -31,6 +32,8 @@ FIRST_UNROLLED = 290_000
 
 FIRST_SPREAD = 300_000
 """From here on convolutions read zeros between elements."""
+FIRST_WRITTEN = 310_000
+"""From here on Python writes out loops whose steps multiply matrices."""
 
 
 def operands(w: Writer, at: str) -> tuple[dict[str, int], list[str]]:
@@ -72,6 +75,8 @@ def body(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
         steps |= {"unrolled loop": _unrolled_loop, "repeated steps": _repeated_steps}
     if c.seed >= FIRST_SPREAD:
         steps["spread elements"] = layers.spread
+    if c.seed >= FIRST_WRITTEN:
+        steps["written loop"] = _written_loop
     for n in range(c.pick(f"{at}.count", [1, 2, 3], 0.6)):
         name = c.pick(f"{at}.step {n}", {name: name for name in steps}, 0.8)
         w.features.add(f"step: {name}")
@@ -633,3 +638,46 @@ def _repeated_steps(w: Writer, at: str, size: dict[str, int], x: str, ids: str) 
     run = f"(lambda u, v: (lambda s: {given})({states}))"
     ways = {"value": f"{run}({first}, {other})", "gradient": f"jax.grad(lambda u: {run}(u, {other}).sum())({first})"}
     return f"{x} + {ways[c.pick(f'{at}.way', {name: name for name in ways}, 0.7)]}.mean().astype({x}.dtype)"
+
+
+def _written_loop(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """Steps of a Python loop that multiply or add up, each of which may read a slice, a number or a weight of its own,
+    and whose states a program may read; and their gradients."""
+    c = w.choices
+    count = c.pick(f"{at}.steps", [6, 5, 9, 14, 3], 0.5)
+    rows = w.set("rows", f"jnp.tanh({x} / 8)")
+    first, other = w.set("first", f"{rows}.mean(1)"), w.set("other", f"jnp.cos({rows}).mean(1)")
+    square = f"({first}.T @ {other} / 4)"
+    gate = "jax.nn.sigmoid(a[i] + h @ u)"
+    both = "jnp.split(jnp.concatenate([h, a[i]], 1) @ jnp.concatenate([u, v], 0), 1, 1)"
+    forms = {
+        "cell": "(jnp.tanh(a[i] @ v + h @ u), g)", "last two": "(jnp.tanh(g @ u + h @ v), h)",
+        "gates": f"((lambda z: z * h + (1 - z) * jnp.tanh(h @ v))({gate}), g)",
+        "numbered": "(h - 0.1 * (i + 1) * jnp.tanh(h @ u), g)", "alternating": "(jnp.tanh(h @ u) @ u.T, g)",
+        "descent": "(h - 0.1 * jax.grad(lambda h: (jnp.tanh(h @ u) ** 2).sum())(h), g)",
+        "own weights": "(jnp.tanh(h @ (u * (i + 1))), g)", "swapped": "(jnp.tanh(g @ u), h @ v)",
+        "carried weights": "(jnp.tanh(h @ g), g - 0.01 * (h.T @ h))", "relu": "(jax.nn.relu(h @ u + a[i]) * 0.5, g)",
+        "sums": "(jnp.sin(h) - h.max(0) + 0.1 * h.sum(1, keepdims=True), g)",
+        "split": f"(sum(jnp.tanh(z) for z in {both}), g)",
+    }  # fmt: skip
+    name = c.pick(f"{at}.step", {name: name for name in forms}, 0.8)
+    reads = {"slices": "a", "reversed": "a[::-1]", "a stack": "[*a]", "an input": "[a[0]] * 20"}
+    kept = {
+        "last": "s[-1][0]", "all": "sum(h for h, _ in s)", "stacked": "jnp.stack([h for h, _ in s]).max(0)",
+        "one": "s[-1][0] + s[2][0]", "losses": "sum((h * h).mean() for h, _ in s) * s[-1][0]",
+    }  # fmt: skip
+    given = c.pick(f"{at}.kept", kept, 0.5)
+    second = "u" if name == "carried weights" else "v" if name == "descent" else "h"
+    step = f"lambda s, i: (lambda h, g: {forms[name]})(*s)"
+    states = f"list(itertools.accumulate(range({count}), {step}, initial=(h, {second})))"
+    slices = c.pick(f"{at}.reads", reads, 0.4)
+    wide = f"jnp.stack([{first} * k for k in range(1, 21)])"
+    run = f"(lambda h, u, v: (lambda a: (lambda s: {given})({states}))({slices.replace('a', wide, 1)}))"
+    total = f"lambda h, u: {run}(h, u, {square}.T).sum()"
+    ways = {
+        "value": f"{run}({first}, {square}, {square}.T)",
+        "gradient": f"jax.grad(lambda u: {run}({first}, u, {square}).sum())({square})",
+        "both": f"sum(jnp.sin(y).mean() for y in jax.grad({total}, (0, 1))({first}, {square}))",
+    }
+    way = ways[c.pick(f"{at}.way", {name: name for name in ways}, 0.8)]
+    return f"{x} + jnp.mean({way}).astype({x}.dtype)"

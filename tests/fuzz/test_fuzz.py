@@ -27,6 +27,7 @@ from .respellings import (
     FIRST_OF_EVERY_KIND,
     FIRST_SPREAD,
     FIRST_UNROLLED,
+    FIRST_WRITTEN,
 )
 from .shrink import shrunk
 from .tolerance import roundings
@@ -158,6 +159,7 @@ _DRAWN = {
     "pooling": "step: window",
     "pooling_gradient": "step: window",
     "product": "family: respelling",
+    "python_loop": "step: written loop",
     "reduction": "step: reduction",
     "repeated_steps": "step: repeated steps",
     "scan_checkpoint": "step: long loop",
@@ -187,6 +189,7 @@ def test_a_respelling_is_found_in_programs_that_are_drawn_for_it(kind):
         "broadcast_product": FIRST_BROADCAST,
         "summed_products": FIRST_NETWORK,
         "repeated_steps": FIRST_UNROLLED,
+        "python_loop": FIRST_WRITTEN,
         "unrolled_scan": FIRST_UNROLLED,
         "transposed_convolution": FIRST_SPREAD,
     } | dict.fromkeys(("summed_exponentials", "summed_exponentials_gradient"), FIRST_EXPONENTIALS)
