@@ -90,7 +90,7 @@ class ChainedSteps:
     def written_out(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the results, as the program computes them."""
         carried, shared = self._given(operands)
-        step, found = compat.jaxpr_as_fun(self.step), []
+        step, found = jax.jit(compat.jaxpr_as_fun(self.step)), []  # traced once
         for k in range(self.count):
             program = step if self.last is None or k < self.count - 1 else compat.jaxpr_as_fun(self.last)
             given = list(program(*carried, *shared, *(self._read(own, k, operands) for own in self.own)))

@@ -7,6 +7,7 @@ read.  Places are found by :mod:`autopallas.patterns.chained_steps`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -198,6 +199,21 @@ _PROGRAMS: dict[str, Callable[[int, int, int], Made]] = {
 }  # fmt: skip
 
 
+def _fill(spec: RespellingSpec, random: np.random.Generator, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns arrays of which those that all steps multiply by are of the size of weights: others grow from step to
+    step, until what is rounded decides."""
+    shared = {*chain_in(spec).shared}
+    if _is_pair(spec):
+        first = spec.numbers("operands")[0]
+        places = [i for i, stack in enumerate(spec.numbers("places")) if stack < 0]
+        shared |= {first + i for i, place in enumerate(places) if place in chain_in(spec, "then").shared}
+    found = list(arrays)
+    for i in shared:
+        if found[i].ndim == 2 and found[i].dtype.kind == "f":
+            found[i] = (found[i] / math.sqrt(max(found[i].shape))).astype(found[i].dtype)
+    return found
+
+
 KIND = Kind(
     name="python_loop",
     primitives=(),
@@ -212,4 +228,5 @@ KIND = Kind(
     keeps_steps=True,
     is_searched_quickly=False,
     platforms=("cpu",),
+    fill=_fill,
 )
