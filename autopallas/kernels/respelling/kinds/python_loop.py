@@ -56,18 +56,27 @@ _LONG = 20
 
 
 def _feature(spec: RespellingSpec) -> str:
-    """Returns whether steps multiply, whether they read and give arrays of their own, whether they are long, and how
-    many there are."""
-    if _is_pair(spec):
-        return f"train step, {_said(chain_in(spec, 'then'), gives=False, reads=False)}"
+    """Returns whether steps multiply, whether they hand on more than all of them read, whether they read and give
+    arrays of their own, whether they are long, and how many there are."""
     steps = chain_in(spec)
+    if _is_pair(spec):
+        return f"train step, {_said(chain_in(spec, 'then'), _hands_on_more(steps), gives=False, reads=False)}"
     reads = any(not isinstance(own, Slices) and any(s >= 0 for s in own.sources) for own in steps.own)
-    return _said(steps, gives=any(k < steps.count - 1 for _, k in steps.results), reads=reads)
+    return _said(steps, _hands_on_more(steps), gives=any(k < steps.count - 1 for _, k in steps.results), reads=reads)
 
 
-def _said(steps: ChainedSteps, gives: bool, reads: bool) -> str:
+def _hands_on_more(steps: ChainedSteps) -> bool:
+    """Returns whether steps hand on more than all of them read, as weights that are trained."""
+    sizes = [int(v.aval.size) for v in steps.step.jaxpr.invars]
+    carried = len(steps.carried)
+    return sum(sizes[:carried]) > sum(sizes[carried : carried + len(steps.shared)])
+
+
+def _said(steps: ChainedSteps, hands_on_more: bool, gives: bool, reads: bool) -> str:
     names = [e.primitive.name for e in steps.step.jaxpr.eqns]
     holds = "products" if "dot_general" in names else "sums"
+    if hands_on_more:
+        holds += " of large states"
     arrays = {(0, 0): "", (1, 0): ", arrays read", (0, 1): ", arrays given", (1, 1): ", arrays read and given"}
     length = "long" if len(names) >= _LONG else "short"
     several = "4 to 15" if steps.count < 16 else "16 to 31" if steps.count < 32 else "32 or more"
