@@ -28,7 +28,7 @@ def pairs(graph: Graph, chains: Sequence[Chain]) -> list[tuple[Chain, Chain, Mat
             number = family.numbers[0]
             sizes[family.chain] = sizes.get(family.chain, 0) + int(graph.avals[number].size)
         for first in sorted(sizes, key=lambda chain: -sizes[chain]):
-            if not used.isdisjoint((id(first), id(second))):
+            if first not in chains or not used.isdisjoint((id(first), id(second))):
                 continue
             try:
                 match = _site(graph, first, second)

@@ -73,6 +73,8 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             found.append(match)
             graph.respelt.update(match.results)
     looped: set[Node] = set()
+    apart: set[Node] = set()
+    """Equations of steps apart: whether a loop of these gains more is not measured."""
     if _is_looked_for(graph, repeated_steps.KIND):
         with contained("equal steps one after the other", OPERATION.name, "recognition"):
             for node, place in runs_of_steps.find(graph):
@@ -82,6 +84,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             for node, place in steps_apart.find(graph, looped):
                 match = _match(graph, node, repeated_steps.KIND, place)
                 found += [] if match is None else [match]
+                apart.update(() if match is None else match.equations)
     misses: list[NearMiss] = []
     if _is_looked_for(graph, python_loop.KIND):
         with contained("equal steps in a chain", OPERATION.name, "recognition"):
@@ -91,6 +94,8 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                     misses.append(chain)
                 else:
                     chains[chain[0]] = chain[1]
+            for own in [own for own in chains if any(not apart.isdisjoint(block) for block in own.blocks)]:
+                del chains[own]
             for first, second, match in chained_pairs.pairs(graph, [*chains]):
                 del chains[first], chains[second]
                 found.append(match)
