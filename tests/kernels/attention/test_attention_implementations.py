@@ -307,6 +307,23 @@ class TestXla(AttentionImplementation):
         for gradient in found[1][:2]:
             assert np.all(np.asarray(gradient) == 0) if exact else np.all(np.isfinite(gradient))
 
+    def test_a_key_of_little_weight_beside_a_great_score_has_its_gradient(self, module):
+        """The logsumexp is rounded to the greatest score, and the probability of that is not 1."""
+        case = Case("nearly decided", batch=1, key_heads=1, groups=1, query_length=8, key_length=8, head_size=8)
+        case = replace(case, score=traced(lambda s: s, SCORE))
+        query = jnp.zeros((1, 1, 1, 8, 8)).at[..., 0].set(300.0)
+        key = jnp.zeros((1, 1, 8, 8)).at[..., 0].set(jnp.arange(8) - 9.0).at[0, 0, 7, 0].set(1.0)
+        key = key.at[0, 0, 6, :2].set(jnp.asarray([1 - 11.5 / 300, 10.0]))
+        value, dout = (jax.random.normal(jax.random.key(n), (1, 1, 8, 8)) for n in range(2))
+        operands = Operands(query, key, value)
+        found = both(module, case.spec(), BlockSizes(8, 8), operands, Cotangents(dout[:, :, None]))[1].query
+        x = 300.0 * np.asarray(key, np.float64)[0, 0, :, 0]
+        p = np.exp(x - x.max()) / np.exp(x - x.max()).sum()
+        c = np.asarray(dout, np.float64)[0, 0] @ np.asarray(value, np.float64)[0, 0].T
+        wanted = (p * (c - (p * c).sum(-1, keepdims=True))) @ np.asarray(key, np.float64)[0, 0]
+        assert np.abs(wanted[:, 1]).max() > 1e-4
+        np.testing.assert_allclose(found[0, 0, 0], wanted, rtol=0, atol=1e-5)  # a rounding of c times the key
+
     def test_no_array_of_the_size_of_the_scores(self, module):
         case = Case("long", batch=1, key_heads=1, query_length=512, key_length=512)
         spec, sizes = case.spec(), BlockSizes(32, 32)
