@@ -41,6 +41,7 @@ from autopallas.kernels.attention.xla_blocks import (
     tile,
     times_values,
     unrepeated,
+    unrepeated_columns,
 )
 from autopallas.kernels.even_blocks import ONE, Part
 from autopallas.numerics.classes import Numerics
@@ -175,7 +176,7 @@ def _advanced(rows: _ForwardRows, columns: Part, programs: TilePrograms, carry: 
     score = scores(spec, place, rows.q, place.columns(operands.key, columns))
     x = unrepeated(logits(spec, programs, score, here), here, columns)
     maximum = row_maximum(spec, programs, score, x, here)
-    if spec.statistics is None:
+    if spec.statistics is None and not programs.inner_weights:  # halves of exponentials are not bounded by 1
         maximum = _below_roundings(maximum)
     maximum = jnp.maximum(carry.maximum, maximum)
     # A row that has seen only -inf keeps the sum 0; without the zero, -inf - -inf would be NaN.
@@ -185,7 +186,8 @@ def _advanced(rows: _ForwardRows, columns: Part, programs: TilePrograms, carry: 
     total = carry.total * shrink + jnp.sum(e, axis=-1, keepdims=True)
     p = weighted(programs.weights, e, here)
     accumulator = carry.accumulator * shrink
-    accumulator = accumulator + times_values(spec, place, p, place.columns(operands.value, columns))
+    value = unrepeated_columns(place.columns(operands.value, columns), columns)
+    accumulator = accumulator + times_values(spec, place, p, value)
     kept = carry.kept
     if kept is not None:
         kept = kept | any_kept(programs.weights, here, p.shape)

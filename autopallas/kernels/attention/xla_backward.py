@@ -270,7 +270,7 @@ def _gradient_tile(
     dx, inner_sides = exponentials_pull(dp_normal - rows.delta[..., None])
     if spec.statistics is None and not spec.inner_weights:
         # The only key with a weight in its row has no gradient; delta, which is summed up elsewhere, leaves roundings.
-        dx = jnp.where(p_normal * rows.factor[..., None] == 1, 0, dx)
+        dx = jnp.where(p_normal * rows.factor[..., None] == 1, dx * 0, dx)  # but NaN stays
     dscore, score_sides = logits_vjp(dx.astype(x.dtype))
     dq = dq + times_keys(spec, place, dscore, k)
     window = place.window("BK-S", columns)

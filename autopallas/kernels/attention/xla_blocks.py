@@ -42,6 +42,7 @@ __all__ = [
     "times_keys",
     "times_values",
     "unrepeated",
+    "unrepeated_columns",
 ]
 
 Array: TypeAlias = jax.Array
@@ -222,6 +223,15 @@ def unrepeated(x: Array, here: Tile, columns: Part, rows: Part | None = None) ->
         above = here.query < rows.first
         repeated = above if repeated is None else repeated | above
     return x if repeated is None else jnp.where(repeated, -jnp.inf, x)
+
+
+def unrepeated_columns(x: Array, columns: Part) -> Array:
+    """Returns a block of columns [..., s, d] with 0 where an earlier one has had them: weights of 0 times an infinity
+    would be NaN."""
+    if columns.first is None:
+        return x
+    at = columns.start + lax.broadcasted_iota(jnp.int32, (columns.size, 1), 0)
+    return jnp.where(at < columns.first, 0, x)
 
 
 def reduced(tile: Array, varies: Sequence[bool]) -> Array:

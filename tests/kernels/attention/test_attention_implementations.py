@@ -324,6 +324,41 @@ class TestXla(AttentionImplementation):
         assert np.abs(wanted[:, 1]).max() > 1e-4
         np.testing.assert_allclose(found[0, 0, 0], wanted, rtol=0, atol=1e-5)  # a rounding of c times the key
 
+    def test_a_row_of_one_key_keeps_the_nan_of_its_cotangent(self, module):
+        case = Case("one key", query_length=16, key_length=1)
+        *operands, dout = case.operands()
+        dout = dout.at[:, :, :, 10, 3].set(jnp.nan)
+        found = both(module, case.spec(), BlockSizes(8, 8), Operands(*operands), Cotangents(dout))[1]
+        rows = np.isnan(np.asarray(found.query)).all(axis=(0, 1, 2, 4))
+        assert rows[10]
+        assert not rows[[*range(10), *range(11, 16)]].any()
+        assert np.isnan(np.asarray(found.key)).all()
+
+    def test_rows_with_a_fill_beyond_the_integers_and_weights_inside_the_sum(self, module):
+        """The fill is so low that a rounding of it is more than an exponential reaches."""
+        case = Case(
+            "weights and a low fill",
+            score=traced(
+                lambda s, m: jnp.where(m, s * np.float32(0.3), np.float32(-1e10)), SCORE, Side(0, np.dtype(bool))
+            ),
+            sides=(
+                SideSpec(np.dtype(bool), (True, False, False, True, False)),
+                SideSpec(np.dtype(np.float32), (False, False, False, False, True)),
+            ),
+            draw="mp", inner_weights=(Weight("multiply", traced(lambda w: w, Side(1, np.dtype(np.float32)))),),
+        )  # fmt: skip
+        self.check(module, case, "float32", BlockSizes(8, 8))
+
+    @pytest.mark.parametrize("length", [16, 17])
+    def test_an_infinite_value_is_no_nan(self, module, length):
+        """Whether a last block repeats it or not."""
+        case = Case("infinite value", query_length=length, key_length=length)
+        query, key, value, sides, sink, _ = case.operands()
+        value = value.at[:, :, 10, 3].set(jnp.inf)
+        out = module.forward(case.spec(), BlockSizes(8, 8), Operands(query, key, value, sides, sink)).out
+        assert np.all(np.asarray(out)[..., 3] == np.inf)
+        assert np.all(np.isfinite(np.delete(np.asarray(out), 3, axis=-1)))
+
     def test_no_array_of_the_size_of_the_scores(self, module):
         case = Case("long", batch=1, key_heads=1, query_length=512, key_length=512)
         spec, sizes = case.spec(), BlockSizes(32, 32)
