@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autopallas import array_types, compat, jaxprs
+from autopallas.compat import JaxprEqn
 from autopallas.graph import Graph, Node
+from autopallas.graph.custom_rules import is_elementwise_call, rule_key
 from autopallas.kernels.respelling.chained_steps import ChainedSteps
 from autopallas.kernels.respelling.kinds.python_loop import KIND
 from autopallas.kernels.respelling.operation import OPERATION
@@ -43,8 +45,11 @@ def _site(graph: Graph, first: Chain, second: Chain) -> Match:
     """Returns the site of two chains.
 
     Raises:
-      Refused: the first one cannot give what the second reads as arrays of all steps.
+      Refused: the first one cannot give what the second reads as arrays of all steps, or the steps of one have
+        derivatives of their own that differ, of which the site's original would have one.
     """
+    if any(len({rule_key(e) for e in calls}) > 1 for chain in (first, second) for calls in _calls(chain)):
+        raise Refused
     families = list(dict.fromkeys(family for family in second.families if family.chain is first))
     types = [graph.avals[family.numbers[0]] for family in families]
     made = [
@@ -93,3 +98,10 @@ def _site(graph: Graph, first: Chain, second: Chain) -> Match:
     then = part({"steps": later}, backward.operands, backward.results, nodes[1])
     start = part({"steps": steps}, forward.operands, [*forward.results, *made], [*nodes[0], *nodes[1]])
     return replace(start, then=(then,), measured=replace(whole, own_results=len(forward.results)))
+
+
+def _calls(chain: Chain) -> Iterator[list[JaxprEqn]]:
+    """Yields the calls with a derivative of their own at each position of the steps."""
+    for i, node in enumerate(chain.blocks[0]):
+        if is_elementwise_call(node.equation):
+            yield [block[i].equation for block in chain.blocks]

@@ -437,6 +437,35 @@ def test_many_steps_are_looked_at_in_the_time_that_it_takes_to_trace_them():
     assert spent(160) < 5 * spent(40)
 
 
+def activation(slope):
+    @jax.custom_jvp
+    def act(z):
+        return jnp.tanh(z)
+
+    act.defjvp(lambda given, moved: (act(given[0]), slope * moved[0] * (1 - act(given[0]) ** 2)))
+    return act
+
+
+def test_steps_whose_own_derivatives_differ_are_differentiated_each_by_its_own():
+    """A site of steps and their backward, and a gradient around it."""
+    acts = [activation(slope) for slope in (0.5, 2.0, 1.0)]
+
+    def loss(x, w, u):
+        h = x[0]
+        for t in range(9):
+            h = acts[t % 3 if t < 5 else 1](h @ w + x[t])
+        return (h**2).sum()
+
+    def around(step):
+        return jax.grad(lambda x, w, u: sum((g**2).sum() for g in step(x, w, u)), argnums=(0, 1))
+
+    step = jax.grad(loss, argnums=(0, 1))
+    assert applied(step, *arguments()) >= 1
+    optimized = autopallas.optimize(step, objective="always", strict=True, ops=NAME)
+    for a, b in zip(around(optimized)(*arguments()), around(step)(*arguments()), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * abs(b).max())  # roundings of sums of five
+
+
 # ---------------------------------------------------------------------- beside other sites
 
 
