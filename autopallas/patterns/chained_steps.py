@@ -61,7 +61,8 @@ _MORE = frozenset({"dynamic_slice", "dynamic_update_slice", "gather"})
 _PRODUCT = "dot_general"
 _STEPS_HOLD = ELEMENTWISE | _MOVES | _SUMS | _MORE | {_PRODUCT}
 _CASTS = frozenset("broadcast_in_dim convert_element_type copy expand_dims reshape squeeze transpose".split())
-_ADDS = frozenset({"add", "add_any"})
+_ADDS = frozenset({"add", "add_any", "and", "max", "min", "or"})
+"""What puts together what steps give, in any order."""
 
 _ADVICE = (
     "Compute what the steps read before the first of them, and what comes of them after the last; or write "
@@ -760,14 +761,23 @@ class Chain:
 
     def _handed_on(self, live: Sequence[int], carried: Sequence[_Place]) -> set[int]:
         """Returns the positions of what steps compute of what they hand on, but for what they only add up."""
-        readers: dict[_Slot, set[int]] = defaultdict(set)
-        for (i, _), (_, position, output) in self.reads.before.items():
-            readers[position, output].add(i)
-        added = {
-            position
-            for (position, output), own in readers.items()
-            if own == {position} and self.blocks[0][position].name in _ADDS
-        }
+        readers: dict[int, set[int]] = defaultdict(set)
+        needed = {*live}
+        for (i, _), (*_, position, _) in (*self.reads.before.items(), *self.reads.within.items()):
+            if i in needed:
+                readers[position].add(i)
+        used = {i for i in live if self.blocks[0][i].name not in _ADDS}
+        """Positions that are no sum, and those of which such a one is computed sooner or later."""
+        sources: dict[int, set[int]] = defaultdict(set)
+        for position, own in readers.items():
+            for i in own:
+                sources[i].add(position)
+        todo = [*used]
+        while todo:
+            fresh = sources[todo.pop()] - used
+            used |= fresh
+            todo += fresh
+        added = {position for position in needed if used.isdisjoint(readers[position])}
         reads: dict[int, list[int]] = defaultdict(list)
         for (i, _), (position, _) in self.reads.within.items():
             reads[i].append(position)

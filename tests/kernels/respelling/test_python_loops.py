@@ -298,6 +298,21 @@ def layers_of_arguments(x, *weights):
 
 
 @other
+def sums_over_parameters_of_layers(x, w, u):
+    layers = [{"w": w * k, "b": x[k], "u": u[:3] - k} for k in range(9)]
+    return sum((a**2).sum() for a in jax.tree.leaves(layers))
+
+
+@other
+def the_largest_parameter_of_layers(x, w, u):
+    largest = jnp.float32(0)
+    for k in range(9):
+        for a in (w * k, x[k], u[:3] - k):
+            largest = jnp.maximum(largest, abs(a).max())
+    return largest
+
+
+@other
 def three_steps(x, w, u):
     h = x[0]
     for t in range(3):
@@ -391,8 +406,12 @@ def test_what_looks_alike_is_right(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["layers_of_arguments", "three_steps", "side_by_side", "few_states_are_read", "a_sort_between_steps"]
-)
+    "name",
+    [
+        "layers_of_arguments", "three_steps", "side_by_side", "few_states_are_read", "a_sort_between_steps",
+        "sums_over_parameters_of_layers", "the_largest_parameter_of_layers",
+    ],
+)  # fmt: skip
 def test_what_is_left_alone(name):
     operands = (
         arguments() if name != "layers_of_arguments" else [arguments()[0], *(random(5, 5, seed=i) for i in range(6))]
