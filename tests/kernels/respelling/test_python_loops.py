@@ -248,6 +248,16 @@ def test_stacks_pass_from_loop_to_loop():
     assert text.count("stablehlo.tanh") <= 3
 
 
+def test_loops_are_looked_for_where_all_sites_are_replaced_or_by_name():
+    graph = Graph(flatten(jax.make_jaxpr(a_cell)(*arguments())))
+    asked = {"time": None, "memory": None, "always": None, "by name": (NAME,)}
+    kinds = {
+        name: NAME in [match.spec.kind for match in find_all(graph, ops, True, name if ops is None else "time")[0]]
+        for name, ops in asked.items()
+    }
+    assert kinds == {"time": False, "memory": False, "always": True, "by name": True}
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_numbers(dtype):
     for function in (a_cell, train_step(a_cell, (1, 2))):
