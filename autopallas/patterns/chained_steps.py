@@ -8,9 +8,8 @@ alone reads comes from outside: slices of an input, what a forward keeps for its
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter, defaultdict, deque
-from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias
@@ -22,31 +21,21 @@ from autopallas.compat import ClosedJaxpr, JaxprAtom, Literal, Var
 from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.extract import closed
-from autopallas.graph.keys import hashable
 from autopallas.graph.program_digests import bits, digest
 from autopallas.kernels.respelling.chained_steps import ChainedSteps, Slices, Values
 from autopallas.kernels.respelling.kind import Found
 from autopallas.kernels.respelling.operation import OPERATION
+from autopallas.patterns.equal_steps import by_body
 from autopallas.patterns.match import NearMiss
+from autopallas.patterns.step_periods import FURTHEST, LEAST_STEPS, SHORTEST, blocks_of, runs
+from autopallas.patterns.step_slices import slices_of
 
 __all__ = ["Chain", "Family", "Refused", "find"]
 
-_LEAST_STEPS = 4
 _MOST_STEPS = 4_096
-_SHORTEST = 2
-"""Fewest equations of a step."""
-_LONGEST = 4_000
-"""Most equations of a step."""
-_FURTHEST = 2
-"""Most steps between what gives a value and what reads it."""
-_MOST_PERIODS = 24
-"""Most lengths of a step that are tried, those first that most equations speak for."""
-_MOST_RUNS = 16
 _MOST_PASSES = 8
 """Most looks at a run for what depends on it by way of other equations."""
 _MOST_ALTERNATING = 4
-_PLACES_BACK = 8
-"""How many places of an equal equation, counted back from each, may be those of the step before."""
 _MOST_AT_ENDS = 3
 """Most steps at both ends that are left out for what an earlier chain gives."""
 _FEW = 4
@@ -116,15 +105,14 @@ _Given: TypeAlias = dict[int, tuple[Family, int]]
 
 def find(graph: Graph) -> Iterator[tuple[Chain, Found] | NearMiss]:
     """Yields chains of equal steps, each with its site, and near misses."""
-    parts: dict[int, list[Node]] = defaultdict(list)
-    for node in graph.nodes:
-        if (node.name in _STEPS_HOLD or is_elementwise_call(node.equation)) and not node.equation.effects:
-            parts[id(node.body)].append(node)
-    graph.steps.spend(len(graph.nodes))
+
+    def holds(node: Node) -> bool:
+        return (node.name in _STEPS_HOLD or is_elementwise_call(node.equation)) and not node.equation.effects
+
     order: dict[int, int] = {}
     given: _Given = {}
-    for nodes in parts.values():
-        for run, period in _runs(graph, nodes):
+    for nodes in by_body(graph, holds):
+        for run, period in runs(graph, nodes):
             if not any(node.name == _PRODUCT or node.name in _SUMS for node in run[:period]):
                 continue
             order = order or {id(node): place for place, node in enumerate(graph.nodes)}
@@ -168,11 +156,11 @@ def _of_run(
     Raises:
       Refused: it is none.
     """
-    if not run or len(run) < _LEAST_STEPS * period:
+    if not run or len(run) < LEAST_STEPS * period:
         raise Refused
     for _ in range(2):
         try:
-            chain = Chain(graph, _blocks(graph, run, period), order)
+            chain = Chain(graph, blocks_of(graph, run, period), order)
             return chain, chain.found(given)
         except _Longer as longer:
             period *= longer.times
@@ -224,116 +212,9 @@ def _independent(
             return run, period, between_steps
         run = [node for place, node in enumerate(run) if place % period not in left_out]
         period -= len(left_out)
-        if period < _SHORTEST or not run:
+        if period < SHORTEST or not run:
             break
     return [], period, between_steps
-
-
-# ---------------------------------------------------------------------- what repeats
-
-
-def _runs(graph: Graph, nodes: Sequence[Node]) -> Iterator[tuple[Sequence[Node], int]]:
-    """Yields equations of a body that repeat, with the length of a step, no equation twice."""
-    if len(nodes) < _LEAST_STEPS * _SHORTEST:
-        return
-    avals = graph.avals
-    named = [(node.name, avals[node.outputs[0]].shape) for node in nodes]
-    alike = Counter(named)
-    if max(alike.values()) < _LEAST_STEPS:
-        return
-    kinds = [(node, _kind(graph, node)) for node, name in zip(nodes, named, strict=True) if alike[name] >= _LEAST_STEPS]
-    counts = Counter([kind for _, kind in kinds])
-    numbers: dict[Hashable, int] = {}
-    chosen: list[Node] = []
-    ids: list[int] = []
-    finer: list[int] = []
-    for node, kind in kinds:
-        if counts[kind] >= _LEAST_STEPS:
-            chosen.append(node)
-            ids.append(numbers.setdefault(kind, len(numbers)))
-            known = [(j, graph.literals[n].tobytes()) for j, n in enumerate(node.inputs) if n in graph.literals]
-            finer.append(numbers.setdefault((kind, *known), len(numbers)))
-    graph.steps.spend(len(chosen))
-    for start, end, period in _repeated(ids, finer):
-        yield chosen[start:end], period
-
-
-def _kind(graph: Graph, node: Node) -> Hashable:
-    """Returns what equations of the same position in two steps have in common, but for where operands come from."""
-    avals = graph.avals
-    types = tuple([(aval.shape, aval.dtype) for n in (*node.inputs, *node.outputs) for aval in (avals[n],)])
-    said: Hashable = ()
-    if node.params:
-        number = graph.parameters(node.equation)
-        said = hashable(node.params) if number is None else number
-    return node.name, said, types
-
-
-def _repeated(ids: Sequence[int], finer: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Returns where numbers repeat at least four times, as (start, end, period), without overlap.
-
-    Args:
-      ids: the numbers.
-      finer: numbers by which periods are looked for, which may differ where ``ids`` are equal.
-    """
-    places: dict[int, deque[int]] = defaultdict(lambda: deque(maxlen=_PLACES_BACK))
-    distances: Counter[int] = Counter()
-    for place, number in enumerate(finer):
-        before = places[number]
-        distances.update(place - other for other in before)
-        before.append(place)
-    stretches: list[tuple[int, int, int]] = []
-    likely = [period for period in distances if _SHORTEST <= period <= _LONGEST]
-    for period in sorted(likely, key=lambda period: (-distances[period], period))[:_MOST_PERIODS]:
-        if distances[period] < _LEAST_STEPS - 1:
-            break
-        start = 0
-        for place in range(period, len(ids) + 1):
-            if place == len(ids) or ids[place] != ids[place - period]:
-                if place - period - start >= (_LEAST_STEPS - 1) * period:
-                    stretches.append((start, place, period))
-                start = place - period + 1
-    stretches.sort(key=lambda stretch: (stretch[0] - stretch[1], stretch[2]))
-    free = [True] * len(ids)
-    found: list[tuple[int, int, int]] = []
-    for start, end, period in stretches[: 4 * _MOST_RUNS]:
-        while start < end and not free[start]:
-            start += 1
-        while start < end and not free[end - 1]:
-            end -= 1
-        if end - start < _LEAST_STEPS * period or not all(free[start:end]):
-            continue
-        free[start:end] = [False] * (end - start)
-        found.append((start, end, period))
-        if len(found) == _MOST_RUNS:
-            break
-    return sorted(found)
-
-
-def _blocks(graph: Graph, run: Sequence[Node], period: int) -> list[Sequence[Node]]:
-    """Returns the steps of a run, which begin where the least is handed on."""
-    made = {number: place for place, node in enumerate(run) for number in node.outputs}
-    latest: dict[int, int] = {}
-    for place, node in enumerate(run):
-        for number in node.inputs:
-            if number in made:
-                latest[number] = max(latest.get(number, 0), place)
-    middle = len(run) // period // 2 * period
-    change = [0] * (period + 1)
-    for number, end in latest.items():
-        start = made[number]
-        if not middle <= start < middle + period or (end - start) // period > _FURTHEST:
-            continue
-        size = int(graph.avals[number].size)
-        begin, rest = (start + 1) % period, (end - start) % period
-        for a, b in ((begin, min(begin + rest, period)), (0, begin + rest - period)):
-            if a < b:
-                change[a] += size
-                change[b] -= size
-    handed = list(itertools.accumulate(change[:period]))
-    first = min(range(period), key=lambda place: (handed[place], place))
-    count = (len(run) - first) // period
-    return [run[first + k * period : first + (k + 1) * period] for k in range(count)]
 
 
 # ---------------------------------------------------------------------- what a step reads
@@ -362,7 +243,7 @@ class Chain:
         self.given: _Given = {}
         self.families: list[Family] = []
         """What earlier chains give and these steps read, once the site was asked for."""
-        if len(blocks) < _LEAST_STEPS:
+        if len(blocks) < LEAST_STEPS:
             raise Refused
         if len(blocks) > _MOST_STEPS:
             raise Refused(f"there are more than {_MOST_STEPS:,} equal steps, one after the other")
@@ -372,7 +253,7 @@ class Chain:
             for i, node in enumerate(block)
             for o, number in enumerate(node.outputs)
         }
-        middle = max(len(blocks) // 2, _FURTHEST)
+        middle = max(len(blocks) // 2, FURTHEST)
         self.reads = reads = self._of_one(blocks, at, middle)
         start, end = self._equal(blocks, at, middle, reads)
         self.blocks = blocks[start:end]
@@ -386,7 +267,7 @@ class Chain:
                 step, *slot = at.get(number, (-1, 0, 0))
                 if step == middle:
                     reads.within[i, j] = (slot[0], slot[1])
-                elif 0 <= middle - step <= _FURTHEST and step >= 0:
+                elif 0 <= middle - step <= FURTHEST and step >= 0:
                     reads.before[i, j] = (middle - step, slot[0], slot[1])
                 else:
                     reads.outside.append((i, j))
@@ -425,24 +306,24 @@ class Chain:
             if differs(k, start) > start:
                 end = k
                 break
-        if end - start < _LEAST_STEPS:
+        if end - start < LEAST_STEPS:
             raise Refused
         return start, end
 
     def _given_at_first(self, reads: _Reads) -> dict[_Place, int]:
         """Returns the numbers that the first steps read in the place of what earlier ones give; leaves out the first
         steps where two equations read others."""
-        for _ in range(_FURTHEST + 1):
+        for _ in range(FURTHEST + 1):
             first: dict[_Place, int] = {}
             if self._agree(reads, first):
                 return first
             self.blocks = self.blocks[1:]
-            if len(self.blocks) < _LEAST_STEPS:
+            if len(self.blocks) < LEAST_STEPS:
                 break
         raise Refused
 
     def _agree(self, reads: _Reads, first: dict[_Place, int]) -> bool:
-        for k, block in enumerate(self.blocks[:_FURTHEST]):
+        for k, block in enumerate(self.blocks[:FURTHEST]):
             for (i, j), (ago, position, output) in reads.before.items():
                 if k < ago:
                     number = block[i].inputs[j]
@@ -544,7 +425,7 @@ class Chain:
         first = tuple(source(self.first[place]) for place in carried)
         read_by_all = tuple(source(number) for number in shared)
         of_each: list[Slices | Values] = []
-        cut = {numbers: _slices(graph, numbers) for numbers in own}
+        cut = {numbers: slices_of(graph, numbers) for numbers in own}
         read_whole = {
             *self.first.values(),
             *shared,
@@ -593,7 +474,7 @@ class Chain:
     def _read_after_first(self, ignored: Container[int], stacks: Sequence[_Slot]) -> dict[_Slot, list[int]]:
         """Returns what is read outside of the steps, each with the numbers of the steps; leaves out the first steps
         where more is read of these than of others."""
-        for _ in range(_FURTHEST + 1):
+        for _ in range(FURTHEST + 1):
             read, count = self._read_outside(ignored), len(self.blocks)
             few = [
                 steps
@@ -606,10 +487,10 @@ class Chain:
                 return read
             if len(few) <= len(stacks):
                 return read
-            if stacks or any(step > _FURTHEST and step < count - 1 for steps in few for step in steps):
+            if stacks or any(step > FURTHEST and step < count - 1 for steps in few for step in steps):
                 raise Refused("of few of many equal steps, one after the other, more is read than of the others")
             self.blocks = self.blocks[1:]
-            if len(self.blocks) < _LEAST_STEPS:
+            if len(self.blocks) < LEAST_STEPS:
                 break
             self.first = self._given_at_first(self.reads)
         raise Refused
@@ -620,12 +501,9 @@ class Chain:
         start, end = 0, len(self.blocks)
         for numbers in self._read_alone():
             known = [k for k, number in enumerate(numbers) if number in given]
-            if (
-                len(numbers) > len(known) >= max(_LEAST_STEPS, len(numbers) - _MOST_AT_ENDS)
-                and numbers[0] != numbers[1]
-            ):
+            if len(numbers) > len(known) >= max(LEAST_STEPS, len(numbers) - _MOST_AT_ENDS) and numbers[0] != numbers[1]:
                 start, end = max(start, known[0]), min(end, known[-1] + 1)
-        if end - start >= max(_LEAST_STEPS, len(self.blocks) - _MOST_AT_ENDS) and end - start < len(self.blocks):
+        if end - start >= max(LEAST_STEPS, len(self.blocks) - _MOST_AT_ENDS) and end - start < len(self.blocks):
             self.blocks = self.blocks[start:end]
             self.first = self._given_at_first(self.reads)
 
@@ -695,7 +573,7 @@ class Chain:
                 of_operand[i, j] = "own", own.setdefault(numbers, len(own))
         for numbers in own:
             if numbers[0] not in graph.literals:
-                for times in range(2, min(_MOST_ALTERNATING, len(blocks) // _LEAST_STEPS) + 1):
+                for times in range(2, min(_MOST_ALTERNATING, len(blocks) // LEAST_STEPS) + 1):
                     if numbers[times:] == numbers[:-times]:
                         raise _Longer(times)
         graph.steps.spend(len(of_operand))
@@ -735,7 +613,7 @@ class Chain:
         handed = self._handed_on(live, carried)
         if not handed:  # each step only adds to what the others gave
             raise Refused
-        given = [_is_given(graph, numbers) and _slices(graph, numbers) is None for numbers in own]
+        given = [_is_given(graph, numbers) and slices_of(graph, numbers) is None for numbers in own]
         if not any(given):
             return
         chained: set[int] = set()
@@ -843,40 +721,3 @@ def _is_given(graph: Graph, numbers: Sequence[int]) -> bool:
         if node is not None or number in graph.literals:
             return False
     return True
-
-
-def _slices(graph: Graph, numbers: Sequence[int]) -> tuple[int, int, int, int, bool] | None:
-    """Returns (array, axis, first place, distance, whether the axis is kept) of slices of one array, at places that are
-    equally far apart; None of other values."""
-    found = [_slice(graph, number) for number in numbers[:2]]
-    if found[0] is None or found[1] is None:
-        return None
-    array, axis, first, keeps = found[0]
-    apart = found[1][2] - first
-    if not apart:
-        return None
-    for k, number in enumerate(numbers):
-        if _slice(graph, number) != (array, axis, first + k * apart, keeps):
-            return None
-    return array, axis, first, apart, keeps
-
-
-def _slice(graph: Graph, number: int) -> tuple[int, int, int, bool] | None:
-    """Returns (array, axis, place, whether the axis is kept) of a slice one place wide."""
-    node = graph.definitions.get(number)
-    if node is None:
-        return None
-    if node.name == "unstack":
-        return node.inputs[0], int(node.params["axis"]), node.outputs.index(number), False
-    squeezed: tuple[int, ...] = ()
-    if node.name == "squeeze":
-        squeezed = tuple(int(d) for d in node.params["dimensions"])
-        node = graph.definitions.get(node.inputs[0])
-    if node is None or node.name != "slice" or any(int(s) != 1 for s in node.params["strides"] or ()):
-        return None
-    shape = graph.shape(node.inputs[0])
-    starts, limits = node.params["start_indices"], node.params["limit_indices"]
-    cut = [d for d, size in enumerate(shape) if (int(starts[d]), int(limits[d])) != (0, size)]
-    if len(cut) != 1 or int(limits[cut[0]]) - int(starts[cut[0]]) != 1 or squeezed not in ((), (cut[0],)):
-        return None
-    return node.inputs[0], cut[0], int(starts[cut[0]]), not squeezed

@@ -18,10 +18,10 @@ from autopallas.compat import ClosedJaxpr
 from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.extract import jaxpr_of
-from autopallas.graph.keys import hashable
 from autopallas.graph.program_digests import digest
 from autopallas.kernels.respelling.kind import Found
 from autopallas.kernels.respelling.repeated import RepeatedSteps
+from autopallas.patterns.equal_steps import kind_of, often
 
 __all__ = ["LEAST_STEPS", "find"]
 
@@ -64,12 +64,7 @@ def find(graph: Graph) -> Iterator[tuple[Node, Found]]:
 
 def _of_part(graph: Graph, nodes: Sequence[Node]) -> Iterator[tuple[Node, Found]]:
     """Finds the runs among equations that steps may hold, with no others between them."""
-    avals = graph.avals
-    named = [(node.name, avals[node.outputs[0]].shape) for node in nodes]
-    alike = Counter(named)
-    if max(alike.values()) < LEAST_STEPS:
-        return
-    kinds = [(node, _kind(graph, node)) for node, name in zip(nodes, named, strict=True) if alike[name] >= LEAST_STEPS]
+    kinds = [(node, _kind(graph, node)) for node, _ in often(graph, nodes, LEAST_STEPS)]
     counts = Counter([kind for _, kind in kinds])
     chosen: list[tuple[Node, Hashable]] = [pair for pair in kinds if counts[pair[1]] >= LEAST_STEPS]
     for _ in range(_MOST_RUNS):
@@ -86,14 +81,9 @@ def _of_part(graph: Graph, nodes: Sequence[Node]) -> Iterator[tuple[Node, Found]
 
 def _kind(graph: Graph, node: Node) -> Hashable:
     """Returns what equations of the same position in two steps have in common."""
-    avals, known = graph.avals, graph.literals
-    types = tuple([(aval.shape, aval.dtype) for n in (*node.inputs, *node.outputs) for aval in (avals[n],)])
+    known = graph.literals
     literals = tuple([known[n].tobytes() if n in known else None for n in node.inputs])
-    said: Hashable = ()
-    if node.params:
-        number, weak = graph.parameters(node.equation), bool(node.params.get("weak_type"))
-        said = hashable(node.params) if number is None else (number, weak)
-    return node.name, said, types, literals
+    return kind_of(graph, node), bool(node.params.get("weak_type")), literals
 
 
 def _longest_run(kinds: Sequence[Hashable]) -> tuple[int, int, int] | None:

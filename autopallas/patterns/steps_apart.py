@@ -11,7 +11,7 @@ alone.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +24,7 @@ from autopallas.graph.prices import LONG
 from autopallas.graph.program_digests import digest
 from autopallas.kernels.respelling.kind import Found
 from autopallas.kernels.respelling.repeated import StepsApart
+from autopallas.patterns.equal_steps import by_body, often
 
 __all__ = ["find"]
 
@@ -60,13 +61,8 @@ def find(graph: Graph, taken: Container[Node]) -> Iterator[tuple[Node, Found]]:
       graph: the program.
       taken: what steps that are found here do not hold.
     """
-    parts: dict[int, list[Node]] = defaultdict(list)
-    for node in graph.nodes:
-        if node.name in _STEPS_HOLD or is_elementwise_call(node.equation):
-            parts[id(node.body)].append(node)
-    graph.steps.spend(len(graph.nodes))
     places: dict[int, int] = {}
-    for nodes in parts.values():
+    for nodes in by_body(graph, lambda node: node.name in _STEPS_HOLD or is_elementwise_call(node.equation)):
         for run in _runs(graph, nodes, taken):
             places = places or {id(node): place for place, node in enumerate(graph.nodes)}
             found = _of_run(graph, run, places)
@@ -91,17 +87,9 @@ def _runs(graph: Graph, nodes: Sequence[Node], taken: Container[Node]) -> Iterat
     """Yields what repeats among the equations of a body, no equation twice."""
     if len(nodes) < _LEAST_STEPS * _SHORTEST:
         return
-    avals = graph.avals
-    named = [(node.name, avals[node.outputs[0]].shape) for node in nodes]
-    counts = Counter(named)
-    if max(counts.values()) < _LEAST_STEPS:
-        return
-    chosen: list[Node] = []
-    kinds: list[Hashable] = []
-    for node, name in zip(nodes, named, strict=True):
-        if counts[name] >= _LEAST_STEPS and node not in taken:
-            chosen.append(node)
-            kinds.append(name)
+    untaken = [pair for pair in often(graph, nodes, _LEAST_STEPS) if pair[0] not in taken]
+    chosen: list[Node] = [node for node, _ in untaken]
+    kinds: list[Hashable] = [name for _, name in untaken]
     places: dict[Hashable, list[int]] = defaultdict(list)
     for place, kind in enumerate(kinds):
         places[kind].append(place)

@@ -267,12 +267,11 @@ def usual(spec: AttentionSpec, operands: Operands, dout: Array | None = None, bo
     if magnitude is not None:
         greatest = (magnitude / _ROUNDING) ** 2
         found &= _greatest_square(operands.query, dtype) * _greatest_square(operands.key, dtype) <= greatest
-    elif dout is not None:
-        found &= _sum_of_squares(operands.query, dtype) * _sum_of_squares(operands.key, dtype) < jnp.inf
-    if magnitude is not None:
         for number in spec.score.sides:
             if spec.sides[number].differentiable:
                 found &= jnp.all(jnp.abs(operands.sides[number].astype(dtype)) <= magnitude)
+    elif dout is not None:
+        found &= _sum_of_squares(operands.query, dtype) * _sum_of_squares(operands.key, dtype) < jnp.inf
     return found
 
 

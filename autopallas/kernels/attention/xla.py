@@ -35,13 +35,13 @@ from autopallas.kernels.attention.xla_backward import backward
 from autopallas.kernels.attention.xla_blocks import (
     RowBlock,
     TiledAttention,
+    counted_once,
     over_rows,
     rows_shape,
     scores,
     tile,
     times_values,
     unrepeated,
-    unrepeated_columns,
 )
 from autopallas.kernels.even_blocks import ONE, Part
 from autopallas.numerics.classes import Numerics
@@ -186,7 +186,7 @@ def _advanced(rows: _ForwardRows, columns: Part, programs: TilePrograms, carry: 
     total = carry.total * shrink + jnp.sum(e, axis=-1, keepdims=True)
     p = weighted(programs.weights, e, here)
     accumulator = carry.accumulator * shrink
-    value = unrepeated_columns(place.columns(operands.value, columns), columns)
+    value = counted_once(place.columns(operands.value, columns), columns)
     accumulator = accumulator + times_values(spec, place, p, value)
     kept = carry.kept
     if kept is not None:

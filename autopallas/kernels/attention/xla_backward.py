@@ -21,6 +21,7 @@ from autopallas.kernels.attention.xla_blocks import (
     RowBlock,
     TiledAttention,
     add_sides,
+    counted_once,
     merged,
     over_rows,
     reduced,
@@ -208,10 +209,7 @@ def _add_rows(own: _Backward, place: RowBlock, gradients: _Accumulators) -> _Acc
     if operands.sink is not None and gradients.sink is not None and spec.sink is not None:
         sink = place.side(operands.sink, spec.sink, ONE).astype(spec.accumulation_dtype)
         weight = jnp.exp(sink - rows.shift[..., None])
-        dsink = -weight * rows.delta[..., None]
-        if place.query.first is not None:
-            at = place.query.start + jnp.arange(place.size)[:, None]
-            dsink = jnp.where(at < place.query.first, 0, dsink)
+        dsink = counted_once(-weight * rows.delta[..., None], place.query)
         dsink = reduced(dsink.reshape(place.batch[1], place.heads[1], place.groups, *dsink.shape[-2:]), spec.sink)
         gradients = gradients._replace(sink=accumulate(gradients.sink, place.side_window(spec.sink, ONE), dsink))
     return gradients

@@ -30,6 +30,7 @@ __all__ = [
     "RowBlock",
     "TiledAttention",
     "add_sides",
+    "counted_once",
     "merged",
     "over_rows",
     "reduced",
@@ -42,7 +43,6 @@ __all__ = [
     "times_keys",
     "times_values",
     "unrepeated",
-    "unrepeated_columns",
 ]
 
 Array: TypeAlias = jax.Array
@@ -225,13 +225,13 @@ def unrepeated(x: Array, here: Tile, columns: Part, rows: Part | None = None) ->
     return x if repeated is None else jnp.where(repeated, -jnp.inf, x)
 
 
-def unrepeated_columns(x: Array, columns: Part) -> Array:
-    """Returns a block of columns [..., s, d] with 0 where an earlier one has had them: weights of 0 times an infinity
-    would be NaN."""
-    if columns.first is None:
+def counted_once(x: Array, part: Part) -> Array:
+    """Returns a block of rows or columns [..., n, d] with 0 where an earlier one has had them: weights of 0 times an
+    infinity would be NaN."""
+    if part.first is None:
         return x
-    at = columns.start + lax.broadcasted_iota(jnp.int32, (columns.size, 1), 0)
-    return jnp.where(at < columns.first, 0, x)
+    at = part.start + lax.broadcasted_iota(jnp.int32, (part.size, 1), 0)
+    return jnp.where(at < part.first, 0, x)
 
 
 def reduced(tile: Array, varies: Sequence[bool]) -> Array:
