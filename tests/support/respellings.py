@@ -28,8 +28,8 @@ def optimized(function, **options):
     return autopallas.optimize(function, objective="always", strict=True, **options)
 
 
-def sites(function, *arguments):
-    return find(Graph(flatten(jax.make_jaxpr(function)(*arguments))), ("respelling",), True)[0]
+def sites(function, *arguments, ops=("respelling",)):
+    return find(Graph(flatten(jax.make_jaxpr(function)(*arguments))), ops, True)[0]
 
 
 def same_bits(given, wanted):

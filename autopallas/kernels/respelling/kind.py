@@ -66,7 +66,7 @@ class Kind:
       samples: yields what to measure, with a name; programs that only run have no need of it.
       assumptions: what has to hold for the results to be equal, in words; or a function of the spec that returns it.
       may_round_sums: whether a platform may round the original's sums of 16-bit numbers to 16 bits, so that a search
-        compares with the original in float32; all its operands are floating.
+        compares with the original in float32.
       elsewhere_from: the gain from which evidence holds for other vector extensions, and for another minor version of
         JAX, than it was measured with.
       on_request: whether it is looked for only where the option ``ops`` names it.

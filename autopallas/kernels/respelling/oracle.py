@@ -12,6 +12,7 @@ from autopallas.kernels.respelling import reference
 from autopallas.kernels.respelling.kinds import kind_named
 from autopallas.kernels.respelling.reference import TILES, supports
 from autopallas.kernels.respelling.spec import ArrayType, RespellingSpec
+from autopallas.numerics.casts import is_floating
 from autopallas.sites.spec import BlockSizes
 
 __all__ = ["TILES", "forward", "supports"]
@@ -23,10 +24,10 @@ def forward(spec: RespellingSpec, block_sizes: BlockSizes | None, operands: Sequ
     if not kind.may_round_sums:
         return reference.forward(spec, block_sizes, operands)
     wide = replace(spec, operands=tuple(map(_wide, spec.operands)), results=tuple(map(_wide, spec.results)))
-    found = kind.original(wide, *(x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in operands))
+    found = kind.original(wide, *(x.astype(_wide((x.shape, x.dtype))[1]) for x in operands))
     return [x.astype(dtype) for x, (_, dtype) in zip(found, spec.results, strict=True)]
 
 
 def _wide(array: ArrayType) -> ArrayType:
     shape, dtype = array
-    return shape, jnp.promote_types(dtype, jnp.float32)
+    return shape, jnp.promote_types(dtype, jnp.float32) if is_floating(dtype) else dtype

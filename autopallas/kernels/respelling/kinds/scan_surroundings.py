@@ -27,6 +27,7 @@ from autopallas.kernels.respelling.around import Around, around
 from autopallas.kernels.respelling.indexed import IndexedLoop, key_of, loop_in, loop_of, results_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.plain_steps import at_a_time
+from autopallas.kernels.respelling.shared_factors import SharedFactors
 from autopallas.kernels.respelling.spec import RespellingSpec
 from autopallas.kernels.respelling.stepwise import SUMMED, run_step
 from autopallas.kernels.respelling.written import Written, empty, whole_of, with_step
@@ -42,6 +43,8 @@ _MOST = 40
 """Highest price of what the steps compute of their slices, in products of two numbers for each element of the largest
 array: a program that holds the gradient computes it twice.  Train steps gained 1.2 where it was an exponential and a
 tanh (some 35), and took 1.07 times as long where it was two exponentials, a tanh and a logarithm (some 70)."""
+_FEW_ROWS = 32
+"""Rows up to which a step's product with a weight is worth taking out of the loop, which goes before this."""
 _MANY, _NARROW = 64, 2048
 """Steps from which rows of the table say many, and elements of a step below which they say narrow."""
 
@@ -212,5 +215,6 @@ KIND = Kind(
     feature=_feature,
     samples=_samples,
     elsewhere_from=1.5,  # one of 1.37 with AVX-512 takes 1.4 times as long with AVX2
+    gives_way=lambda spec: bool(SharedFactors(loop_in(spec)).taken_out((), (), _FEW_ROWS)),
     fill=_fill,
 )

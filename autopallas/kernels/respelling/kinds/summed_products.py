@@ -1,8 +1,11 @@
-"""Loops that add products of matrices to what they carry, as the backward of recurrent networks does for each weight.
+"""Loops that multiply few rows in each step where no step has to: recurrent networks, and the backwards of these.
 
-Each step multiplies a few rows, one for each example, and adds the product, of the size of the weight, to what it
-carries: T steps read and write T such matrices for the work of a few rows each.  Here a loop over chunks of steps
-stacks the rows of a chunk, multiplies all of them at once, and adds one product for each chunk.
+The backward of a recurrent network multiplies a few rows, one for each example, and adds the product, of the size of
+the weight, to what it carries: T steps read and write T such matrices for the work of a few rows each.  Its steps read
+weights for the gradients of their inputs, which no step waits for, and those of the network read them for products of
+their inputs.  Here a loop over chunks of steps multiplies the rows of a chunk at once: products of slices before the
+steps of the chunk, products that results alone follow from after them, and those that are added up, which it adds once
+for each chunk.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from functools import partial
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,36 +25,43 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat, jaxprs
-from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn, Literal, Var
+from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph import Graph, Node, flatten
 from autopallas.kernels.respelling.chunks import Arrays, by_chunks
 from autopallas.kernels.respelling.indexed import IndexedLoop, as_written, chosen, key_of, loop_in, loop_of, results_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
-from autopallas.kernels.respelling.kinds import elementwise, one_hot, scan_checkpoint
-from autopallas.kernels.respelling.networks import float32_types, lstm
+from autopallas.kernels.respelling.kinds import elementwise, one_hot, scan_checkpoint, unrolled_scan
+from autopallas.kernels.respelling.networks import float32_types, lstm, lstm_loss
 from autopallas.kernels.respelling.plain_steps import at_a_time, is_plain, without_checkpoints
+from autopallas.kernels.respelling.shared_factors import SharedFactors, Taken, has_shared_factors
 from autopallas.kernels.respelling.spec import RespellingSpec
 
 __all__ = ["KIND"]
 
-_ROWS = 128
-"""Rows that one product of a chunk takes: the matrix it is added to is read and written once for all of them."""
-_MOST_ROWS, _MOST_ROWS_PADDED = 8, 16
-"""Rows of one step, and where each step puts its product among zeros, as the gradient of a weight's slice does.  With
-more, the product takes longer than to read and write the matrix, and stacks cost more than they gain: train steps of
-LSTMs with 16 to 128 rows took 1.0 to 1.4 times as long, of GRUs with slices of weights and 32 to 128 1.0 to 1.3."""
+_ROWS, _ROWS_LARGE = 128, 512
+"""Rows that one product of a chunk takes, and a product with large matrices: these are read, and written where they are
+added to, once for all of them."""
+_MOST_ROWS, _MOST_ROWS_LARGE, _MOST_ROWS_PADDED = 8, 32, 16
+"""Rows of one step, where the matrices are large, and where each step puts its product among zeros, as the gradient of
+a weight's slice does.  With more, the product takes longer than to read and write the matrix, and stacks cost more than
+they gain: train steps of LSTMs with 64 rows took 1.0 to 1.15 times as long, of GRUs with slices of weights and 32 to
+128 1.0 to 1.3."""
 _LEAST_STEPS = 8
 _LEAST_ELEMENTS, _LARGE = 2**15, 2**18
-"""Elements of all sums of a loop: below the first they stay in caches near by, and from the second on rows of the table
-say large."""
+"""Elements of all sums of a loop, or of what all of its steps multiply by: below the first they stay in caches near by,
+and from the second on rows of the table say large."""
 _LEAST_SHARE = 0.1
-"""Part of the multiplications of a step's products that those which are added up must have."""
+"""Part of the multiplications of a step's products that those must have which need not wait."""
 _WORTH: Mapping[str, int] = {"lgamma": 100, "digamma": 100, "polygamma": 100}
 _WORTH_OTHERWISE = 10
-"""Elements of sums that cost as much in a step as one of a function that has no vector form.  Of a solver with 8 rows
+"""Elements of these that cost as much in a step as one of a function that has no vector form.  Of a solver with 8 rows
 of 512 units under a checkpoint, such an element of a sum took 0.4 nanoseconds, a sine 4, and a polygamma 70."""
 _ADDITIONS = frozenset({"add", "add_any"})
-_TURNS = frozenset({"transpose", "reshape", "squeeze", "expand_dims"})
+_TURNS = frozenset({"transpose", "reshape", "slice", "split", "squeeze", "expand_dims"})
+
+
+_Turn: TypeAlias = tuple[JaxprEqn, int]
+"""An equation, and which of its results is used, or which of the operands that it concatenates the value is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +70,20 @@ class _Term:
 
     Attributes:
       product: its equation.
-      turns: what is done to its result before it is added: transpositions, reshapes, zeros around it and casts to wider
-        numbers.
+      turns: what is done to its result before it is added: transpositions, reshapes, slices, zeros or other products
+        around it and casts to wider numbers.
     """
 
     product: JaxprEqn
-    turns: tuple[JaxprEqn, ...]
+    turns: tuple[_Turn, ...]
 
 
 def _match(graph: Graph, node: Node) -> Found | None:
     named = KIND.name in graph.named
-    if (int(node.equation.params["length"]) < _LEAST_STEPS and not named) or not _adds_products(node.equation):
+    if int(node.equation.params["length"]) < _LEAST_STEPS and not named:
+        return None
+    least = 0 if named else _LEAST_ELEMENTS // 4
+    if not (_adds_products(node.equation) or has_shared_factors(node.equation, _MOST_ROWS_LARGE, least)):
         return None
     if (graph.objective == "memory" or scan_checkpoint.KIND.name in graph.named) and not named:
         return None  # a loop that stacks less of its results goes before one that adds them up faster
@@ -80,10 +94,16 @@ def _match(graph: Graph, node: Node) -> Found | None:
     loop = replace(loop, step=without_checkpoints(loop.step))
     results, kept = results_of(graph, node)
     sums = {i: terms for i, terms in _sums(loop).items() if i in kept}
-    if not sums or not (named or _is_worth_it(loop, sums)):
+    if sums and not (named or _is_worth_it(loop, sums)):
+        sums = {}
+    taken = _taken(loop, sums, named)
+    if not sums and not taken:
         return None
     loop = replace(loop, known=(), zeros=frozenset())
-    own = ("loop", replace(loop, key=key_of(loop))), ("results", kept), ("sums", tuple(sums))
+    own = (
+        ("after", taken.after), ("before", taken.before), ("loop", replace(loop, key=key_of(loop))), ("results", kept),
+        ("sums", tuple(sums)),
+    )  # fmt: skip
     return Found(own, numbers, results)
 
 
@@ -144,27 +164,42 @@ def _terms(
                 return None
             todo += equation.invars
             continue
-        term = _term(atom, made, uses, constants)
-        if term is None:
+        found = _of(atom, made, uses, constants, ())
+        if found is None:
             return None
-        terms.append(term)
+        terms += found
     return tuple(terms) if has_before else None
 
 
-def _term(atom: Var, made: dict[Var, JaxprEqn], uses: dict[Var, int], constants: set[Var]) -> _Term | None:
-    """Returns the product that a value is, turned and cast to wider numbers, or None."""
-    turns: list[JaxprEqn] = []
-    while (equation := made.get(atom)) is not None and uses[atom] == 1:
+def _of(
+    atom: Var, made: dict[Var, JaxprEqn], uses: dict[Var, int], constants: set[Var], turned: tuple[_Turn, ...]
+) -> list[_Term] | None:
+    """Returns the products that a value is put together of, turned and cast to wider numbers, or None.
+
+    Args:
+      atom: the value.
+      made, uses, constants: the equations of a step's values, how often these are read, and what all steps share.
+      turned: what is done to the value before it is added, the last of it first.
+    """
+    turns = list(turned)
+    while (equation := made.get(atom)) is not None and uses.get(atom) == 1:
         name = equation.primitive.name
         if name == "dot_general":
             steps = all(isinstance(v, Var) and v not in constants for v in equation.invars)
             floats = all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in (*equation.invars, atom))
             narrowed = any(v.aval.dtype.itemsize > atom.aval.dtype.itemsize for v in equation.invars)
-            return _Term(equation, tuple(reversed(turns))) if steps and floats and not narrowed else None
+            return [_Term(equation, tuple(reversed(turns)))] if steps and floats and not narrowed else None
+        if name == "concatenate":
+            if not all(isinstance(v, Var) for v in equation.invars):
+                return None
+            parts = [
+                _of(cast(Var, v), made, uses, constants, (*turns, (equation, i))) for i, v in enumerate(equation.invars)
+            ]
+            return None if None in parts else [term for part in parts for term in part or ()]
         given = equation.invars[0] if equation.invars else None
         if not isinstance(given, Var) or not (name in _TURNS or _widens(equation) or _pads_with_zeros(equation)):
             return None
-        turns.append(equation)
+        turns.append((equation, equation.outvars.index(atom)))
         atom = given
     return None
 
@@ -188,20 +223,46 @@ def _pads_with_zeros(equation: JaxprEqn) -> bool:
 def _is_worth_it(loop: IndexedLoop, sums: dict[int, tuple[_Term, ...]]) -> bool:
     """Returns whether the products are of few rows and large, and a part of the step's work that counts."""
     terms = [term for own in sums.values() for term in own]
-    if _elements(loop, sums) < _LEAST_ELEMENTS:
+    elements = _elements(loop, sums)
+    if elements < _LEAST_ELEMENTS or not is_plain(loop.step):
         return False
-    if max(_rows(term.product) for term in terms) > (_MOST_ROWS_PADDED if any(map(_is_padded, terms)) else _MOST_ROWS):
+    most = _MOST_ROWS_PADDED if any(map(_is_padded, terms)) else _MOST_ROWS_LARGE if elements >= _LARGE else _MOST_ROWS
+    if max(_rows(term.product) for term in terms) > most:
         return False
-    step, _ = jaxprs.open_jaxpr(loop.step)
+    return _are_a_part(loop, [term.product for term in terms]) and not _gains_more_inside(loop, elements)
+
+
+def _taken(loop: IndexedLoop, sums: dict[int, tuple[_Term, ...]], named: bool) -> Taken:
+    """Returns the products that are taken out of a loop's step: none, where that is not worth it."""
     if not is_plain(loop.step):
-        return False
+        return Taken()
+    factors = SharedFactors(loop)
+    found = factors.taken_out(sums, _read(sums), _MOST_ROWS_LARGE)
+    if not found or named:
+        return found
+    elements, products = factors.elements(found), factors.products(found)
+    if elements < _LEAST_ELEMENTS or (elements < _LARGE and max(map(factors.rows, products)) > _MOST_ROWS):
+        return Taken()
+    return found if _are_a_part(loop, products) and not _gains_more_inside(loop, elements) else Taken()
+
+
+def _are_a_part(loop: IndexedLoop, products: Sequence[JaxprEqn]) -> bool:
+    """Returns whether products are a part of the work of a step that counts."""
+    step, _ = jaxprs.open_jaxpr(loop.step)
     work = sum(_work(e) for e in step.eqns if e.primitive.name == "dot_general")
-    return sum(_work(term.product) for term in terms) >= _LEAST_SHARE * work and not _gains_more_inside(loop, sums)
+    return sum(map(_work, products)) >= _LEAST_SHARE * work
 
 
-def _gains_more_inside(loop: IndexedLoop, sums: Iterable[int]) -> bool:
+def _read(sums: Mapping[int, tuple[_Term, ...]]) -> list[Var]:
+    """Returns what products that are added up multiply."""
+    products = [term.product for terms in sums.values() for term in terms]
+    return [v for product in products for v in product.invars if isinstance(v, Var)]
+
+
+def _gains_more_inside(loop: IndexedLoop, elements: int) -> bool:
     """Returns whether a step, of which nothing is respelt where the loop is, multiplies by one-hot matrices that it
-    makes, or computes so many elements of functions without a vector form that they cost more than the sums."""
+    makes, or computes so many elements of functions without a vector form that they cost more than products with so
+    many."""
     graph, cost = Graph(flatten(loop.step)), 0
     for node in graph.nodes:
         if node.name in one_hot.KIND.primitives and one_hot.KIND.match(graph, node) is not None:
@@ -209,12 +270,12 @@ def _gains_more_inside(loop: IndexedLoop, sums: Iterable[int]) -> bool:
         if node.name in elementwise.KIND.primitives and elementwise.KIND.match(graph, node) is not None:
             size = math.prod(graph.shape(node.outputs[0]))
             cost += size * _WORTH.get(node.name, _WORTH_OTHERWISE)
-    return cost > _elements(loop, sums)
+    return cost > elements
 
 
 def _is_padded(term: _Term) -> bool:
     """Returns whether each step puts the product among zeros."""
-    return any(equation.primitive.name == "pad" for equation in term.turns)
+    return any(equation.primitive.name == "pad" for equation, _ in term.turns)
 
 
 def _elements(loop: IndexedLoop, sums: Iterable[int]) -> int:
@@ -238,63 +299,69 @@ def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
     loop = loop_in(spec)
     every = _sums(loop)
     sums = {i: every[i] for i in spec.numbers("sums")}
+    taken = Taken(spec.numbers("before"), spec.numbers("after"))
+    factors = SharedFactors(loop)
+    parts = factors.parted(sums, _read(sums), taken)
     given, last = loop.given(operands), loop.constants + loop.carried
-    first, slices = given[loop.constants : last], given[last:]
-    kept = [i for i in range(loop.carried) if i not in sums]
-    step, of_slices, stacked = _without_sums(loop, sums)
-    run = compat.jaxpr_as_fun(step)
-    results = len(loop.step.out_avals) - loop.carried
+    shared, first, slices = given[: loop.constants], given[loop.constants : last], given[last:]
+    shared = [*shared, *compat.jaxpr_as_fun(parts.shared)(*shared)]
+    run = compat.jaxpr_as_fun(parts.step)
+    kept, results = len(parts.kept), len(parts.results)
 
-    def one(carried: Arrays, own: Arrays) -> tuple[Arrays, Arrays]:
-        found = run(*given[: loop.constants], *carried, *own)
-        return list(found[: len(kept)]), list(found[len(kept) :])
+    def steps(begin: Arrays, slices: Arrays, made: Arrays, length: int) -> tuple[Arrays, Arrays]:
+        """Runs steps.  Each hands on what the next one is given of the products: read where it is used, a slice keeps
+        a compiler from computing on vectors."""
+        last = length - 1
+        numbers = jnp.arange(length, dtype=jnp.int32)
+
+        def at(t: jax.Array | int) -> Arrays:
+            return [lax.dynamic_index_in_dim(x, t, 0, keepdims=False) for x in made]
+
+        def one(state: tuple[Arrays, Arrays], own: tuple[Arrays, jax.Array]) -> tuple[tuple[Arrays, Arrays], Arrays]:
+            found = run(*shared, *state[0], *own[0], *state[1])
+            following = jnp.maximum(own[1] - 1, 0) if loop.reverse else jnp.minimum(own[1] + 1, last)
+            return (list(found[:kept]), at(following)), list(found[kept:])
+
+        state, unroll = (begin, at(last if loop.reverse else 0)), at_a_time(loop.unroll, length)
+        (ends, _), found = lax.scan(one, state, (slices, numbers), length, loop.reverse, unroll=unroll)
+        return ends, found
+
+    def of_all(program: ClosedJaxpr, *stacks: jax.Array) -> list[jax.Array]:
+        if not program.jaxpr.outvars:
+            return []
+        return list(jax.vmap(partial(compat.jaxpr_as_fun(program), *shared))(*stacks))
 
     def chunk(carried: Arrays, own: tuple[Arrays, ...], length: int) -> tuple[Arrays, Arrays]:
-        begin, before = carried[: len(kept)], carried[len(kept) :]
-        ends, found = lax.scan(one, begin, own[0], length, loop.reverse, unroll=at_a_time(loop.unroll, length))
-        values = {v: own[0][position] for v, position in of_slices.items()}
-        values.update(zip(stacked, found[results:], strict=True))
+        begin, before = carried[:kept], carried[kept:]
+        made = of_all(parts.before, *own[0])
+        ends, found = steps(begin, own[0], made, length)
+        stacks = found[results:]
+        values = dict(zip((*parts.slices, *parts.given, *parts.stacked), (*own[0], *made, *stacks), strict=True))
+        values.update(zip(parts.later, of_all(parts.after, *own[0], *made, *stacks), strict=True))
         after = [x + _total(terms, values, x.dtype) for x, terms in zip(before, sums.values(), strict=True)]
-        return [*ends, *after], found[:results]
+        computed = dict(zip(parts.results, found, strict=False))
+        return [*ends, *after], [
+            computed[i] if i in computed else values[cast(Var, v)] for i, v in enumerate(parts.outputs)
+        ]
 
-    begin = [*(first[i] for i in kept), *(first[i].astype(_wide(first[i].dtype)) for i in sums)]
-    size = _steps(loop, sums)
+    begin = [*(first[i] for i in parts.kept), *(first[i].astype(_wide(first[i].dtype)) for i in sums)]
+    size = _steps(factors, sums, taken)
     if size < loop.length:
         ends, stacks = by_chunks(chunk, begin, (slices,), (), loop.length, size, reverse=loop.reverse, backward=False)
     else:
         ends, stacks = chunk(begin, (slices,), loop.length)
-    found = dict(zip((*kept, *sums), ends, strict=True))
+    found = dict(zip((*parts.kept, *sums), ends, strict=True))
     return chosen(spec, [*(found[i].astype(first[i].dtype) for i in range(loop.carried)), *stacks])
 
 
-def _steps(loop: IndexedLoop, sums: dict[int, tuple[_Term, ...]]) -> int:
+def _steps(factors: SharedFactors, sums: Mapping[int, tuple[_Term, ...]], taken: Taken) -> int:
     """Returns the number of steps of a chunk."""
-    rows = min(_rows(term.product) for terms in sums.values() for term in terms)
-    size = max(_ROWS // max(rows, 1), _LEAST_STEPS)
-    return loop.length if 2 * size > loop.length else size
-
-
-def _without_sums(
-    loop: IndexedLoop, sums: dict[int, tuple[_Term, ...]]
-) -> tuple[ClosedJaxpr, dict[Var, int], list[Var]]:
-    """Returns a step that carries no sums and gives, after its results, what their products multiply; which of this are
-    slices, by their positions; and the rest, in the order in which the step gives it."""
-    jaxpr, captured = jaxprs.open_jaxpr(loop.step)
-    last = loop.constants + loop.carried
-    positions = {v: i for i, v in enumerate(jaxpr.invars[last:])}
-    read = {v for terms in sums.values() for term in terms for v in term.product.invars if isinstance(v, Var)}
-    of_slices = {v: positions[v] for v in read if v in positions}
-    stacked = [v for v in _defined(jaxpr) if v in read and v not in of_slices]
-    inputs = [v for i, v in enumerate(jaxpr.invars) if i - loop.constants not in sums]
-    outputs = [v for i, v in enumerate(jaxpr.outvars) if i not in sums]
-    live = jaxprs.live_equations(jaxpr.eqns, [*outputs, *stacked])
-    step = jaxprs.rebuild(loop.step, jaxpr.constvars, captured, inputs, [*outputs, *stacked], live)
-    return cast(ClosedJaxpr, step), of_slices, stacked
-
-
-def _defined(jaxpr: Jaxpr) -> list[Var]:
-    """Returns what a step is given and computes, in order."""
-    return [*jaxpr.constvars, *jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)]
+    length = factors.loop.length
+    rows = [_rows(term.product) for terms in sums.values() for term in terms]
+    rows += map(factors.rows, factors.products(taken))
+    most = _ROWS_LARGE if max(_elements(factors.loop, sums), factors.elements(taken)) >= _LARGE else _ROWS
+    size = max(most // max(1, min(rows)), _LEAST_STEPS)
+    return length if 2 * size > length else size
 
 
 def _total(terms: Sequence[_Term], values: dict[Var, jax.Array], dtype: np.dtype) -> jax.Array:
@@ -306,17 +373,17 @@ def _total(terms: Sequence[_Term], values: dict[Var, jax.Array], dtype: np.dtype
     for own in alike.values():
         left, right = ([values[cast(Var, term.product.invars[side])] for term in own] for side in (0, 1))
         x = _product(own[0].product, _joined(left, dtype), _joined(right, dtype))
-        for equation in own[0].turns:
+        for equation, result in own[0].turns:
             if equation.primitive.name != "convert_element_type":
-                x = _turned(equation, x)
+                x = _turned(equation, x, result)
         found.append(x)
     return functools.reduce(operator.add, found)
 
 
 def _form(term: _Term) -> str:
     """Returns a text that is equal for products of operands of equal shapes that are taken and turned alike."""
-    equations = (term.product, *term.turns)
-    return str([(e.primitive.name, [v.aval.shape for v in e.invars], e.params) for e in equations])
+    equations = ((term.product, 0), *term.turns)
+    return str([(e.primitive.name, i, [v.aval.shape for v in e.invars], e.params) for e, i in equations])
 
 
 def _joined(parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
@@ -340,12 +407,21 @@ def _later(axes: tuple[Sequence[int], Sequence[int]], contracts: bool) -> tuple[
     return left, right
 
 
-def _turned(equation: JaxprEqn, x: jax.Array) -> jax.Array:
-    """Returns an array as an equation turns, reshapes or pads it, whose own may be narrower."""
+def _turned(equation: JaxprEqn, x: jax.Array, place: int) -> jax.Array:
+    """Returns an array as an equation turns, reshapes, cuts or pads it, whose own may be narrower; one of those that it
+    concatenates with zeros in the place of the others."""
+    if equation.primitive.name == "concatenate":
+        axis, sizes = (
+            equation.params["dimension"],
+            [v.aval.shape[equation.params["dimension"]] for v in equation.invars],
+        )
+        around = [(0, 0, 0)] * x.ndim
+        around[axis] = sum(sizes[:place]), sum(sizes[place + 1 :]), 0
+        return lax.pad(x, jnp.zeros((), x.dtype), around)
     params = equation.primitive.get_bind_params(equation.params)
     more = [jnp.zeros((), x.dtype)] if equation.primitive.name == "pad" else []
-    found: jax.Array = equation.primitive.bind(x, *more, **params)
-    return found
+    found = equation.primitive.bind(x, *more, **params)
+    return cast(jax.Array, found[place] if equation.primitive.multiple_results else found)
 
 
 def _wide(dtype: np.dtype) -> np.dtype:
@@ -356,48 +432,58 @@ def _wide(dtype: np.dtype) -> np.dtype:
 
 
 def _feature(spec: RespellingSpec) -> str:
-    """Returns how many rows the products of a step sum up, and whether they are large or parts of what is added.
+    """Returns what is computed for many steps at once, how many rows these products multiply or sum up in a step, and
+    whether they are large or parts of what is added.
 
     Products of one row are elementwise to a compiler, which adds two of them to a matrix as fast as one.
     """
     loop, chosen_sums = loop_in(spec), spec.numbers("sums")
+    taken = Taken(spec.numbers("before"), spec.numbers("after"))
     every = _sums(loop)
     terms = [term for i in chosen_sums for term in every[i]]
-    rows = max(_rows(term.product) for term in terms)
-    size = "large" if _elements(loop, chosen_sums) >= _LARGE else "small"
+    factors = SharedFactors(loop)
+    rows = max([_rows(term.product) for term in terms] or map(factors.rows, factors.products(taken)))
+    size = "large" if (_elements(loop, chosen_sums) or factors.elements(taken)) >= _LARGE else "small"
     parts = ", in parts" if any(map(_is_padded, terms)) else ""
     several = ", twice" if rows == 1 and not parts and len(terms) > len(chosen_sums) else ""
-    few = "1 row" if rows == 1 else "2 to 8 rows" if rows <= _MOST_ROWS else "9 to 16 rows"
-    return f"{size} sums of {few}{several}{parts}"
+    few = next((text for most, text in _FEW if rows <= most), "33 rows or more")
+    what = [name for name, has in _WHAT if (chosen_sums, taken.before, taken.after)[has]]
+    return f"{size} {' and '.join(what)} of {few}{several}{parts}"
+
+
+_WHAT = (("sums", 0), ("products before", 1), ("products after", 2))
+_FEW = ((1, "1 row"), (8, "2 to 8 rows"), (16, "9 to 16 rows"), (32, "17 to 32 rows"))
 
 
 def _samples() -> Iterator[tuple[str, Sample]]:
-    """Yields train steps of an LSTM, of a GRU whose gates read slices of weights, and of a solver of differential
-    equations."""
-    for rows, width in itertools.product((1, 2, 8), (64, 128, 256, 512)):
-        yield f"lstm-{rows}x{width}", Sample(lstm, float32_types((128, rows, width), *[(width, 4 * width)] * 2))
+    """Yields LSTMs, and their gradients by weights and by all arguments, the same of a GRU whose gates read slices of
+    weights, and gradients of a solver of differential equations.  The last site is the backward's."""
+    sizes = itertools.chain(itertools.product((1, 2, 8, 16, 32), (256, 512)), itertools.product((1, 8), (128, 1024)))
+    for rows, width in sizes:
+        types = float32_types((32 if width == 1024 else 128, rows, width), *[(width, 4 * width)] * 2)
+        yield f"lstm-forward-{rows}x{width}", Sample(lstm_loss, types)
+        yield f"lstm-{rows}x{width}", Sample(jax.grad(lstm_loss, (1, 2)), types, place=-1)
+        yield f"lstm-inputs-{rows}x{width}", Sample(lstm, types, place=-1)
     for rows, width in itertools.product((1, 8, 16), (128, 256)):
-        yield f"gru-{rows}x{width}", Sample(_gru, float32_types((128, rows, width), *[(width, 3 * width)] * 2))
+        types = float32_types((128, rows, width), *[(width, 3 * width)] * 2)
+        yield f"gru-{rows}x{width}", Sample(jax.grad(_gru, (1, 2)), types, place=-1)
+        yield f"gru-inputs-{rows}x{width}", Sample(jax.grad(_gru, (0, 1, 2)), types, place=-1)
     for rows, width in itertools.product((1, 8), (128, 256)):
         own = float32_types((rows, width), (width, 4 * width), (4 * width, width))
         yield f"solver-{rows}x{width}", Sample(_solver, own)
 
 
-def _gru(x: jax.Array, w: jax.Array, u: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns gradients of a GRU; x is [time, batch, width], w and u are [width, 3 width]."""
+def _gru(x: jax.Array, w: jax.Array, u: jax.Array) -> jax.Array:
+    """Returns a loss of a GRU; x is [time, batch, width], w and u are [width, 3 width]."""
     width = x.shape[-1]
 
-    def loss(x: jax.Array, w: jax.Array, u: jax.Array) -> jax.Array:
-        def step(h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            reset = jax.nn.sigmoid(x @ w[:, :width] + h @ u[:, :width])
-            keep = jax.nn.sigmoid(x @ w[:, width : 2 * width] + h @ u[:, width : 2 * width])
-            h = keep * h + (1 - keep) * jnp.tanh(x @ w[:, 2 * width :] + reset * (h @ u[:, 2 * width :]))
-            return h, h
+    def step(h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        reset = jax.nn.sigmoid(x @ w[:, :width] + h @ u[:, :width])
+        keep = jax.nn.sigmoid(x @ w[:, width : 2 * width] + h @ u[:, width : 2 * width])
+        h = keep * h + (1 - keep) * jnp.tanh(x @ w[:, 2 * width :] + reset * (h @ u[:, 2 * width :]))
+        return h, h
 
-        return jnp.sum(jnp.sin(lax.scan(step, jnp.zeros_like(x[0]), x)[1]))
-
-    found: tuple[jax.Array, ...] = jax.grad(loss, (0, 1, 2))(x, w, u)
-    return found
+    return jnp.sum(jnp.sin(lax.scan(step, jnp.zeros_like(x[0]), x)[1]))
 
 
 def _solver(x: jax.Array, w: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
@@ -430,4 +516,5 @@ KIND = Kind(
     may_round_sums=True,
     elsewhere_from=1.3,  # of one row, 1.36 with JAX 0.10 and 0.86 with 0.12
     maps_alike=True,
+    gives_way=lambda spec: not spec["sums"] and loop_in(spec).unroll >= unrolled_scan.LEAST_UNROLL,
 )

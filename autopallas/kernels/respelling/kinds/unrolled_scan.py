@@ -26,15 +26,15 @@ from autopallas.kernels.respelling.networks import float32_types
 from autopallas.kernels.respelling.plain_steps import is_plain
 from autopallas.kernels.respelling.spec import RespellingSpec
 
-__all__ = ["KIND"]
+__all__ = ["KIND", "LEAST_UNROLL"]
 
-_LEAST = 4
+LEAST_UNROLL = 4
 """Loops of two or three steps at a time were 0.6 to 2 times as fast one by one."""
 
 
 def _match(graph: Graph, node: Node) -> Found | None:
     params = node.equation.params
-    if int(params["unroll"]) < _LEAST or int(params["length"]) < 2 * int(params["unroll"]):
+    if int(params["unroll"]) < LEAST_UNROLL or int(params["length"]) < 2 * int(params["unroll"]):
         return None
     place = loop_of(graph, node)
     if place is None or not is_plain(place[0].step):
