@@ -71,6 +71,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     for match in others:
         if places.isdisjoint(match.equations):
             found.append(match)
+            places.update(match.equations)
             graph.respelt.update(match.results)
     looped: set[Node] = set()
     apart: set[Node] = set()

@@ -10,6 +10,7 @@ from .writing import Writer
 __all__ = [
     "FIRST_BROADCAST",
     "FIRST_EXPONENTIALS",
+    "FIRST_GATED",
     "FIRST_NETWORK",
     "FIRST_OF_EVERY_KIND",
     "FIRST_SPREAD",
@@ -34,6 +35,8 @@ FIRST_SPREAD = 300_000
 """From here on convolutions read zeros between elements."""
 FIRST_WRITTEN = 310_000
 """From here on Python writes out loops whose steps multiply matrices."""
+FIRST_GATED = 320_000
+"""From here on loops multiply slices, or what they give, and compute gates of slices."""
 
 
 def operands(w: Writer, at: str) -> tuple[dict[str, int], list[str]]:
@@ -77,6 +80,8 @@ def body(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
         steps["spread elements"] = layers.spread
     if c.seed >= FIRST_WRITTEN:
         steps["written loop"] = _written_loop
+    if c.seed >= FIRST_GATED:
+        steps["gated loop"] = _gated_loop
     for n in range(c.pick(f"{at}.count", [1, 2, 3], 0.6)):
         name = c.pick(f"{at}.step {n}", {name: name for name in steps}, 0.8)
         w.features.add(f"step: {name}")
@@ -490,6 +495,39 @@ def _network(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
         "summed": f"jax.grad(lambda w, xs: jax.vmap(lambda xs: {loss}, 1)(xs).sum())({weights}, {slices})",
     }
     return f"({x} + jnp.sin({c.pick(f'{at}.way', ways, 0.6)}).reshape(2, {d}, {d}).sum((0, 1))).astype({x}.dtype)"
+
+
+def _gated_loop(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """A loop, or its gradients, whose steps compute gates of slices, or multiply slices or what they give."""
+    c, d = w.choices, size["d"]
+    weights = w.set("weights", f"{w.normal('w', (d, 2 * d), 'float32', 0.5)}.astype({x}.dtype)")
+    forms = {
+        "gates": f"jax.nn.sigmoid(a[..., :{d}]) * h + jnp.tanh(a[..., {d}:])",
+        "gates of sums": f"(lambda g: jax.nn.sigmoid(g[..., :{d}]) * h + jnp.exp(-jnp.abs(g[..., {d}:])))(a + h @ w)",
+        "split": "(lambda f, g: f * h + (1 - f) * jnp.tanh(g))(*jnp.split(jax.nn.sigmoid(a), 2, -1))",
+        "products": f"jnp.tanh(a[..., :{d}] @ w[:, :{d}] + h)",
+        "both": f"jnp.tanh(a[..., {d}:] @ w[:, {d}:]) * jax.nn.sigmoid(a[..., :{d}] + h @ w[:, :{d}])",
+        "together": f"jnp.tanh((jnp.concatenate([h, a], -1) @ jnp.concatenate([w, w, w]))[..., {d}:])",
+        "layers": f"jnp.tanh(jnp.maximum(a @ jnp.concatenate([w, w]), 0)[..., :{d}] @ w[:, {d}:] - h)",
+    }
+    form = c.pick(f"{at}.step", {name: name for name in forms}, 0.8)
+    gives = c.pick(f"{at}.gives", ["h", "h @ w", "(h, a @ w.T)", f"(lambda y: (y[..., :{d}], h))(h @ w)"], 0.6)
+    reverse, unroll = c.chance(f"{at}.reverse", 0.3), c.pick(f"{at}.unroll", [1, 3], 0.2)
+    w.features.add(f"gated loop: {form}")
+    loop = (
+        f"lax.scan(lambda h, a: (lambda h: (h, {gives}))(({forms[form]}).astype(h.dtype)), xs[0][..., :{d}], xs, "
+        f"reverse={reverse}, unroll={unroll})"
+    )
+    total = f"sum(jnp.sin(1.0 * y).mean() for y in jax.tree.leaves({loop}))"
+    wide = f"jnp.concatenate([{x}, jnp.cos({x})], -1)"
+    slices = f"jnp.concatenate([jnp.moveaxis({wide}, 1, 0)] * {c.pick(f'{at}.copies', [1, 3, 30], 0.5)})"
+    ways = {
+        "value": f"(lambda w, xs: {loop}[0].sum(0))({weights}, {slices})",
+        "gradient": f"jax.grad(lambda w, xs: {total})({weights}, {slices}).reshape(2, {d}, {d}).sum((0, 1))",
+        "slices": f"jax.grad(lambda xs, w: {total})({slices}, {weights})[..., :{d}].sum((0, 1))",
+        "examples": f"jax.vmap(lambda xs, w: {loop}[0], (1, None))({slices}, {weights}).sum(0)",
+    }
+    return f"({x} + jnp.sin({c.pick(f'{at}.way', ways, 0.6)})).astype({x}.dtype)"
 
 
 def _summed_exponentials(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:

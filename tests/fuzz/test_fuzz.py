@@ -23,6 +23,7 @@ from .record import clean_ranges
 from .respellings import (
     FIRST_BROADCAST,
     FIRST_EXPONENTIALS,
+    FIRST_GATED,
     FIRST_NETWORK,
     FIRST_OF_EVERY_KIND,
     FIRST_SPREAD,
@@ -152,6 +153,7 @@ _DRAWN = {
     "convolution_of_volumes": "step: volumes",
     "cumulative": "step: cumulative",
     "elementwise": "step: elementwise",
+    "gates_of_slices": "step: gated loop",
     "indexed_loop": "step: indexed loop",
     "looped_bfloat16": "step: looped bfloat16",
     "looped_convolution": "step: looped convolution",
@@ -190,6 +192,7 @@ def test_a_respelling_is_found_in_programs_that_are_drawn_for_it(kind):
         "summed_products": FIRST_NETWORK,
         "repeated_steps": FIRST_UNROLLED,
         "python_loop": FIRST_WRITTEN,
+        "gates_of_slices": FIRST_GATED,
         "unrolled_scan": FIRST_UNROLLED,
         "transposed_convolution": FIRST_SPREAD,
     } | dict.fromkeys(("summed_exponentials", "summed_exponentials_gradient"), FIRST_EXPONENTIALS)

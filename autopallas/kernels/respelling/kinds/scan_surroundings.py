@@ -26,6 +26,7 @@ from autopallas.kernels.example import decaying
 from autopallas.kernels.respelling.around import Around, around
 from autopallas.kernels.respelling.indexed import IndexedLoop, key_of, loop_in, loop_of, results_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
+from autopallas.kernels.respelling.kinds import gates_of_slices
 from autopallas.kernels.respelling.plain_steps import at_a_time
 from autopallas.kernels.respelling.shared_factors import SharedFactors
 from autopallas.kernels.respelling.spec import RespellingSpec
@@ -44,7 +45,7 @@ _MOST = 40
 array: a program that holds the gradient computes it twice.  Train steps gained 1.2 where it was an exponential and a
 tanh (some 35), and took 1.07 times as long where it was two exponentials, a tanh and a logarithm (some 70)."""
 _FEW_ROWS = 32
-"""Rows up to which a step's product with a weight is worth taking out of the loop, which goes before this."""
+"""Rows up to which a step's product with a weight is worth taking out of the loop."""
 _MANY, _NARROW = 64, 2048
 """Steps from which rows of the table say many, and elements of a step below which they say narrow."""
 
@@ -145,6 +146,12 @@ def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
 # ---------------------------------------------------------------------- evidence
 
 
+def _gains_more_inside(spec: RespellingSpec) -> bool:
+    """Returns whether steps multiply few rows where they need not, or compute gates of slices."""
+    loop = loop_in(spec)
+    return bool(SharedFactors(loop).taken_out((), (), _FEW_ROWS)) or bool(gates_of_slices.read_in_parts(loop))
+
+
 def _feature(spec: RespellingSpec) -> str:
     """Returns what the steps compute besides, and whether they are few, many, or many of few numbers each."""
     loop, beside, _, _ = _parts(spec)
@@ -215,6 +222,6 @@ KIND = Kind(
     feature=_feature,
     samples=_samples,
     elsewhere_from=1.5,  # one of 1.37 with AVX-512 takes 1.4 times as long with AVX2
-    gives_way=lambda spec: bool(SharedFactors(loop_in(spec)).taken_out((), (), _FEW_ROWS)),
+    gives_way=_gains_more_inside,
     fill=_fill,
 )

@@ -34,6 +34,7 @@ from autopallas.kernels.respelling.kinds import elementwise, one_hot, scan_check
 from autopallas.kernels.respelling.networks import float32_types, lstm, lstm_loss
 from autopallas.kernels.respelling.plain_steps import at_a_time, is_plain, without_checkpoints
 from autopallas.kernels.respelling.shared_factors import SharedFactors, Taken, has_shared_factors
+from autopallas.kernels.respelling.slices_ahead import scan_ahead
 from autopallas.kernels.respelling.spec import RespellingSpec
 
 __all__ = ["KIND"]
@@ -308,23 +309,9 @@ def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
     run = compat.jaxpr_as_fun(parts.step)
     kept, results = len(parts.kept), len(parts.results)
 
-    def steps(begin: Arrays, slices: Arrays, made: Arrays, length: int) -> tuple[Arrays, Arrays]:
-        """Runs steps.  Each hands on what the next one is given of the products: read where it is used, a slice keeps
-        a compiler from computing on vectors."""
-        last = length - 1
-        numbers = jnp.arange(length, dtype=jnp.int32)
-
-        def at(t: jax.Array | int) -> Arrays:
-            return [lax.dynamic_index_in_dim(x, t, 0, keepdims=False) for x in made]
-
-        def one(state: tuple[Arrays, Arrays], own: tuple[Arrays, jax.Array]) -> tuple[tuple[Arrays, Arrays], Arrays]:
-            found = run(*shared, *state[0], *own[0], *state[1])
-            following = jnp.maximum(own[1] - 1, 0) if loop.reverse else jnp.minimum(own[1] + 1, last)
-            return (list(found[:kept]), at(following)), list(found[kept:])
-
-        state, unroll = (begin, at(last if loop.reverse else 0)), at_a_time(loop.unroll, length)
-        (ends, _), found = lax.scan(one, state, (slices, numbers), length, loop.reverse, unroll=unroll)
-        return ends, found
+    def one(carried: Arrays, own: Arrays, made: Arrays) -> tuple[Arrays, Arrays]:
+        found = run(*shared, *carried, *own, *made)
+        return list(found[:kept]), list(found[kept:])
 
     def of_all(program: ClosedJaxpr, *stacks: jax.Array) -> list[jax.Array]:
         if not program.jaxpr.outvars:
@@ -334,7 +321,8 @@ def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
     def chunk(carried: Arrays, own: tuple[Arrays, ...], length: int) -> tuple[Arrays, Arrays]:
         begin, before = carried[:kept], carried[kept:]
         made = of_all(parts.before, *own[0])
-        ends, found = steps(begin, own[0], made, length)
+        unroll = at_a_time(loop.unroll, length)
+        ends, found = scan_ahead(one, begin, own[0], made, length, reverse=loop.reverse, unroll=unroll)
         stacks = found[results:]
         values = dict(zip((*parts.slices, *parts.given, *parts.stacked), (*own[0], *made, *stacks), strict=True))
         values.update(zip(parts.later, of_all(parts.after, *own[0], *made, *stacks), strict=True))
