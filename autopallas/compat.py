@@ -456,10 +456,14 @@ def make_jaxpr_and_shapes(function: ArrayFunction, *args: PyTree) -> tuple[Close
     return both
 
 
+_JIT_FUNCTION = type(jax.jit(lambda: None))
+"""What ``jax.jit`` returns.  Methods and wrappers of it hand its attributes on, and are called otherwise."""
+
+
 def jit_settings(function: object) -> Params | None:
     """Returns the keyword arguments with which a ``jax.jit`` function was made, or None for any other function."""
     info = getattr(function, "_jit_info", None)
-    if info is None or not hasattr(function, "lower"):
+    if info is None or not isinstance(function, _JIT_FUNCTION):
         return None
     unflatten = jax.tree_util.tree_unflatten
     settings: Params = dict(

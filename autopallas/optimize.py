@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import threading
 import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, ParamSpec, TypeAlias, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeAlias, TypeVar, Unpack, cast, overload
 
 import jax
 from jax.typing import ArrayLike
@@ -53,7 +54,11 @@ class Optimized(Generic[P, R]):
         self._explicit = explicit
         self._report = LiveReport(Report())
         self._lock = threading.Lock()
-        self._settings = settings = compat.jit_settings(function)
+        nested = isinstance(function, Optimized)
+        settings: dict[str, Any] | None = (
+            getattr(function, "_settings", None) if nested else compat.jit_settings(function)
+        )
+        self._settings = settings
         self._plain = settings is None
         self._inner: Callable[..., R] = function if settings is None else function.__wrapped__  # type: ignore[attr-defined]
 
@@ -206,6 +211,8 @@ class Optimized(Generic[P, R]):
         def program_of(*arrays: ArrayLike) -> PyTree:
             return self._as_written(*join(static, arrays))
 
+        program_of.__signature__ = _ANY_ARRAYS  # type: ignore[attr-defined]
+        program_of.__wrapped__ = self._inner  # type: ignore[attr-defined] # the function that JAX's errors name
         with pipeline.inside(True), rare():
             program, shapes = compat.make_jaxpr_and_shapes(program_of, *arrays)
         if call_shardings.needs_shardings(program, self._settings):
@@ -477,6 +484,8 @@ _CONCRETE = (
 _OF_ARGUMENTS = (TypeError, OverflowError)
 """Errors that jit raises itself for arguments that it does not take, such as integers of more than 32 bits."""
 
+_ANY_ARRAYS = inspect.signature(lambda *arrays: None)
+
 _MOST_HELD = 32
 """For how many values of arguments that are held fixed a function is compiled."""
 
@@ -633,8 +642,28 @@ def optimize(
     """
     explicit = dict(validated(options))
     if fn is None:
-        return lambda fn: Optimized(callable_given("optimize", fn), explicit)
-    return Optimized(callable_given("optimize", fn), explicit)
+        return lambda fn: _optimized(explicit, fn)
+    return _optimized(explicit, fn)
+
+
+def _optimized(explicit: dict[str, object], fn: Callable[P, R]) -> Optimized[P, R]:
+    function, instance = _unbound(callable_given("optimize", fn))
+    if instance:
+        return cast("Optimized[P, R]", types.MethodType(Optimized(function, explicit), *instance))
+    return Optimized(fn, explicit)
+
+
+def _unbound(fn: ArrayFunction) -> tuple[ArrayFunction, Args]:
+    """Returns the function and the object of a method that ``jax.jit`` or :func:`optimize` made; what it is given, of
+    anything else.
+
+    Such a method has the attributes of the function, whose static and donated arguments count the object.
+    """
+    if isinstance(fn, types.MethodType):
+        function: ArrayFunction = fn.__func__
+        if isinstance(function, Optimized) or compat.jit_settings(function) is not None:
+            return function, (fn.__self__,)
+    return fn, ()
 
 
 @own_frames.left_out
@@ -658,7 +687,8 @@ def explain(fn: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> Report:
       >>> [site.op for site in report.sites]
       ['attention']
     """
-    callable_given("explain", fn)
+    fn, instance = _unbound(callable_given("explain", fn))
+    args = (*instance, *args)
     function, explicit = (fn._function, fn._explicit) if isinstance(fn, Optimized) else (fn, {})
     fresh = Optimized(function, explicit | {"autotune": False})  # a search runs kernels
     fresh._dry = True

@@ -728,3 +728,73 @@ def test_what_is_not_replaced_keeps_its_lines_and_scopes(qkv):
         (equation,) = [e for e in jaxprs.open_jaxpr(program)[0].eqns if e.primitive.name == name]
         assert "test_calls.py" in jaxprs.location(equation)
         assert "ours" in jaxprs.name_stack(equation)
+
+
+class Attention:
+    def __init__(self, scale):
+        self.scale = scale
+
+    @functools.partial(jax.jit, static_argnums=(0, 4))
+    def of_object(self, q, k, v, power=1):
+        return attend(q * self.scale**power, k, v)
+
+    @functools.partial(jax.jit, static_argnames=("self", "power"))
+    def by_name(self, q, k, v, *, power=1):
+        return attend(q * self.scale**power, k, v)
+
+    @classmethod
+    @functools.partial(jax.jit, static_argnums=0)
+    def of_class(cls, q, k, v, power=1):
+        return attend(q * power, k, v)
+
+    @autopallas.optimize(objective="memory")
+    @functools.partial(jax.jit, static_argnums=0)
+    def optimized(self, q, k, v, power=1):
+        return attend(q * self.scale**power, k, v)
+
+
+@pytest.mark.parametrize("name", ["of_object", "by_name", "of_class", "optimized"])
+def test_a_method_that_jit_made_is_given_its_object(qkv, name):
+    for instance in (Attention(0.5), Attention(0.25)):
+        method = getattr(instance, name)
+        wrapped = optimized(method)
+        same(wrapped(*qkv), method(*qkv))
+        same(wrapped(*qkv, power=2), method(*qkv, power=2))
+        assert wrapped.report().counts()["attention"] == 1
+        assert autopallas.explain(method, *qkv).sites[0].op == "attention"
+        assert autopallas.verify(wrapped, *qkv).ok
+
+
+def test_a_method_that_jit_made_reads_the_object_of_each_call(qkv):
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Scaled:
+        scale: jax.Array
+
+        @jax.jit
+        def attend(self, q, k=qkv[1], v=qkv[2]):
+            return attend(q * self.scale, k, v)
+
+    scaled = Scaled(jnp.asarray(0.5))
+    wrapped = optimized(scaled.attend)
+    same(wrapped(qkv[0]), scaled.attend(qkv[0]))
+    scaled.scale = jnp.asarray(0.25)
+    same(wrapped(qkv[0]), scaled.attend(qkv[0]))
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["attributes by name", "attributes copied"])
+def test_what_has_the_attributes_of_a_jit_function_runs_its_own_code(qkv, copied):
+    class Negated:
+        def __init__(self, function):
+            self.function = function
+            if copied:
+                functools.update_wrapper(self, function)
+
+        def __getattr__(self, name):
+            return getattr(self.function, name)
+
+        def __call__(self, *arguments):
+            return -self.function(*arguments)
+
+    negated = Negated(jax.jit(attend))
+    same(optimized(negated)(*qkv), negated(*qkv))

@@ -69,3 +69,12 @@ def test_all_frames_are_shown_where_jax_shows_all_of_its_own():
     finally:
         jax.config.update("jax_traceback_filtering", before)
     assert ours
+
+
+def test_what_jit_says_of_a_function_names_it():
+    def chooses(x):
+        return x if x.sum() > 0 else -x
+
+    for function, error in ((chooses, jax.errors.TracerBoolConversionError), (lambda x: "text", TypeError)):
+        with pytest.raises(error, match=f"function {function.__name__} at .*test_tracebacks.py"):
+            autopallas.optimize(jax.jit(function))(X)
