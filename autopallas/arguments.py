@@ -14,7 +14,19 @@ from jax.typing import ArrayLike
 
 from autopallas.compat import Array, PyTree
 
-__all__ = ["Static", "Untraceable", "Watched", "is_flag", "is_number", "join", "split", "told_apart", "traceable"]
+__all__ = [
+    "Static",
+    "Untraceable",
+    "Watched",
+    "given_back",
+    "is_flag",
+    "is_number",
+    "join",
+    "split",
+    "told_apart",
+    "traceable",
+    "with_arguments",
+]
 
 _MOST_PARTS = 1000
 """How many parts of the objects in one call are looked at."""
@@ -41,6 +53,8 @@ class Static:
     """Per leaf: None for an array, otherwise the leaf."""
     states: tuple[Hashable, ...] = ()
     """Per leaf: what it is now; nothing before :func:`told_apart`."""
+    numbers: bool = False
+    """Whether Python's numbers are among the arrays."""
 
 
 def traceable(leaf: object) -> bool:
@@ -82,7 +96,7 @@ def split(args: Sequence[PyTree], kwargs: Mapping[str, PyTree], numbers: bool = 
     arrays = cast("list[Array]", [leaf for leaf in leaves if goes(leaf)])
     rest = tuple(None if goes(leaf) else leaf for leaf in leaves)
     kinds = tuple(None if goes(leaf) else type(leaf) for leaf in leaves)
-    return arrays, Static(structure, kinds, rest)
+    return arrays, Static(structure, kinds, rest, numbers=any(map(is_number, arrays)))
 
 
 def join(static: Static, arrays: Sequence[ArrayLike]) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
@@ -91,6 +105,59 @@ def join(static: Static, arrays: Sequence[ArrayLike]) -> tuple[tuple[PyTree, ...
     leaves = [next(left) if kind is None else leaf for kind, leaf in zip(static.kinds, static.leaves, strict=True)]
     args, kwargs = jax.tree.unflatten(static.structure, leaves)
     return args, kwargs
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True, slots=True)
+class _Argument:
+    """Stands in a result for a leaf of the arguments."""
+
+    number: int
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """Stands in a result for one of Python's numbers."""
+
+    value: float | complex
+
+
+def given_back(result: PyTree, fixed: Static) -> PyTree:
+    """Returns a result that a trace can give, in which what no trace can follow is told by its place in the arguments.
+
+    So a train step may return the model that it was given, with the functions and numbers that are among its leaves.
+
+    Args:
+      result: what the function returned.
+      fixed: what was held fixed while it was traced.
+
+    Raises:
+      Untraceable: the result has something else that no trace can follow, or not all numbers were held fixed.
+    """
+    places = {id(leaf): i for i, leaf in enumerate(fixed.leaves)}
+
+    def given(leaf: object) -> object:
+        if is_number(leaf) and isinstance(leaf, (bool, int, float, complex)):
+            return _Number(leaf)
+        if traceable(leaf):
+            return leaf
+        if fixed.numbers or id(leaf) not in places:
+            raise Untraceable("it returns something that is neither an array nor a number, nor one of its arguments")
+        return _Argument(places[id(leaf)])
+
+    return jax.tree.map(given, result)
+
+
+def with_arguments(result: PyTree, fixed: Static) -> PyTree:
+    """Inverts :func:`given_back` for the arguments of one call."""
+
+    def leaf(one: object) -> object:
+        if isinstance(one, _Argument):
+            return fixed.leaves[one.number]
+        return one.value if isinstance(one, _Number) else one
+
+    return jax.tree.map(leaf, result, is_leaf=lambda node: isinstance(node, (_Argument, _Number)))
 
 
 _Container: TypeAlias = "dict[Hashable, object] | list[object] | set[Hashable]"

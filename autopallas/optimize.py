@@ -16,7 +16,19 @@ import jax
 from jax.typing import ArrayLike
 
 from autopallas import compat, own_frames, pipeline
-from autopallas.arguments import Static, Untraceable, Watched, is_flag, is_number, join, split, told_apart, traceable
+from autopallas.arguments import (
+    Static,
+    Untraceable,
+    Watched,
+    given_back,
+    is_flag,
+    is_number,
+    join,
+    split,
+    told_apart,
+    traceable,
+    with_arguments,
+)
 from autopallas.compat import ArrayFunction, ClosedJaxpr, Jitted, PyTree
 from autopallas.errors import one_line, warn
 from autopallas.fallback.bisect import is_bisecting, no_site_is_allowed
@@ -69,7 +81,7 @@ class Optimized(Generic[P, R]):
             if self._plain and not self._knows_names and _may_have_names(args, kwargs):
                 raise _MayHaveNames
             with _as_jit_traces(False):  # what is called in the function has flags of its own
-                return self._traced(*args, **kwargs)
+                return self._traced(args, kwargs)
 
         self._jit = cast(Jitted, jax.jit(traced, **(settings or {})))
         self._fixed = cast(Jitted, jax.jit(self._traced_fixed, static_argnums=0))
@@ -84,6 +96,8 @@ class Optimized(Generic[P, R]):
         self._replaced = False
         self._unread = False
         """Whether no result was read yet of a program that was traced with sites replaced."""
+        self._gives_back = False
+        """Whether results have leaves of the arguments that no trace can follow."""
         self._spread = False
         self._dry = False
         self._canary: Canary | None = None
@@ -199,17 +213,17 @@ class Optimized(Generic[P, R]):
         with call_shardings.recording_shardings(args, kwargs):
             return use(*args, **kwargs)
 
-    def _traced(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+    def _traced(self, args: Args, kwargs: Kwargs, fixed: Static | None = None) -> PyTree:
         """Traces the original and rewrites its jaxpr; jit traces this function."""
         options = resolve(self._explicit)
         if options.disabled or pipeline.inside.value or no_site_is_allowed():
-            return self._as_written(args, kwargs)
+            return self._as_written(args, kwargs, fixed)
         if options.verify is True:
             first_call.demand()
         arrays, static = split(args, kwargs)
 
         def program_of(*arrays: ArrayLike) -> PyTree:
-            return self._as_written(*join(static, arrays))
+            return self._as_written(*join(static, arrays), fixed)
 
         program_of.__signature__ = _ANY_ARRAYS  # type: ignore[attr-defined]
         program_of.__wrapped__ = self._inner  # type: ignore[attr-defined] # the function that JAX's errors name
@@ -243,8 +257,8 @@ class Optimized(Generic[P, R]):
             results = _emit(rewritten, program, live, arrays, options.strict)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
-    def _as_written(self, args: Args, kwargs: Kwargs) -> PyTree:
-        """Calls the function while it is traced.
+    def _as_written(self, args: Args, kwargs: Kwargs, fixed: Static | None) -> PyTree:
+        """Calls the function while it is traced, with what is held ``fixed`` among the arguments, if anything.
 
         Raises:
           Untraceable: it is a plain one, and does what would be lost.
@@ -260,7 +274,10 @@ class Optimized(Generic[P, R]):
         if watched is None:
             return result
         if not all(map(traceable, jax.tree.leaves(result))):
-            raise Untraceable("it returns something that is neither an array nor a number")
+            if fixed is None:
+                raise Untraceable("it returns something that is neither an array nor a number")
+            result = given_back(result, fixed)
+            self._gives_back = True
         if watched.changed():
             watched.restore()
             raise Untraceable(
@@ -269,8 +286,7 @@ class Optimized(Generic[P, R]):
         return result
 
     def _traced_fixed(self, static: Static, *arrays: ArrayLike) -> PyTree:
-        args, kwargs = join(static, arrays)
-        return self._traced(*args, **kwargs)
+        return self._traced(*join(static, arrays), static)
 
     def _publish(self, report: LiveReport) -> None:
         if is_bisecting():
@@ -386,6 +402,8 @@ class Optimized(Generic[P, R]):
                         result = use(self._jit, *args, **kwargs)
                 elif self._holds(static := told_apart(static)):
                     result = use(self._fixed, static, *traced)
+                    if self._gives_back:
+                        result = with_arguments(result, static)
                 else:
                     failed = None  # too many are held: this one is called as it is, and the function stays compiled
                     break

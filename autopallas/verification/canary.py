@@ -235,6 +235,6 @@ def _within(equation: JaxprEqn, name: Callable[[JaxprEqn], str]) -> frozenset[st
 
 
 def leaves_named(result: PyTree) -> tuple[list[str], list[jax.Array]]:
-    """Returns the names and the arrays of a result."""
-    found = jax.tree_util.tree_flatten_with_path(result)[0]
+    """Returns the names and the arrays of a result, beside which may be functions and numbers of the arguments."""
+    found = [(path, x) for path, x in jax.tree_util.tree_flatten_with_path(result)[0] if hasattr(x, "dtype")]
     return [jax.tree_util.keystr(path) for path, _ in found], [x for _, x in found]

@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from autopallas import compat, jaxprs
-from autopallas.arguments import Static, join, split
+from autopallas.arguments import Static, given_back, join, split, traceable
 from autopallas.compat import Array, ArrayFunction, ClosedJaxpr, JaxprLike, PyTree
 from autopallas.errors import VerificationError
 from autopallas.numerics.compare import Comparison, compare, tolerance_of
@@ -196,7 +196,8 @@ def _of_arrays(inner: ArrayFunction, static: Static) -> ArrayFunction:
 
     def program_of(*arrays: ArrayLike) -> PyTree:
         args, kwargs = join(static, arrays)
-        return inner(*args, **kwargs)
+        result = inner(*args, **kwargs)
+        return result if all(map(traceable, jax.tree.leaves(result))) else given_back(result, static)
 
     return program_of
 

@@ -798,3 +798,52 @@ def test_what_has_the_attributes_of_a_jit_function_runs_its_own_code(qkv, copied
 
     negated = Negated(jax.jit(attend))
     same(optimized(negated)(*qkv), negated(*qkv))
+
+
+def model_of(activation, rate):
+    return {"w": array(D, D, seed=4), "activation": activation, "rate": rate, "name": "layer"}
+
+
+def step_of_model(model, q, k, v):
+    """A train step whose model has functions, numbers and texts among its leaves, as Equinox's models have them."""
+
+    def loss(w):
+        scale = 1.0 if model["rate"] > 0 else 2.0
+        return jnp.sum(model["activation"](attend(q @ w, k, v)) ** 2) * scale
+
+    value, gradient = jax.value_and_grad(loss)(model["w"])
+    return model | {"w": model["w"] - 0.1 * gradient}, value, 3
+
+
+@pytest.mark.parametrize("verify", [False, True, 0.9])
+def test_a_train_step_that_returns_the_model_it_was_given(qkv, verify):
+    step = optimized(step_of_model, require={"attention": 1}, verify=verify)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for activation, rate in ((jnp.tanh, 0.5), (jax.nn.relu, 0), (lambda x: 2 * x, True), (lambda x: 3 * x, True)):
+            model = model_of(activation, rate)
+            for _ in range(2):
+                expected, (model, value, number) = step_of_model(model, *qkv), step(model, *qkv)
+                same(model["w"], expected[0]["w"])
+                same(value, expected[1])
+                assert model["activation"] is activation
+                assert model["rate"] is rate
+                assert (model["name"], number, type(number)) == ("layer", 3, int)
+    assert step.report().counts()["attention"] == 1
+    assert not step.report().failures
+    inside = jax.jit(lambda w: step(model | {"w": w}, *qkv)[0]["w"])
+    same(inside(model["w"]), step_of_model(model, *qkv)[0]["w"])
+
+
+def test_a_function_that_returns_an_object_of_its_own_runs_as_it_is(qkv):
+    class Result:
+        def __init__(self, value):
+            self.value = value
+
+    def function(model, q):
+        return model, Result(q * 2)
+
+    with pytest.warns(AutopallasWarning, match="nor one of its arguments"):
+        model, result = autopallas.optimize(function)(model_of(jnp.tanh, 1), qkv[0])
+    assert model["activation"] is jnp.tanh
+    same(result.value, qkv[0] * 2)
