@@ -10,7 +10,7 @@ import threading
 import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeAlias, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Generic, ParamSpec, TypeAlias, TypeVar, Unpack, cast, overload
 
 import jax
 from jax.typing import ArrayLike
@@ -29,7 +29,7 @@ from autopallas.arguments import (
     traceable,
     with_arguments,
 )
-from autopallas.compat import ArrayFunction, ClosedJaxpr, Jitted, PyTree
+from autopallas.compat import ArrayFunction, ClosedJaxpr, Jitted, Params, PyTree
 from autopallas.errors import one_line, warn
 from autopallas.fallback.bisect import is_bisecting, no_site_is_allowed
 from autopallas.fallback.rerun import is_users_error, mark_users_error, record_failures, rerun
@@ -67,9 +67,7 @@ class Optimized(Generic[P, R]):
         self._report = LiveReport(Report())
         self._lock = threading.Lock()
         nested = isinstance(function, Optimized)
-        settings: dict[str, Any] | None = (
-            getattr(function, "_settings", None) if nested else compat.jit_settings(function)
-        )
+        settings: Params | None = getattr(function, "_settings", None) if nested else compat.jit_settings(function)
         self._settings = settings
         self._plain = settings is None
         self._inner: Callable[..., R] = function if settings is None else function.__wrapped__  # type: ignore[attr-defined]
