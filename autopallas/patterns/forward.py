@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -236,6 +237,19 @@ class Forward:
         """Returns the derivative of the program: a function from the cotangent and the uses to the cotangents of those
         in ``wanted``."""
         return pullback(lambda *inputs: compat.jaxpr_as_fun(program)(*inputs)[0], wanted)
+
+    @functools.cached_property
+    def differentiated(self) -> frozenset[int]:
+        """Positions of the equations whose results may have a cotangent: not of those behind ``stop_gradient``, or of
+        which only comparisons and whole numbers are made."""
+        found: set[int] = set()
+        wanted: set[JaxprAtom] = {self.root}
+        for position, equation in reversed([*enumerate(self.equations)]):
+            if any(v in wanted and jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in equation.outvars):
+                found.add(position)
+                if equation.primitive.name != "stop_gradient":
+                    wanted.update(atom for atom in equation.invars if isinstance(atom, Var))
+        return frozenset(found)
 
     def jaxpr(self) -> ClosedJaxpr:
         """Returns the program from the uses, each an input of its own, to the result."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from support.catalogue import array
+from support.checks import replaced
 from support.compare import compare
 
 X, Y, BIAS, SCALE = array(6, 8, seed=1), array(6, 8, seed=2), array(6, 6, seed=3), array(8, seed=4)
@@ -95,6 +96,34 @@ def test_scores_that_are_added_to_themselves():
 
     def function(x):
         return jax.nn.softmax(x @ Y.T + x @ Y.T) @ Y
+
+    gradient = jax.grad(lambda x: jnp.sum(jnp.sin(function(x))))
+    assert compare(gradient, [X], gradients=False).complaints == []
+
+
+@pytest.mark.parametrize("maximum_first", [False, True])
+def test_scores_that_are_written_again_for_a_maximum_without_a_gradient(maximum_first):
+    """Only one of the two products has a gradient, which is that of the queries."""
+
+    def function(x, keys):
+        if maximum_first:
+            maximum = lax.stop_gradient((x @ keys.T).max(-1, keepdims=True))
+            e = jnp.exp(x @ keys.T)
+        else:
+            e = jnp.exp(x @ keys.T)
+            maximum = lax.stop_gradient((x @ keys.T).max(-1, keepdims=True))
+        return e / jnp.exp(maximum) / (e.sum(-1, keepdims=True) / jnp.exp(maximum) + 0.1) @ Y
+
+    gradient = jax.grad(lambda x, keys: jnp.sum(jnp.sin(function(x, keys))), (0, 1))
+    compared = compare(gradient, [X, Y], gradients=False)
+    assert compared.complaints == []
+    assert replaced(compared.report) == ["forward+backward"], compared.reasons()
+
+
+def test_scores_that_are_added_to_themselves_and_written_again_for_a_maximum():
+    def function(x):
+        maximum = lax.stop_gradient((x @ Y.T).max(-1, keepdims=True))
+        return jax.nn.softmax(x @ Y.T + x @ Y.T - maximum) @ Y
 
     gradient = jax.grad(lambda x: jnp.sum(jnp.sin(function(x))))
     assert compare(gradient, [X], gradients=False).complaints == []

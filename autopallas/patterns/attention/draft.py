@@ -281,6 +281,8 @@ class AttentionDraft(ProvedAttention):
                 for i, u in enumerate(forward.uses)
                 if u.position == position and numbers[forward.equations[u.equation].outvars[0]] == value
             ]
+            if len(found) > 1:  # one of which may stand behind a stopped gradient, as in a maximum
+                found = [i for i in found if forward.uses[i].equation in forward.differentiated]
             return found[0] if len(found) == 1 else None  # of a product that is read twice, the gradient comes in parts
 
         found = [use(second, 1 - self.side)]
