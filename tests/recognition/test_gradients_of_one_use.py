@@ -127,3 +127,29 @@ def test_scores_that_are_added_to_themselves_and_written_again_for_a_maximum():
 
     gradient = jax.grad(lambda x: jnp.sum(jnp.sin(function(x))))
     assert compare(gradient, [X], gradients=False).complaints == []
+
+
+@pytest.mark.parametrize("second", [(0, 1), (0, 2), (1, 3)])
+def test_two_backwards_of_one_result_with_gradients_of_other_arguments(second):
+    """What the second one lacks, the values or the bias say, is all that the first one has."""
+
+    def function(queries, keys, values, bias):
+        return jax.nn.softmax(queries @ keys.T + jnp.tanh(bias)) @ values
+
+    def gradients(*given):
+        first = jax.grad(lambda *given: jnp.sum(jnp.sin(function(*given))), (0, 1, 2, 3))(*given)
+        return first, jax.grad(lambda *given: jnp.sum(function(*given) ** 2), second)(*given)
+
+    compared = compare(gradients, [X, Y, Y + 1, BIAS], gradients=False)
+    assert compared.complaints == []
+    assert replaced(compared.report) == ["forward+backward"], compared.reasons()
+
+
+def test_two_backwards_of_which_one_has_the_gradient_of_one_use():
+    """A bias that is read twice: one gradient is that of both uses, the other one that of the first."""
+
+    def gradients(x):
+        whole = jax.grad(lambda x: jnp.sum(jnp.sin(biased(x, x))))(x)
+        return whole, jax.grad(lambda *both: jnp.sum(biased(*both) ** 2))(x, x)
+
+    assert compare(gradients, [BIAS], gradients=False).complaints == []

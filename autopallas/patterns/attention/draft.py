@@ -336,12 +336,13 @@ class AttentionDraft(ProvedAttention):
         pins = _pins(search, levels)
         self.terms = self._terms_of(forward)
         sides = [pin for use, pin in pins.items() if use not in every]
-        lacking = {use for backward in search.found for use in backward.lacking}
-        pinned_roles = _pinned_roles(roles, pins, lacking)
+        pinned_roles = _pinned_roles(roles, pins, search.found)
         for number in sides:
             if sides.count(number) > 1:
                 raise Mismatch("a side input with a gradient is read in two places", number, advice=SIDE_INPUT_ONCE)
-        self._check_lacking([search.forward.uses[use].number for use in lacking.difference(every)], frozenset(sides))
+        for backward in search.found:
+            lacking = [forward.uses[use].number for use in backward.lacking.difference(every)]
+            self._check_lacking(lacking, frozenset(pins[use] for use in backward.levels if use not in every))
         site, carrier = self.assemble(pinned_roles, frozenset(sides), tuple(body for _, body in pairs), across)
         carried = {number: carrier.roles + i for i, number in enumerate(carrier.operands[carrier.roles :])}
         # The cotangent of a constant, such as the zeros of a fill, is nobody's gradient: if it is read, it stays.
@@ -412,8 +413,8 @@ class AttentionDraft(ProvedAttention):
         return levels
 
     def _check_lacking(self, numbers: Sequence[int], sides: frozenset[int]) -> None:
-        """Checks that no side input with a gradient is among values of which the program has no cotangent, or among
-        what they are computed from: a kernel gives the cotangent of all its uses.
+        """Checks that no side input with a gradient in a backward is among values of which that one has no cotangent,
+        or among what they are computed from: a kernel gives the cotangent of all its uses.
 
         Raises:
           Mismatch: one is, as where the gradient is that of one of two arguments that are the same array.
@@ -514,12 +515,18 @@ def _pins(search: Search, levels: Mapping[int, int]) -> dict[int, int]:
     return pins
 
 
-def _pinned_roles(roles: Sequence[Sequence[int]], pins: Mapping[int, int], lacking: Set[int]) -> dict[int, int | None]:
-    """Returns the number of the operand that each role reads; None where it has no cotangent."""
+def _pinned_roles(
+    roles: Sequence[Sequence[int]], pins: Mapping[int, int], backwards: Sequence[Backward]
+) -> dict[int, int | None]:
+    """Returns the number of the operand that each role reads; None where it has no cotangent.
+
+    A backward may have the gradients of other roles than the next one, but of each role all or none.
+    """
     pinned_roles: dict[int, int | None] = {}
     for role, uses in enumerate(roles):
         found = [pins[use] for use in uses if use in pins]
-        if len(found) > 1 or (found and not lacking.isdisjoint(uses)):
+        in_part = any(not b.lacking.isdisjoint(uses) and not b.levels.keys().isdisjoint(uses) for b in backwards)
+        if len(found) > 1 or in_part:
             raise Mismatch(
                 "the gradients of what several blocks of keys read are not added up", found[0], advice=QUERIES_ONCE
             )
