@@ -383,7 +383,12 @@ class Chain:
           Refused: a loop would keep or copy more than the steps do.
         """
         self._leave_out_ends(given_before)
-        read = self._read_after_first(ignored, stacks)
+        try:
+            read = self._read_after_first(ignored, stacks)
+        except Refused:
+            if not stacks:
+                self._look_for_longer([tuple(numbers) for numbers in self._read_alone()])
+            raise
         self.families = []
         self.given = {n: given_before[n] for numbers in self._read_alone() for n in numbers if n in given_before}
         graph, blocks, count = self.graph, self.blocks, len(self.blocks)
@@ -571,13 +576,17 @@ class Chain:
                     of_operand[i, j] = "shared", shared.setdefault(number, len(shared))
             else:
                 of_operand[i, j] = "own", own.setdefault(numbers, len(own))
-        for numbers in own:
-            if numbers[0] not in graph.literals:
-                for times in range(2, min(_MOST_ALTERNATING, len(blocks) // LEAST_STEPS) + 1):
-                    if numbers[times:] == numbers[:-times]:
-                        raise _Longer(times)
+        self._look_for_longer(list(own))
         graph.steps.spend(len(of_operand))
         return list(shared), list(own), of_operand
+
+    def _look_for_longer(self, own: Sequence[tuple[int, ...]]) -> None:
+        """Raises :class:`_Longer` where what each step reads of its own alternates, as a matrix and its transpose."""
+        for numbers in own:
+            if numbers[0] not in self.graph.literals and numbers[1:] != numbers[:-1]:
+                for times in range(2, min(_MOST_ALTERNATING, len(self.blocks) // LEAST_STEPS) + 1):
+                    if numbers[times:] == numbers[:-times]:
+                        raise _Longer(times)
 
     def _in_order(self, numbers: tuple[int, ...], given: _Given) -> tuple[tuple[int, ...], int, int]:
         """Returns values in the order in which they are computed, the place of the first step's one, and how far the

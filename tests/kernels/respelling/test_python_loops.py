@@ -146,6 +146,15 @@ def two_products_that_alternate(x, w, u):
 
 
 @found
+def two_products_that_alternate_and_are_both_read(x, w, u):
+    v, s = jnp.abs(x[0]) + 1, jnp.abs(w) + 0.1
+    for _ in range(8):
+        r = 1 / (v @ s)
+        v = 1 / (r @ s.T)
+    return r[:, :, None] * s.T * v[:, None]
+
+
+@found
 def descent(x, w, u):
     def loss(w, u):
         return ((jnp.tanh(x[0] @ w) @ u - x[1]) ** 2).mean()
@@ -211,6 +220,11 @@ def test_it_is_found_and_right(name):
     function = FOUND[name]
     assert applied(function, *arguments()) == 1
     assert compare(function, arguments(), gradients=False, ops=NAME).complaints == []
+
+
+def test_half_steps_of_which_the_last_two_are_read_are_steps_together():
+    """As of Sinkhorn's iterations, whose plan reads both scalings."""
+    assert counts(two_products_that_alternate_and_are_both_read, *arguments()) == [[8]]
 
 
 @pytest.mark.parametrize("name", ["a_cell", "descent", "losses_of_each_step", "numbers_of_their_own"])
