@@ -17,7 +17,9 @@ from support.tiers import examples
 
 import autopallas
 from autopallas.graph import Graph, flatten
+from autopallas.kernels.respelling.kinds.indexed_loop import KIND
 from autopallas.patterns import find
+from autopallas.workbench.cases import only_match
 
 T, D = 9, 4
 
@@ -741,3 +743,10 @@ def test_stacked_integers_that_lie_further_apart_than_32_bits_reach(x64):
         assert optimized.report().counts() == {"respelling": 1}
         assert found.dtype == jax.jit(run)(x)[1][1].dtype
         assert found.tolist() == [low, high]
+
+
+def test_samples_of_backwards_measure_the_backward():
+    """Their forward, which only sets slices, is found after them."""
+    (sample,) = [sample for name, sample in KIND.samples() if name == "16x512"]
+    found = only_match(sample.function, sample.arguments, "indexed_loop", sample.place)
+    assert not only_sets(dict(found.spec.parameters)["loop"])

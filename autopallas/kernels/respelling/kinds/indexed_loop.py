@@ -155,7 +155,7 @@ def _samples() -> Iterator[tuple[str, Sample]]:
 
         types = jax.ShapeDtypeStruct((width,), dtype), jax.ShapeDtypeStruct((length, width), dtype)
         own = "" if dtype == jnp.float32 else "bfloat16-"
-        yield f"{own}{length}x{width}", Sample(function, types, place=-1)  # after the forward
+        yield f"{own}{length}x{width}", Sample(function, types, place=0)  # the forward gives way, and comes last
         yield f"{own}{length}x{width}-reading", Sample(reading, types)
         yield f"{own}{length}x{width}-stacking", Sample(stacking, types)
     for length, width in (*sizes, (16, 2048)):
