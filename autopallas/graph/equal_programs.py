@@ -48,6 +48,7 @@ def same_programs(a: JaxprLike, b: JaxprLike) -> bool:
     Two jaxprs are compared once: each proof that meets a loop asks again.
 
     Example:
+      >>> from autopallas import compat
       >>> programs = [compat.make_jaxpr(f, 1.0) for f in (lambda x: x + x, lambda y: y + y, lambda x: x * x)]
       >>> [same_programs(programs[0], other) for other in programs]
       [True, True, False]
