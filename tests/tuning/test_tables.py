@@ -158,7 +158,9 @@ def test_inferred_block_sizes_are_valid_for_any_shape_on_any_device(data):
     objective = data.draw(st.sampled_from(("time", "memory")))
     found = tables.infer_block_sizes(spec, device, None, direction, objective)
     assert found == found.fitted(spec)
-    assert all(0 <= value <= max(lengths.values()) for value in found.to_dict().values())
+    sizes = [value for value in found.to_dict().values() if not isinstance(value, str)]  # some name a way to compute
+    assert sizes
+    assert all(0 <= value <= max(lengths.values()) for value in sizes)
 
 
 TOLD = {"extensions": "amx", "batch": 4, "spelling": "ab,bc->ac", "processes": 3, "lower_gain": 1.25}

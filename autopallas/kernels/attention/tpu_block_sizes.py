@@ -95,12 +95,13 @@ def _fits(spec: AttentionSpec, block_sizes: BlockSizes, generation: Generation, 
 
 def fitting(spec: AttentionSpec, block_sizes: BlockSizes, generation: Generation) -> BlockSizes | None:
     """Halves the longer side of the tile until it fits into vector memory; returns None if nothing fits."""
-    query, key = block_sizes.query_block, block_sizes.key_block
-    while not _fits(spec, BlockSizes(query, key), generation):
+    while not _fits(spec, block_sizes, generation):
+        query, key = block_sizes.query_block, block_sizes.key_block
         if query <= 16 and key <= LANES:
             return None
         query, key = (max(query // 2, 16), key) if query >= key or key <= LANES else (query, max(key // 2, LANES))
-    return BlockSizes(query, key)
+        block_sizes = BlockSizes(query, key).fitted(spec)
+    return block_sizes
 
 
 def candidates(spec: AttentionSpec, generation: Generation) -> tuple[BlockSizes, ...]:

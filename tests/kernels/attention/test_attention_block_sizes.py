@@ -161,6 +161,14 @@ def test_what_a_tpus_table_knows_of_other_heads_is_taken_where_it_fits(kind):
         assert (sizes == found.row.block_sizes) == (size == 128)
 
 
+def test_blocks_that_are_halved_to_fit_into_a_tpus_vector_memory_are_valid():
+    """A block as long as its axis need be no multiple of 8, but half of it has to."""
+    spec = replace(spec_of(114, 1), head_size=17665)
+    sizes = infer_block_sizes(spec, Device("tpu", "TPU v5"), "pallas_tpu")
+    assert sizes.query_block < 114
+    assert sizes == sizes.fitted(spec)
+
+
 @pytest.mark.parametrize("objective", ["time", "memory"])
 @pytest.mark.parametrize(
     "batch, length, size, verdict",
