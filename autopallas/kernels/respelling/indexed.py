@@ -11,6 +11,7 @@ that later steps read in place of the array.  Which arrays these are, and where 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -35,6 +36,7 @@ from autopallas.graph.tables import Table
 from autopallas.kernels.respelling.bfloat16_bits import as_bits, with_dtype
 from autopallas.kernels.respelling.plain_steps import at_a_time
 from autopallas.kernels.respelling.spec import RespellingSpec
+from autopallas.numerics.casts import is_floating
 
 __all__ = [
     "IndexedLoop",
@@ -46,6 +48,7 @@ __all__ = [
     "loop_of",
     "results_of",
     "with_plan",
+    "with_small_weights",
 ]
 
 _MOST_KNOWN = 2**16
@@ -327,6 +330,17 @@ def evaluated(equation: JaxprEqn, given: Sequence[jax.Array]) -> Sequence[jax.Ar
 def loop_in(spec: RespellingSpec) -> IndexedLoop:
     """Returns the loop of a spec."""
     return cast(IndexedLoop, spec["loop"])
+
+
+def with_small_weights(spec: RespellingSpec, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns operands of which those that all steps share are of the size of weights: others grow from step to step,
+    until what is rounded decides."""
+    loop, found = loop_in(spec), list(arrays)
+    for position in {x for x in loop.operands[: loop.constants] if isinstance(x, int)}:
+        array = found[position]
+        if array.ndim >= 2 and is_floating(array.dtype):
+            found[position] = (array / math.sqrt(max(array.shape))).astype(array.dtype)
+    return found
 
 
 def chosen(spec: RespellingSpec, results: Sequence[jax.Array]) -> list[jax.Array]:

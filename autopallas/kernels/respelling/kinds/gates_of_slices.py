@@ -21,7 +21,16 @@ from autopallas.compat import Jaxpr, JaxprEqn, Var
 from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import CUSTOM_RULES, ELEMENTWISE
 from autopallas.kernels.respelling.chunks import Arrays
-from autopallas.kernels.respelling.indexed import IndexedLoop, as_written, chosen, key_of, loop_in, loop_of, results_of
+from autopallas.kernels.respelling.indexed import (
+    IndexedLoop,
+    as_written,
+    chosen,
+    key_of,
+    loop_in,
+    loop_of,
+    results_of,
+    with_small_weights,
+)
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.networks import float32_types
 from autopallas.kernels.respelling.plain_steps import at_a_time, is_plain
@@ -199,4 +208,5 @@ KIND = Kind(
     gives_way=lambda spec: True,
     keeps_steps=True,
     platforms=("cpu",),
+    fill=lambda spec, random, arrays: with_small_weights(spec, arrays),
 )

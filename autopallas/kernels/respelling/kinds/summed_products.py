@@ -28,7 +28,16 @@ from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph import Graph, Node, flatten
 from autopallas.kernels.respelling.chunks import Arrays, by_chunks
-from autopallas.kernels.respelling.indexed import IndexedLoop, as_written, chosen, key_of, loop_in, loop_of, results_of
+from autopallas.kernels.respelling.indexed import (
+    IndexedLoop,
+    as_written,
+    chosen,
+    key_of,
+    loop_in,
+    loop_of,
+    results_of,
+    with_small_weights,
+)
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.kinds import elementwise, one_hot, scan_checkpoint, unrolled_scan
 from autopallas.kernels.respelling.networks import float32_types, lstm, lstm_loss
@@ -505,4 +514,5 @@ KIND = Kind(
     elsewhere_from=1.3,  # of one row, 1.36 with JAX 0.10 and 0.86 with 0.12
     maps_alike=True,
     gives_way=lambda spec: not spec["sums"] and loop_in(spec).unroll >= unrolled_scan.LEAST_UNROLL,
+    fill=lambda spec, random, arrays: with_small_weights(spec, arrays),
 )
