@@ -35,6 +35,7 @@ from autopallas.fallback.bisect import is_bisecting, no_site_is_allowed
 from autopallas.fallback.rerun import is_users_error, mark_users_error, record_failures, rerun
 from autopallas.faults import MEANT
 from autopallas.gc_pause import paused, rare
+from autopallas.held_jit import held_jit
 from autopallas.options import OptionArguments, Options, callable_given, resolve, validated
 from autopallas.report import Failure, Report, at_exit
 from autopallas.report.live_report import LiveReport
@@ -87,6 +88,9 @@ class Optimized(Generic[P, R]):
         self._knows_names = False
         """Whether it was looked up if integers inside of other arguments have names, which a trace does not tell."""
         self._as_it_is: Exception | None = None
+        self._holder = held_jit(function) if self._plain else None
+        self._held_jit: Optimized[..., PyTree] | None = None
+        """What the function holds of jit, optimized, where the whole cannot be traced."""
         self._ways: dict[Hashable, tuple[int, Exception | None]] = {}
         """Kinds of calls that jit cannot trace: the way in which they are made, and jit's error until one works."""
         self._held: set[Static] = set()
@@ -167,7 +171,7 @@ class Optimized(Generic[P, R]):
 
     def report(self) -> Report:
         """Returns what was done to the signature traced last, as far as it is known by now; empty before any trace."""
-        return self._report()
+        return self._report() if self._held_jit is None else self._held_jit.report()
 
     # ------------------------------------------------------------------ the API of jit
 
@@ -279,7 +283,8 @@ class Optimized(Generic[P, R]):
         if watched.changed():
             watched.restore()
             raise Untraceable(
-                "it changes its arguments, which would be lost; let it return what is new, or optimize jax.jit of it"
+                "it changes its arguments, which would be lost; let it return what is new, or optimize what jax.jit "
+                "makes of it, or the jit of the library whose objects it changes"
             )
         return result
 
@@ -435,8 +440,12 @@ class Optimized(Generic[P, R]):
             yield 2, fixed, arrays
 
     def _uncompiled(self, use: ArrayFunction, args: Args, kwargs: Kwargs) -> PyTree:
-        """Calls the function as it is; nothing where it is not to be called."""
-        return self._function(*args, **kwargs) if use is _call else None
+        """Calls the function as it is, or what it holds of jit optimized; nothing where it is not to be called."""
+        if use is not _call:
+            return None
+        if self._holder is None or self._held_jit is None:
+            return self._function(*args, **kwargs)
+        return self._holder.call(self._held_jit, *args, **kwargs)
 
     def _run_as_it_is(self, use: ArrayFunction, error: Exception, args: Args, kwargs: Kwargs) -> PyTree:
         """Calls a plain function that cannot be traced, and runs it as it is from now on.
@@ -445,6 +454,18 @@ class Optimized(Generic[P, R]):
           Exception: the function's own error; what was learned of it is nothing then.
         """
         perhaps_own, result = not isinstance(error, (*_CONCRETE, Untraceable)), None
+        if (use is _call or self._dry) and (holder := self._holder) is not None:
+            inside = Optimized(holder.jitted, self._explicit)
+            inside._dry = self._dry
+            self._as_it_is, self._held_jit = error, inside
+            try:
+                if self._dry:
+                    return holder.traced(inside.eval_shape, *args, **kwargs)
+                return holder.call(inside, *args, **kwargs)
+            except Exception as own:
+                self._as_it_is = self._held_jit = None
+                mark_users_error(own, self)
+                raise
         if perhaps_own and use is _call:
             try:
                 result = self._function(*args, **kwargs)
