@@ -57,9 +57,9 @@ a weight's slice does.  With more, the product takes longer than to read and wri
 they gain: train steps of LSTMs with 64 rows took 1.0 to 1.15 times as long, of GRUs with slices of weights and 32 to
 128 1.0 to 1.3."""
 _LEAST_STEPS = 8
-_LEAST_ELEMENTS, _LARGE = 2**15, 2**18
+_LEAST_ELEMENTS, _LARGE, _VERY_LARGE = 2**15, 2**18, 2**20
 """Elements of all sums of a loop, or of what all of its steps multiply by: below the first they stay in caches near by,
-and from the second on rows of the table say large."""
+from the second on rows of the table say large, and from the third on very large of the latter, which are but read."""
 _LEAST_SHARE = 0.1
 """Part of the multiplications of a step's products that those must have which need not wait."""
 _WORTH: Mapping[str, int] = {"lgamma": 100, "digamma": 100, "polygamma": 100}
@@ -440,7 +440,10 @@ def _feature(spec: RespellingSpec) -> str:
     terms = [term for i in chosen_sums for term in every[i]]
     factors = SharedFactors(loop)
     rows = max([_rows(term.product) for term in terms] or map(factors.rows, factors.products(taken)))
-    size = "large" if (_elements(loop, chosen_sums) or factors.elements(taken)) >= _LARGE else "small"
+    elements = _elements(loop, chosen_sums) or factors.elements(taken)
+    size = "large" if elements >= _LARGE else "small"
+    if not chosen_sums and elements >= _VERY_LARGE:
+        size = "very large"
     parts = ", in parts" if any(map(_is_padded, terms)) else ""
     several = ", twice" if rows == 1 and not parts and len(terms) > len(chosen_sums) else ""
     few = next((text for most, text in _FEW if rows <= most), "33 rows or more")
