@@ -78,8 +78,10 @@ def pytest_collection_modifyitems(config, items):
     for tests in modules.values():
         for test in _some(tests, TESTS.get(tier)):
             cases = {item.nodeid: item for item in tests[test]}
-            long = not ONE_CASE.isdisjoint(next(iter(cases.values())).path.parts)
-            chosen.update(_some(cases, 1 if long else CASES[tier]))
+            first = next(iter(cases.values()))
+            long = not ONE_CASE.isdisjoint(first.path.parts)
+            every = tier == "fast" and first.get_closest_marker("every_case") is not None
+            chosen.update(cases if every else _some(cases, 1 if long else CASES[tier]))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
     items[:] = [item for item in items if item.nodeid in chosen]
 

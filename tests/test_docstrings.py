@@ -15,6 +15,7 @@ MODULES = sorted(
 )
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_run(name):
     try:
