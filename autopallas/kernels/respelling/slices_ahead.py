@@ -41,6 +41,10 @@ def scan_ahead(
     Returns:
       What is carried at the end, and the results of all steps along the first axis.
     """
+    if not ahead:
+        return lax.scan(
+            lambda carried, own: step(carried, own, []), first, list(slices), length, reverse, unroll=unroll
+        )
     last = length - 1
 
     def at(t: jax.Array | int) -> Arrays:
