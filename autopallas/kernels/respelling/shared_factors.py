@@ -213,11 +213,11 @@ class SharedFactors:
         elsewhere = later | {*given}
         results = [i for i, v in enumerate(self.results) if not (isinstance(v, Var) and v in elsewhere)]
         follow = [*dict.fromkeys(v for v in (*self.results, *wanted) if isinstance(v, Var) and v in later)]
-        reads = {v for e in moved for v in self.own(e)} | {*wanted}
-        stacked = [v for v in self.defined() if v in reads and v not in elsewhere and v not in {*self.slices}]
+        reads = ({v for e in moved for v in self.own(e)} | {*wanted}) - elsewhere - {*self.slices}
+        stacked = [v for v in self.defined() if v in reads]
         factors = self._factors()
-        constants, apart = [*self.constants, *factors], elsewhere | {*factors}
-        origin = {id(e): self.origin(e.outvars[0]) for e in self.equations if {*factors}.isdisjoint(e.outvars)}
+        constants, apart, given_too = [*self.constants, *factors], elsewhere | {*factors}, {*factors}
+        origin = {id(e): self.origin(e.outvars[0]) for e in self.equations if given_too.isdisjoint(e.outvars)}
         first = [e for e in self.equations if origin.get(id(e), _OF_CARRIED) < _OF_CARRIED]
         last = [e for e in self.equations if origin.get(id(e)) == _SHARED or not later.isdisjoint(e.outvars)]
         rest = [e for e in self.equations if apart.isdisjoint(e.outvars)]
