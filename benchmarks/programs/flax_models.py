@@ -92,6 +92,30 @@ def _classifier(steps: int, batch: int, size: int) -> Built:
     return epoch, ((parameters, optimizer.init(parameters)), batches)
 
 
+def _recurrent(batch: int, length: int, width: int) -> Built:
+    """A language model of two LSTMs."""
+    import optax
+    from flax import linen as nn
+
+    vocabulary = 1024
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, ids: jax.Array) -> jax.Array:
+            x = nn.Embed(vocabulary, width)(ids)
+            for _ in range(2):
+                x = nn.RNN(nn.LSTMCell(width))(x)
+            return nn.Dense(vocabulary)(x)
+
+    model, ids = Model(), tokens(batch, length, vocabulary)
+
+    def loss(parameters: Any, ids: jax.Array, following: jax.Array) -> jax.Array:
+        logits = model.apply(parameters, ids)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, following).mean()
+
+    return train_step(loss), (model.init(jax.random.key(0), ids), ids, jnp.roll(ids, -1, 1))
+
+
 PROGRAMS = (
     Program("flax encoder forward B1 T4096 f32", ("flax",), functools.partial(_encoder, 4096, jnp.float32)),
     Program("flax encoder forward B1 T2048 bf16", ("flax",), functools.partial(_encoder, 2048, jnp.bfloat16)),
@@ -104,6 +128,7 @@ PROGRAMS = (
         "flax classifier train 8 steps in a loop B32 28x28 f32", ("flax", "optax"),
         functools.partial(_classifier, 8, 32, 28),
     ),
+    Program("flax LSTM train B8 T128 f32", ("flax", "optax"), functools.partial(_recurrent, 8, 128, 256)),
     Program(
         "nano-moe mixture train B4 T256 f32", ("nano-moe-jax", "flax", "optax"), functools.partial(_mixture, 4, 256)
     ),

@@ -57,7 +57,26 @@ def _mobilenet(batch: int, size: int) -> Built:
     return train_step(loss), (parameters, state, pixels, wanted)
 
 
+def _gated_unit(batch: int, length: int, width: int) -> Built:
+    """A gated recurrent unit that follows a series."""
+    import haiku as hk
+
+    def model(x: jax.Array) -> jax.Array:
+        core = hk.GRU(width)
+        states, _ = hk.dynamic_unroll(core, x, core.initial_state(x.shape[1]))
+        return hk.Linear(x.shape[-1])(states)
+
+    transformed = hk.without_apply_rng(hk.transform(model))
+    x = images(length, batch, width)
+
+    def loss(parameters: Any, x: jax.Array, following: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.square(transformed.apply(parameters, x) - following))
+
+    return train_step(loss), (transformed.init(jax.random.key(0), x), x, jnp.roll(x, -1, 0))
+
+
 PROGRAMS = (
     Program("Haiku transformer train B1 T1024 f32", _PACKAGES, functools.partial(_transformer, 1, 1024)),
+    Program("Haiku GRU train B8 T128 f32", _PACKAGES, functools.partial(_gated_unit, 8, 128, 256)),
     Program("Haiku MobileNetV1 train B4 96x96 f32", _PACKAGES, functools.partial(_mobilenet, 4, 96)),
 )
