@@ -36,6 +36,8 @@ _COSTLY = frozenset(
 _MOVES = frozenset(
     """broadcast_in_dim concatenate copy expand_dims gather pad reshape rev slice split squeeze transpose""".split()
 )
+_TURNS = frozenset("copy expand_dims reshape squeeze transpose".split())
+_PARTS = frozenset("concatenate slice split".split())
 _CHEAP = (ELEMENTWISE - _COSTLY) | _MOVES
 """What may stand between a slice and a product: steps that read it too compute it again."""
 
@@ -215,7 +217,7 @@ class SharedFactors:
         follow = [*dict.fromkeys(v for v in (*self.results, *wanted) if isinstance(v, Var) and v in later)]
         reads = ({v for e in moved for v in self.own(e)} | {*wanted}) - elsewhere - {*self.slices}
         stacked = [v for v in self.defined() if v in reads]
-        factors = self._factors()
+        factors = self.made()
         constants, apart, given_too = [*self.constants, *factors], elsewhere | {*factors}, {*factors}
         origin = {id(e): self.origin(e.outvars[0]) for e in self.equations if given_too.isdisjoint(e.outvars)}
         first = [e for e in self.equations if origin.get(id(e), _OF_CARRIED) < _OF_CARRIED]
@@ -232,16 +234,30 @@ class SharedFactors:
             given=tuple(given), stacked=tuple(stacked), later=tuple(follow),
         )  # fmt: skip
 
-    def _factors(self) -> list[Var]:
-        """Returns what follows from what all steps share, and they multiply by: not every compiler computes it once."""
-        found: dict[Var, None] = {}
-        computed = {v for e in self.equations for v in e.outvars}
-        for equation in self.equations:
-            side = self.shared_side(equation)
-            factor = None if side is None else equation.invars[side]
-            if isinstance(factor, Var) and factor in computed:
-                found[factor] = None
-        return [*found]
+    def made(self) -> list[Var]:
+        """Returns what steps compute of what all share, and multiply by: not every compiler computes it once."""
+        return [*dict.fromkeys(factor for factor, _, _ in self._made())]
+
+    def of_parts(self) -> list[tuple[Var, JaxprEqn]]:
+        """Returns parts that steps, as they are written, take of what all share, and what they put together of it, each
+        with a product that multiplies by it."""
+        written = {v for e in self.jaxpr.eqns for v in e.outvars}
+        return [(factor, product) for factor, product, name in self._made() if name in _PARTS and factor in written]
+
+    def _made(self) -> Iterator[tuple[Var, JaxprEqn, str]]:
+        """Yields factors that steps compute, with a product, and what computes them before they are turned; those that
+        are turned alone are multiplied by as they are."""
+        made = {v: e for e in self.equations for v in e.outvars}
+        for product in jaxprs.live_equations(self.equations, self.jaxpr.outvars):
+            side = self.shared_side(product)
+            factor = None if side is None else product.invars[side]
+            if isinstance(factor, Var):
+                equation = made.get(factor)
+                while equation is not None and equation.primitive.name in _TURNS:
+                    (given, *_) = equation.invars
+                    equation = made.get(given) if isinstance(given, Var) else None
+                if equation is not None:
+                    yield factor, product, equation.primitive.name
 
 
 # ---------------------------------------------------------------------- products of parts

@@ -141,6 +141,22 @@ def test_numbers_that_are_not_finite_stay_in_their_rows():
         np.testing.assert_array_equal(np.isfinite(mine), np.isfinite(wanted))
 
 
+def test_weights_that_steps_put_together_are_put_together_once():
+    """Where nothing is taken out of the steps, and where products are; turned ones are multiplied by as they are."""
+
+    def slices(h, x, w, u):
+        return twice(jnp.tanh((h @ u[:, :3]) @ u[:3] + x[..., :1]))
+
+    def turned(h, x, w, u):
+        return twice(jnp.tanh(h @ u.T + x[..., :1]))
+
+    assert compare(loop(slices), arguments(3), ops=NAME).complaints == []
+    for step, wanted in ((slices, 1), (turned, 0)):
+        function = autopallas.optimize(loop(step), objective="always", ops=NAME, strict=True)
+        function(*arguments(3))
+        assert function.report().counts()["respelling"] == wanted
+
+
 LEFT = {
     "weights of each step": lambda h, x, w, u: (jnp.tanh(h @ (u * x[..., :1])), h),
     "a product of what was carried, which the next step reads": lambda h, x, w, u: twice(jnp.tanh(h @ u + x[..., :1])),

@@ -106,8 +106,9 @@ def _match(graph: Graph, node: Node) -> Found | None:
     sums = {i: terms for i, terms in _sums(loop).items() if i in kept}
     if sums and not (named or _is_worth_it(loop, sums)):
         sums = {}
-    taken = _taken(loop, sums, named)
-    if not sums and not taken:
+    factors = SharedFactors(loop)
+    taken = _taken(factors, sums, named)
+    if not sums and not taken and not _makes_weights(factors, named):
         return None
     loop = replace(loop, known=(), zeros=frozenset())
     own = (
@@ -242,11 +243,11 @@ def _is_worth_it(loop: IndexedLoop, sums: dict[int, tuple[_Term, ...]]) -> bool:
     return _are_a_part(loop, [term.product for term in terms]) and not _gains_more_inside(loop, elements)
 
 
-def _taken(loop: IndexedLoop, sums: dict[int, tuple[_Term, ...]], named: bool) -> Taken:
+def _taken(factors: SharedFactors, sums: dict[int, tuple[_Term, ...]], named: bool) -> Taken:
     """Returns the products that are taken out of a loop's step: none, where that is not worth it."""
+    loop = factors.loop
     if not is_plain(loop.step):
         return Taken()
-    factors = SharedFactors(loop)
     found = factors.taken_out(sums, _read(sums), _MOST_ROWS_LARGE)
     if not found or named:
         return found
@@ -254,6 +255,17 @@ def _taken(loop: IndexedLoop, sums: dict[int, tuple[_Term, ...]], named: bool) -
     if elements < _LEAST_ELEMENTS or (elements < _LARGE and max(map(factors.rows, products)) > _MOST_ROWS):
         return Taken()
     return found if _are_a_part(loop, products) and not _gains_more_inside(loop, elements) else Taken()
+
+
+def _makes_weights(factors: SharedFactors, named: bool) -> bool:
+    """Returns whether each step takes large parts of what all steps share, or puts such together, and multiplies few
+    rows by them."""
+    found = factors.of_parts()
+    if not found or not is_plain(factors.loop.step):
+        return False
+    elements = sum(int(v.aval.size) for v in {v: None for v, _ in found})
+    few = max(factors.rows(product) for _, product in found) <= _MOST_ROWS_LARGE
+    return named or (few and elements >= _LEAST_ELEMENTS and not _gains_more_inside(factors.loop, elements))
 
 
 def _are_a_part(loop: IndexedLoop, products: Sequence[JaxprEqn]) -> bool:
@@ -356,6 +368,8 @@ def _steps(factors: SharedFactors, sums: Mapping[int, tuple[_Term, ...]], taken:
     length = factors.loop.length
     rows = [_rows(term.product) for terms in sums.values() for term in terms]
     rows += map(factors.rows, factors.products(taken))
+    if not rows:
+        return length
     most = _ROWS_LARGE if max(_elements(factors.loop, sums), factors.elements(taken)) >= _LARGE else _ROWS
     size = max(most // max(1, min(rows)), _LEAST_STEPS)
     return length if 2 * size > length else size
@@ -429,8 +443,8 @@ def _wide(dtype: np.dtype) -> np.dtype:
 
 
 def _feature(spec: RespellingSpec) -> str:
-    """Returns what is computed for many steps at once, how many rows these products multiply or sum up in a step, and
-    whether they are large or parts of what is added.
+    """Returns what is computed for many steps at once, or once, how many rows these products multiply or sum up in a
+    step, and whether they are large or parts of what is added.
 
     Products of one row are elementwise to a compiler, which adds two of them to a matrix as fast as one.
     """
@@ -439,25 +453,30 @@ def _feature(spec: RespellingSpec) -> str:
     every = _sums(loop)
     terms = [term for i in chosen_sums for term in every[i]]
     factors = SharedFactors(loop)
-    rows = max([_rows(term.product) for term in terms] or map(factors.rows, factors.products(taken)))
-    elements = _elements(loop, chosen_sums) or factors.elements(taken)
+    made = [] if chosen_sums else factors.of_parts()
+    products = factors.products(taken) or [product for _, product in made]
+    rows = max([_rows(term.product) for term in terms] or map(factors.rows, products))
+    elements = (
+        _elements(loop, chosen_sums) or factors.elements(taken) or sum({v: int(v.aval.size) for v, _ in made}.values())
+    )
     size = "large" if elements >= _LARGE else "small"
     if not chosen_sums and elements >= _VERY_LARGE:
         size = "very large"
     parts = ", in parts" if any(map(_is_padded, terms)) else ""
     several = ", twice" if rows == 1 and not parts and len(terms) > len(chosen_sums) else ""
     few = next((text for most, text in _FEW if rows <= most), "33 rows or more")
-    what = [name for name, has in _WHAT if (chosen_sums, taken.before, taken.after)[has]]
+    what = [name for name, has in _WHAT if (chosen_sums, taken.before, taken.after, made)[has]]
     return f"{size} {' and '.join(what)} of {few}{several}{parts}"
 
 
-_WHAT = (("sums", 0), ("products before", 1), ("products after", 2))
+_WHAT = (("sums", 0), ("products before", 1), ("products after", 2), ("weights that steps make", 3))
 _FEW = ((1, "1 row"), (8, "2 to 8 rows"), (16, "9 to 16 rows"), (32, "17 to 32 rows"))
 
 
 def _samples() -> Iterator[tuple[str, Sample]]:
     """Yields LSTMs, and their gradients by weights and by all arguments, the same of a GRU whose gates read slices of
-    weights, and gradients of a solver of differential equations.  The last site is the backward's."""
+    weights, such a GRU of inputs that were multiplied before, and gradients of a solver of differential equations.  The
+    last site is the backward's."""
     sizes = itertools.chain(itertools.product((1, 2, 8, 16, 32), (256, 512)), itertools.product((1, 8), (128, 1024)))
     for rows, width in sizes:
         types = float32_types((32 if width == 1024 else 128, rows, width), *[(width, 4 * width)] * 2)
@@ -468,6 +487,9 @@ def _samples() -> Iterator[tuple[str, Sample]]:
         types = float32_types((128, rows, width), *[(width, 3 * width)] * 2)
         yield f"gru-{rows}x{width}", Sample(jax.grad(_gru, (1, 2)), types, place=-1)
         yield f"gru-inputs-{rows}x{width}", Sample(jax.grad(_gru, (0, 1, 2)), types, place=-1)
+        yield f"gru-forward-{rows}x{width}", Sample(_gru, types)
+        given = float32_types((128, rows, 3 * width), (width, 3 * width))
+        yield f"gru-of-products-{rows}x{width}", Sample(_gru_of_products, given)
     for rows, width in itertools.product((1, 8), (128, 256)):
         own = float32_types((rows, width), (width, 4 * width), (4 * width, width))
         yield f"solver-{rows}x{width}", Sample(_solver, own)
@@ -484,6 +506,18 @@ def _gru(x: jax.Array, w: jax.Array, u: jax.Array) -> jax.Array:
         return h, h
 
     return jnp.sum(jnp.sin(lax.scan(step, jnp.zeros_like(x[0]), x)[1]))
+
+
+def _gru_of_products(z: jax.Array, u: jax.Array) -> jax.Array:
+    """Returns a loss of a GRU whose inputs were multiplied before; z is [time, batch, 3 width], u [width, 3 width]."""
+    width = len(u)
+
+    def step(h: jax.Array, z: jax.Array) -> tuple[jax.Array, jax.Array]:
+        reset, keep = (jax.nn.sigmoid(z[:, i : i + width] + h @ u[:, i : i + width]) for i in (0, width))
+        h = keep * h + (1 - keep) * jnp.tanh(z[:, 2 * width :] + reset * (h @ u[:, 2 * width :]))
+        return h, h
+
+    return jnp.sum(jnp.sin(lax.scan(step, jnp.zeros((z.shape[1], width)), z)[1]))
 
 
 def _solver(x: jax.Array, w: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
