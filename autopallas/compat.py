@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, ru
 import jax
 import numpy as np
 from jax._src import config, core, source_info_util
+from jax._src.interpreters import batching as _batching
 from jax._src.source_info_util import Frame, NameStack, SourceInfo, Traceback
 from jax.extend.core import DebugInfo, Primitive
 from jax.interpreters import ad, batching, mlir
@@ -289,6 +290,11 @@ def has_side_effects(equation: JaxprEqn) -> bool:
     """Returns whether an equation does more than compute its results.  Naming a mesh axis does not count."""
     effects = equation.effects
     return bool(effects) and any(type(effect).__name__ != "NamedAxisEffect" for effect in effects)
+
+
+def has_batching_rule(primitive: Primitive) -> bool:
+    """Returns whether ``jax.vmap`` knows a primitive."""
+    return primitive in _batching.fancy_primitive_batchers
 
 
 def user_frames(traceback: Traceback) -> Iterator[Frame]:

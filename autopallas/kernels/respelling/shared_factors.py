@@ -170,7 +170,8 @@ class SharedFactors:
         few = {i for i, e in enumerate(self.equations) if self.rows(e) in range(1, most_rows + 1)}
         if not few:
             return Taken()
-        waits, live = self.waiting(sums), self.needed([*self.results, *read])
+        live = self.needed([*self.results, *read])
+        waits = self.waiting(sums) | self.needed([v for e in self.equations if not _is_mapped(e) for v in e.invars])
         before, after, at_hand = list[int](), list[int](), {*self.slices}
         for i, equation in enumerate(self.equations):
             needed = id(equation) in waits or id(equation) in live
@@ -235,8 +236,12 @@ class SharedFactors:
         )  # fmt: skip
 
     def made(self) -> list[Var]:
-        """Returns what steps compute of what all share, and multiply by: not every compiler computes it once."""
-        return [*dict.fromkeys(factor for factor, _, _ in self._made())]
+        """Returns what steps compute of what all share, and multiply by, with what else the same equations give: not
+        every compiler computes it once."""
+        made = {v: e for e in self.equations for v in e.outvars}
+        found = dict.fromkeys(v for factor, _, _ in self._made() for v in made[factor].outvars)
+        read = {v for v in (*self.jaxpr.outvars, *(v for e in self.equations for v in e.invars)) if isinstance(v, Var)}
+        return [v for v in found if v in read]
 
     def of_parts(self) -> list[tuple[Var, JaxprEqn]]:
         """Returns parts that steps, as they are written, take of what all share, and what they put together of it, each
@@ -258,6 +263,18 @@ class SharedFactors:
                     equation = made.get(given) if isinstance(given, Var) else None
                 if equation is not None:
                     yield factor, product, equation.primitive.name
+
+
+_ONE_BY_ONE = frozenset({"ffi_call", "pure_callback", "rng_bit_generator"})
+"""What may be computed of one step at a time only, or gives another result of many."""
+
+
+def _is_mapped(equation: JaxprEqn) -> bool:
+    """Returns whether an equation of many steps can be computed at once, with the results of one after the other."""
+    name, bodies = equation.primitive.name, jaxprs.bodies(equation)
+    if name in _ONE_BY_ONE or not (bodies or compat.has_batching_rule(equation.primitive)):
+        return False
+    return all(_is_mapped(inner) for _, _, body in bodies for inner in jaxprs.open_jaxpr(body)[0].eqns)
 
 
 # ---------------------------------------------------------------------- products of parts

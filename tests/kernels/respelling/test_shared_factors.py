@@ -202,3 +202,31 @@ def test_evidence_is_filed_by_what_is_taken_out_of_the_steps():
         (1, 2): [before, f"small sums {few}"],
         (0, 1, 2): [before, f"small sums and products after {few}"],
     }
+
+
+def test_a_matrix_and_a_bias_that_steps_split_one_array_into():
+    """One equation gives what products read and what they do not."""
+
+    def step(h, x, w, u):
+        weight, bias = jnp.split(jnp.concatenate([w, u[:1]]), [D])
+        h = jnp.tanh(x @ weight + bias + h @ u)
+        return h, ((h @ u) * bias, bias)
+
+    function = autopallas.optimize(loop(step), objective="always", ops=NAME, strict=True)
+    for mine, wanted in zip(*map(jax.tree.leaves, (function(*arguments(3)), loop(step)(*arguments(3)))), strict=True):
+        np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-6)
+    assert function.report().counts()["respelling"] == 1
+
+
+def test_what_the_host_computes_of_a_product_stays_in_its_step():
+    """Such a call takes the arrays of one step."""
+
+    def step(h, x, w, u):
+        y = h @ u
+        found = jax.pure_callback(np.sin, jax.ShapeDtypeStruct(y.shape, y.dtype), y)
+        return jnp.sin(h + x @ w), (found, jnp.cos(h) @ u)
+
+    function = autopallas.optimize(loop(step), objective="always", ops=NAME, strict=True)
+    for mine, wanted in zip(*map(jax.tree.leaves, (function(*arguments(3)), loop(step)(*arguments(3)))), strict=True):
+        np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-6)
+    assert function.report().counts()["respelling"] == 1
