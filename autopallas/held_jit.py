@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+import threading
 import types
 from collections.abc import Callable
 from typing import Generic, ParamSpec, TypeVar
@@ -22,30 +25,39 @@ class HeldJit(Generic[P, R]):
     calls the function that it made with jit, and puts new ones into them afterwards.  No trace can follow that.
     """
 
-    def __init__(self, holder: Callable[P, R], name: str):
-        self._holder, self._name = holder, name
+    def __init__(self, function: Callable[P, R], holder: object, name: str):
+        self._function, self._holder, self._name = function, holder, name
         self.jitted: Callable[..., object] = getattr(holder, name)
 
     def call(self, instead: Callable[..., object], *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the object, with another function in the place of its jit function while it runs; as it is, if it was
         given another jit function meanwhile."""
         if getattr(self._holder, self._name) not in (self.jitted, instead):  # another thread may just call it
-            return self._holder(*args, **kwargs)
+            return self._function(*args, **kwargs)
         setattr(self._holder, self._name, instead)
         try:
-            return self._holder(*args, **kwargs)
+            return self._function(*args, **kwargs)
         finally:
             setattr(self._holder, self._name, self.jitted)
 
     def traced(self, trace: Callable[..., object], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Calls the object up to its jit function, of which it traces a call."""
+        """Calls the object up to its jit function, of which it traces a call; calls of other threads are made."""
+        own = threading.get_ident()
 
-        def instead(*given: object, **named: object) -> None:
+        def instead(*given: object, **named: object) -> object:
+            if threading.get_ident() != own:
+                return self.jitted(*given, **named)
             trace(*given, **named)
             raise _Traced
 
-        with contextlib.suppress(_Traced):
-            self.call(instead, *args, **kwargs)
+        before = getattr(self._holder, self._name)
+        setattr(self._holder, self._name, instead)
+        try:
+            with contextlib.suppress(_Traced):
+                self._function(*args, **kwargs)
+        finally:
+            if getattr(self._holder, self._name) is instead:  # unless a call of another thread has ended
+                setattr(self._holder, self._name, before)
 
 
 class _Traced(Exception):
@@ -53,17 +65,33 @@ class _Traced(Exception):
 
 
 def held_jit(function: Callable[P, R]) -> HeldJit[P, R] | None:
-    """Returns what tells where an object holds its jit function; None if it is a function, or holds none or several, or
-    cannot be given another."""
-    if isinstance(function, (types.FunctionType, types.MethodType, type)):
+    """Returns what tells where an object holds the jit function that it calls; None if it is a function, or holds none
+    or several, or does not seem to call it, or cannot be given another.
+
+    The object may be that of a partial function, as methods are that a library's jit made.
+    """
+    holder: object = function
+    while type(holder) is functools.partial:
+        holder = holder.func
+    if isinstance(holder, (types.FunctionType, types.MethodType, type)):
         return None
-    names = [
-        name for name, value in getattr(function, "__dict__", {}).items() if compat.jit_settings(value) is not None
-    ]
-    if len(names) != 1 or names[0] == "__wrapped__":
+    names = [name for name, value in getattr(holder, "__dict__", {}).items() if compat.jit_settings(value) is not None]
+    if len(names) != 1 or names[0] not in _names_in_calls(type(holder)):
         return None
     try:
-        setattr(function, names[0], getattr(function, names[0]))
+        setattr(holder, names[0], getattr(holder, names[0]))
     except Exception:  # an object may refuse, in its own way
         return None
-    return HeldJit(function, names[0])
+    return HeldJit(function, holder, names[0])
+
+
+def _names_in_calls(kind: type) -> set[str]:
+    """Returns the names of attributes that calls of an object read, in methods of its class that they name too."""
+    found, todo = set[str](), ["__call__"]
+    while todo:
+        method = getattr(kind, todo.pop(), None)
+        code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+        new = {*code.co_names} - found if code is not None else ()
+        found.update(new)
+        todo += new
+    return found

@@ -29,6 +29,7 @@ from autopallas.arguments import (
     traceable,
     with_arguments,
 )
+from autopallas.closed_over import ClosedOver
 from autopallas.compat import ArrayFunction, ClosedJaxpr, Jitted, Params, PyTree
 from autopallas.errors import one_line, warn
 from autopallas.fallback.bisect import is_bisecting, no_site_is_allowed
@@ -91,6 +92,7 @@ class Optimized(Generic[P, R]):
         self._holder = held_jit(function) if self._plain else None
         self._held_jit: Optimized[..., PyTree] | None = None
         """What the function holds of jit, optimized, where the whole cannot be traced."""
+        self._was_traced = False
         self._ways: dict[Hashable, tuple[int, Exception | None]] = {}
         """Kinds of calls that jit cannot trace: the way in which they are made, and jit's error until one works."""
         self._held: set[Static] = set()
@@ -171,7 +173,8 @@ class Optimized(Generic[P, R]):
 
     def report(self) -> Report:
         """Returns what was done to the signature traced last, as far as it is known by now; empty before any trace."""
-        return self._report() if self._held_jit is None else self._held_jit.report()
+        held = self._held_jit
+        return self._report() if held is None or not held._was_traced else held.report()
 
     # ------------------------------------------------------------------ the API of jit
 
@@ -199,6 +202,8 @@ class Optimized(Generic[P, R]):
         self._fixed.clear_cache()
         self._held.clear()
         self._overfull = False
+        if self._held_jit is not None:
+            self._held_jit.clear_cache()
 
     # ------------------------------------------------------------------ tracing
 
@@ -217,7 +222,7 @@ class Optimized(Generic[P, R]):
 
     def _traced(self, args: Args, kwargs: Kwargs, fixed: Static | None = None) -> PyTree:
         """Traces the original and rewrites its jaxpr; jit traces this function."""
-        options = resolve(self._explicit)
+        options, self._was_traced = resolve(self._explicit), True
         if options.disabled or pipeline.inside.value or no_site_is_allowed():
             return self._as_written(args, kwargs, fixed)
         if options.verify is True:
@@ -265,28 +270,33 @@ class Optimized(Generic[P, R]):
         Raises:
           Untraceable: it is a plain one, and does what would be lost.
         """
-        watched = Watched(args, kwargs) if self._plain else None
+        if not self._plain:
+            return self._called(args, kwargs)
+        watched, around = Watched(args, kwargs), ClosedOver(self._inner)
         try:
-            result = self._inner(*args, **kwargs)
+            result = self._called(args, kwargs)
+            if not all(map(traceable, jax.tree.leaves(result))):
+                if fixed is None:
+                    raise Untraceable("it returns something that is neither an array nor a number")
+                result = given_back(result, fixed)
+                self._gives_back = True
+            if watched.changed():
+                raise Untraceable(
+                    "it changes its arguments, which would be lost; let it return what is new, or optimize what "
+                    "jax.jit makes of it, or the jit of the library whose objects it changes"
+                )
+        except Exception:
+            watched.restore()
+            around.restore()
+            raise
+        return result
+
+    def _called(self, args: Args, kwargs: Kwargs) -> PyTree:
+        try:
+            return self._inner(*args, **kwargs)
         except Exception as error:
             mark_users_error(error)
-            if watched is not None:
-                watched.restore()
             raise
-        if watched is None:
-            return result
-        if not all(map(traceable, jax.tree.leaves(result))):
-            if fixed is None:
-                raise Untraceable("it returns something that is neither an array nor a number")
-            result = given_back(result, fixed)
-            self._gives_back = True
-        if watched.changed():
-            watched.restore()
-            raise Untraceable(
-                "it changes its arguments, which would be lost; let it return what is new, or optimize what jax.jit "
-                "makes of it, or the jit of the library whose objects it changes"
-            )
-        return result
 
     def _traced_fixed(self, static: Static, *arrays: ArrayLike) -> PyTree:
         return self._traced(*join(static, arrays), static)
@@ -453,20 +463,25 @@ class Optimized(Generic[P, R]):
         Raises:
           Exception: the function's own error; what was learned of it is nothing then.
         """
-        perhaps_own, result = not isinstance(error, (*_CONCRETE, Untraceable)), None
+        perhaps_own, called, result = not isinstance(error, (*_CONCRETE, Untraceable)), False, None
         if (use is _call or self._dry) and (holder := self._holder) is not None:
-            inside = Optimized(holder.jitted, self._explicit)
-            inside._dry = self._dry
-            self._as_it_is, self._held_jit = error, inside
+            with self._lock:  # threads that call it at the same time share one
+                inside = self._held_jit or Optimized(holder.jitted, self._explicit)
+                inside._dry = self._dry
+                self._as_it_is, self._held_jit = error, inside
             try:
                 if self._dry:
-                    return holder.traced(inside.eval_shape, *args, **kwargs)
-                return holder.call(inside, *args, **kwargs)
+                    holder.traced(inside.eval_shape, *args, **kwargs)
+                else:
+                    result = holder.call(inside, *args, **kwargs)
             except Exception as own:
                 self._as_it_is = self._held_jit = None
                 mark_users_error(own, self)
                 raise
-        if perhaps_own and use is _call:
+            if inside._was_traced:
+                return result
+            called = True  # and did not call what it holds
+        elif perhaps_own and use is _call:
             try:
                 result = self._function(*args, **kwargs)
             except Exception as own:
@@ -484,7 +499,7 @@ class Optimized(Generic[P, R]):
             raise error
         if not self._dry:
             warn(f"autopallas runs {self._function!r} {reason}")
-        if perhaps_own or use is not _call:
+        if called or perhaps_own or use is not _call:
             return result
         return self._function(*args, **kwargs)
 

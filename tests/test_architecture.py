@@ -16,7 +16,7 @@ MODULES = {
 }
 FLOORS = (
     {"array_types", "compat", "jaxprs", "environment", "numerics", "sites", "places", "errors", "version"}
-    | {"arguments", "gc_pause", "held_jit", "own_frames", "place_selectors", "progress"},
+    | {"arguments", "closed_over", "gc_pause", "held_jit", "own_frames", "place_selectors", "progress"},
     {"report", "faults"},
     {
         "graph",
