@@ -63,7 +63,9 @@ class Optimized(Generic[P, R]):
     __slots__ = ("__dict__", "__weakref__", "_canary", "_run", "_spread")
 
     def __init__(self, function: Callable[P, R], explicit: dict[str, object]):
-        functools.update_wrapper(self, function)
+        functools.update_wrapper(self, function, updated=())
+        own = getattr(function, "__dict__", {})
+        self.__dict__.update((name, value) for name, value in own.items() if not hasattr(Optimized, name))
         self._function = function
         self._explicit = explicit
         self._report = LiveReport(Report())
@@ -74,7 +76,7 @@ class Optimized(Generic[P, R]):
         self._plain = settings is None
         self._inner: Callable[..., R] = function if settings is None else function.__wrapped__  # type: ignore[attr-defined]
 
-        @functools.wraps(self._inner)
+        @functools.wraps(self._inner, updated=())
         def traced(*args: PyTree, **kwargs: PyTree) -> PyTree:
             if self._plain and _may_have_flags(args, kwargs):
                 raise _MayHaveFlags

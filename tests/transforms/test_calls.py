@@ -847,3 +847,22 @@ def test_a_function_that_returns_an_object_of_its_own_runs_as_it_is(qkv):
         model, result = autopallas.optimize(function)(model_of(jnp.tanh, 1), qkv[0])
     assert model["activation"] is jnp.tanh
     same(result.value, qkv[0] * 2)
+
+
+def test_attributes_of_an_object_take_the_place_of_no_method(qkv):
+    """What an object is called with, it may call a report, too."""
+
+    class Layer:
+        def __init__(self):
+            self.report = self.lower = self._traced = self._plain_call = self._called = True
+            self.scale = 0.5
+
+        def __call__(self, q, k, v):
+            return attend(q * self.scale, k, v)
+
+    wrapped = optimized(Layer())
+    same(wrapped(*qkv), Layer()(*qkv))
+    assert wrapped.scale == 0.5
+    assert wrapped.report().counts()["attention"] == 1
+    assert autopallas.explain(Layer(), *qkv).sites[0].op == "attention"
+    assert wrapped.lower(*qkv).out_info.shape == qkv[0].shape
