@@ -64,16 +64,18 @@ class ClosedOver:
         if type(held) not in (dict, list, set):
             return []
         content = cast(_Content, held)
-        self._kept.append((content, content.copy(), is_own))
-        return [(part, is_own) for part in (content.values() if isinstance(content, dict) else content)]
+        now = content.copy()  # code that runs beside the trace may add to the other one
+        self._kept.append((content, now, is_own))
+        return [(part, is_own) for part in (now.values() if isinstance(now, dict) else now)]
 
     def restore(self) -> None:
         """Gives the objects of a method or of a partial function what they had, and others, which code that runs beside
         the trace may have changed too, what they lost or what is traced now."""
         for content, before, is_own in self._kept:
             if isinstance(content, dict) and isinstance(before, dict):
-                for name in content.keys() - before.keys() if is_own else ():
-                    del content[name]
+                for name in [*content] if is_own else ():
+                    if name not in before:
+                        del content[name]
                 for name, one in before.items():
                     now = content.get(name, _Lacks)
                     if now is not one and (is_own or now is _Lacks or compat.is_tracer(now)):
