@@ -372,7 +372,7 @@ def _steps(factors: SharedFactors, sums: Mapping[int, tuple[_Term, ...]], taken:
         return length
     most = _ROWS_LARGE if max(_elements(factors.loop, sums), factors.elements(taken)) >= _LARGE else _ROWS
     size = max(most // max(1, min(rows)), _LEAST_STEPS)
-    return length if 2 * size > length else size
+    return length if 2 * size >= length else size
 
 
 def _total(terms: Sequence[_Term], values: dict[Var, jax.Array], dtype: np.dtype) -> jax.Array:
