@@ -189,9 +189,9 @@ class SharedFactors:
         """Returns the products that are taken out."""
         return [self.equations[i] for i in (*taken.before, *taken.after)]
 
-    def elements(self, taken: Taken) -> int:
-        """Returns the elements of what all steps share that products which are taken out read."""
-        found = ((e, self.shared_side(e)) for e in self.products(taken))
+    def elements(self, products: Iterable[JaxprEqn]) -> int:
+        """Returns the elements of what all steps share that products multiply by."""
+        found = ((e, self.shared_side(e)) for e in products)
         factors = {e.invars[side]: None for e, side in found if side is not None}
         return sum(int(v.aval.size) for v in factors)
 
@@ -243,11 +243,11 @@ class SharedFactors:
         read = {v for v in (*self.jaxpr.outvars, *(v for e in self.equations for v in e.invars)) if isinstance(v, Var)}
         return [v for v in found if v in read]
 
-    def of_parts(self) -> list[tuple[Var, JaxprEqn]]:
-        """Returns parts that steps, as they are written, take of what all share, and what they put together of it, each
-        with a product that multiplies by it."""
+    def of_parts(self) -> list[JaxprEqn]:
+        """Returns the products with parts that steps, as they are written, take of what all share, and with what they
+        put together of it."""
         written = {v for e in self.jaxpr.eqns for v in e.outvars}
-        return [(factor, product) for factor, product, name in self._made() if name in _PARTS and factor in written]
+        return [product for factor, product, name in self._made() if name in _PARTS and factor in written]
 
     def _made(self) -> Iterator[tuple[Var, JaxprEqn, str]]:
         """Yields factors that steps compute, with a product, and what computes them before they are turned; those that

@@ -92,7 +92,7 @@ def _match(graph: Graph, node: Node) -> Found | None:
     named = KIND.name in graph.named
     if int(node.equation.params["length"]) < _LEAST_STEPS and not named:
         return None
-    least = 0 if named else _LEAST_ELEMENTS // 4
+    least = 0 if named else _LEAST_ELEMENTS // 4  # a step may multiply by several, as for four gates
     if not (_adds_products(node.equation) or has_shared_factors(node.equation, _MOST_ROWS_LARGE, least)):
         return None
     if (graph.objective == "memory" or scan_checkpoint.KIND.name in graph.named) and not named:
@@ -251,7 +251,8 @@ def _taken(factors: SharedFactors, sums: dict[int, tuple[_Term, ...]], named: bo
     found = factors.taken_out(sums, _read(sums), _MOST_ROWS_LARGE)
     if not found or named:
         return found
-    elements, products = factors.elements(found), factors.products(found)
+    products = factors.products(found)
+    elements = factors.elements(products)
     if elements < _LEAST_ELEMENTS or (elements < _LARGE and max(map(factors.rows, products)) > _MOST_ROWS):
         return Taken()
     return found if _are_a_part(loop, products) and not _gains_more_inside(loop, elements) else Taken()
@@ -260,11 +261,10 @@ def _taken(factors: SharedFactors, sums: dict[int, tuple[_Term, ...]], named: bo
 def _makes_weights(factors: SharedFactors, named: bool) -> bool:
     """Returns whether each step takes large parts of what all steps share, or puts such together, and multiplies few
     rows by them."""
-    found = factors.of_parts()
-    if not found or not is_plain(factors.loop.step):
+    products = factors.of_parts()
+    if not products or not is_plain(factors.loop.step):
         return False
-    elements = sum(int(v.aval.size) for v in {v: None for v, _ in found})
-    few = max(factors.rows(product) for _, product in found) <= _MOST_ROWS_LARGE
+    elements, few = factors.elements(products), max(map(factors.rows, products)) <= _MOST_ROWS_LARGE
     return named or (few and elements >= _LEAST_ELEMENTS and not _gains_more_inside(factors.loop, elements))
 
 
@@ -370,7 +370,11 @@ def _steps(factors: SharedFactors, sums: Mapping[int, tuple[_Term, ...]], taken:
     rows += map(factors.rows, factors.products(taken))
     if not rows:
         return length
-    most = _ROWS_LARGE if max(_elements(factors.loop, sums), factors.elements(taken)) >= _LARGE else _ROWS
+    most = (
+        _ROWS_LARGE
+        if max(_elements(factors.loop, sums), factors.elements(factors.products(taken))) >= _LARGE
+        else _ROWS
+    )
     size = max(most // max(1, min(rows)), _LEAST_STEPS)
     return length if 2 * size >= length else size
 
@@ -454,22 +458,21 @@ def _feature(spec: RespellingSpec) -> str:
     terms = [term for i in chosen_sums for term in every[i]]
     factors = SharedFactors(loop)
     made = [] if chosen_sums else factors.of_parts()
-    products = factors.products(taken) or [product for _, product in made]
+    products = factors.products(taken) or made
     rows = max([_rows(term.product) for term in terms] or map(factors.rows, products))
-    elements = (
-        _elements(loop, chosen_sums) or factors.elements(taken) or sum({v: int(v.aval.size) for v, _ in made}.values())
-    )
+    elements = _elements(loop, chosen_sums) or factors.elements(products)
     size = "large" if elements >= _LARGE else "small"
     if not chosen_sums and elements >= _VERY_LARGE:
         size = "very large"
     parts = ", in parts" if any(map(_is_padded, terms)) else ""
     several = ", twice" if rows == 1 and not parts and len(terms) > len(chosen_sums) else ""
     few = next((text for most, text in _FEW if rows <= most), "33 rows or more")
-    what = [name for name, has in _WHAT if (chosen_sums, taken.before, taken.after, made)[has]]
+    has = (chosen_sums, taken.before, taken.after, made)
+    what = [name for name, own in zip(_WHAT, has, strict=True) if own]
     return f"{size} {' and '.join(what)} of {few}{several}{parts}"
 
 
-_WHAT = (("sums", 0), ("products before", 1), ("products after", 2), ("weights that steps make", 3))
+_WHAT = ("sums", "products before", "products after", "weights that steps make")
 _FEW = ((1, "1 row"), (8, "2 to 8 rows"), (16, "9 to 16 rows"), (32, "17 to 32 rows"))
 
 
