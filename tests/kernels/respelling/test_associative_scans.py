@@ -469,7 +469,7 @@ def test_parts_of_a_short_axis_are_no_shifts(monkeypatch):
 
     program = jax.make_jaxpr(jax.grad(parted))(random(D, 6))
     assert {equation.primitive.name for equation in program.jaxpr.eqns} & {"pad", "dynamic_update_slice"}
-    monkeypatch.setattr(doubling, "_Regions", refuse)
+    monkeypatch.setattr(doubling, "_Scans", refuse)
     assert not doubling.scans_of(Graph(flatten(program)))
 
 

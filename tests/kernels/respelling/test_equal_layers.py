@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from autopallas.graph import Graph, flatten
-from autopallas.kernels.respelling import doubling, indexed
+from autopallas.kernels.respelling import carried_proofs, doubling, indexed, scan_proofs
 from autopallas.patterns import find
 
 T, D = 9, 3
@@ -74,15 +74,15 @@ def lanes(monkeypatch):
         count = 0
 
         def alone(self):
-            monkeypatch.setattr(doubling._Regions, "_related", lambda *_: None)
+            monkeypatch.setattr(carried_proofs.CarriedProofs, "_related", lambda *_: None)
 
-    counting, lanes_of = Lanes(), doubling.lanes_of
+    counting, lanes_of = Lanes(), scan_proofs.lanes_of
 
     def counted(*arguments):
         counting.count += 1
         return lanes_of(*arguments)
 
-    monkeypatch.setattr(doubling, "lanes_of", counted)
+    monkeypatch.setattr(scan_proofs, "lanes_of", counted)
     return counting
 
 

@@ -26,7 +26,8 @@ from autopallas.compat import Dtype
 from autopallas.graph import Body, Graph, Node
 from autopallas.kernels.example import decaying
 from autopallas.kernels.respelling.around import Around, around
-from autopallas.kernels.respelling.doubling import Backward, Forward, scans_of
+from autopallas.kernels.respelling.associative_scan_spec import Backward, Forward
+from autopallas.kernels.respelling.doubling import scans_of
 from autopallas.kernels.respelling.exact_sums import Sums, stepped_exactly
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.lanes import Layout, laid_alike
