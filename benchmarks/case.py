@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from autopallas.optimize import Optimized
+from autopallas.optimized import Optimized
 from autopallas.sites.declared import declared_names
 from autopallas.sites.operation import operation_named
 from autopallas.workbench.cases import DIRECTIONS, Case, Direction

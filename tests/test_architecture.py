@@ -16,7 +16,7 @@ MODULES = {
 }
 FLOORS = (
     {"array_types", "compat", "jaxprs", "environment", "numerics", "sites", "places", "errors", "version"}
-    | {"arguments", "closed_over", "gc_pause", "held_jit", "own_frames", "place_selectors", "progress"},
+    | {"arguments", "closed_over", "flags", "gc_pause", "held_jit", "own_frames", "place_selectors", "progress"},
     {"report", "faults"},
     {
         "graph",
@@ -32,7 +32,7 @@ FLOORS = (
         "workbench",
     },
     {"plan", "rewrite", "sharding", "fallback"},
-    {"invariants", "passes", "pipeline", "verification", "optimize"},
+    {"invariants", "passes", "pipeline", "verification", "optimized", "optimize"},
     {"autopallas", "cli", "__main__"},
 )
 """From the ground up.  A room imports from its own floor and from those below."""

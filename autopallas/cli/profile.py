@@ -19,7 +19,7 @@ from autopallas.errors import one_line
 if TYPE_CHECKING:
     import jax
 
-    from autopallas.optimize import Optimized
+    from autopallas.optimized import Optimized
     from autopallas.plan.exclusions import Place
     from autopallas.report import Report
     from autopallas.workbench.worth import Interval, Whole
@@ -80,7 +80,7 @@ def _run(options: argparse.Namespace) -> int:
 
     from autopallas.cli.program import function_of, shapes_of
     from autopallas.errors import OptionError, RequirementError, UnsupportedError
-    from autopallas.optimize import Optimized
+    from autopallas.optimized import Optimized
     from autopallas.progress import Progress
     from autopallas.workbench.worth import worths
 

@@ -17,7 +17,7 @@ from autopallas.compat import ArrayFunction, ClosedJaxpr, PyTree, make_jaxpr
 from autopallas.custom.registry import declared
 from autopallas.environment import OPERATIONS
 from autopallas.errors import OptionError, UnsupportedError, one_line
-from autopallas.optimize import Optimized
+from autopallas.optimized import Optimized
 from autopallas.options import Options, resolve
 from autopallas.passes import Passes
 from autopallas.patterns import Match, NearMiss

@@ -59,7 +59,8 @@ def _run(options: argparse.Namespace) -> int:
 
     from autopallas.cli.program import function_of, shapes_of
     from autopallas.errors import OptionError, RequirementError, UnsupportedError
-    from autopallas.optimize import Optimized, explain
+    from autopallas.optimize import explain
+    from autopallas.optimized import Optimized
     from autopallas.report import terminal
     from autopallas.report.text import passes
 

@@ -17,7 +17,7 @@ from autopallas.compile.tpu import Compiler
 from autopallas.custom.registry import Pattern
 from autopallas.environment import OPERATIONS
 from autopallas.errors import one_line
-from autopallas.optimize import Optimized
+from autopallas.optimized import Optimized
 from autopallas.options import resolve
 from autopallas.passes import Passes
 from autopallas.pipeline import find_sites

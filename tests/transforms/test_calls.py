@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import enum
 import functools
-import importlib
 import pickle
 import random
 import threading
@@ -546,7 +545,7 @@ def test_another_thread_finds_out_first_that_numbers_are_looked_at(qkv):
 
 
 def test_a_number_that_is_looked_at_and_changes_in_each_call_is_compiled_a_few_times_only(qkv, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("autopallas.optimize"), "_MOST_HELD", 3)
+    monkeypatch.setattr("autopallas.optimized._MOST_HELD", 3)
 
     def function(q, step):
         return q * 2 if step > 3 else q + step

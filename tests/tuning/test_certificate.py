@@ -19,7 +19,7 @@ import autopallas
 from autopallas import compat
 from autopallas.cli import main
 from autopallas.errors import OptionError, RequirementError
-from autopallas.optimize import Optimized
+from autopallas.optimized import Optimized
 from autopallas.sites.device import Device
 from autopallas.tuning.certificate import digest_of, setting
 from autopallas.tuning.lock import Lock

@@ -1,0 +1,59 @@
+"""Tells which calls are given truth values or integers that a function may compare by identity, as no trace does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from autopallas import compat
+from autopallas.compat import PyTree
+
+__all__ = ["MayHaveFlags", "MayHaveNames", "as_jit_traces", "has_flags", "may_have_flags", "may_have_names"]
+
+
+class MayHaveFlags(Exception):
+    """Aborts the trace of a plain function that is given a truth value somewhere, which may be a flag."""
+
+
+class MayHaveNames(Exception):
+    """Aborts the first trace of a plain function that is given an integer inside of another argument, which may have a
+    name."""
+
+
+as_jit_traces = compat.TraceContext(False)
+"""Whether truth values are traced, as ``jax.jit`` does: where a function is lowered and not called, and where none of
+them is a flag."""
+
+
+def may_have_flags(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> bool:
+    """Returns whether a call is given a truth value anywhere, traced or not, unless flags are traced anyway."""
+
+    def is_truth_value(leaf: PyTree) -> bool:
+        return isinstance(leaf, bool) or (getattr(leaf, "dtype", None) == jax.numpy.bool_ and not leaf.shape)
+
+    return not as_jit_traces.value and any(map(is_truth_value, jax.tree.leaves((args, kwargs))))
+
+
+def may_have_names(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> bool:
+    """Returns whether a call is given one of Python's integers, traced or not, inside of another argument, unless flags
+    are traced anyway."""
+    if as_jit_traces.value:
+        return False
+
+    def is_integer(leaf: PyTree) -> bool:
+        if isinstance(leaf, int):
+            return True
+        weak = getattr(leaf, "weak_type", False) and not leaf.shape
+        return weak and jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer)
+
+    inside = [one for one in (*args, *kwargs.values()) if not jax.tree_util.all_leaves([one])]
+    return any(map(is_integer, jax.tree.leaves(inside)))
+
+
+def has_flags(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> bool:
+    """Returns whether a call is given flags, which a function may compare by identity."""
+    for one in args:
+        if isinstance(one, int) and type(one) is not int:
+            return True
+    return any(isinstance(one, int) and type(one) is not int for one in kwargs.values()) if kwargs else False

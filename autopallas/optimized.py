@@ -1,0 +1,606 @@
+"""Defines the optimized function, which is called, traced and lowered as the original function was."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import threading
+import types
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, ParamSpec, TypeAlias, TypeVar, cast
+
+import jax
+from jax.typing import ArrayLike
+
+from autopallas import compat, own_frames, pipeline
+from autopallas.arguments import (
+    Static,
+    Untraceable,
+    Watched,
+    given_back,
+    is_flag,
+    is_number,
+    join,
+    split,
+    told_apart,
+    traceable,
+    with_arguments,
+)
+from autopallas.closed_over import ClosedOver
+from autopallas.compat import ArrayFunction, ClosedJaxpr, Jitted, Params, PyTree
+from autopallas.errors import one_line, warn
+from autopallas.fallback.bisect import is_bisecting, no_site_is_allowed
+from autopallas.fallback.rerun import is_users_error, mark_users_error, record_failures, rerun
+from autopallas.faults import MEANT
+from autopallas.flags import MayHaveFlags, MayHaveNames, as_jit_traces, has_flags, may_have_flags, may_have_names
+from autopallas.gc_pause import paused, rare
+from autopallas.held_jit import held_jit
+from autopallas.options import Options, resolve
+from autopallas.report import Failure, Report, at_exit
+from autopallas.report.live_report import LiveReport
+from autopallas.sharding import call_shardings
+from autopallas.sharding.processes import disagreement, inspection_only
+from autopallas.verification import first_call
+
+if TYPE_CHECKING:
+    from autopallas.verification.canary import Canary
+
+__all__ = ["Args", "Kwargs", "Optimized"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+Args: TypeAlias = tuple[PyTree, ...]
+Kwargs: TypeAlias = dict[str, PyTree]
+
+
+class Optimized(Generic[P, R]):
+    """A function whose reference computations run as tuned kernels; ``optimize`` makes it from the function."""
+
+    # slots, since every call reads these attributes
+    __slots__ = ("__dict__", "__weakref__", "_canary", "_run", "_spread")
+
+    def __init__(self, function: Callable[P, R], explicit: dict[str, object]):
+        functools.update_wrapper(self, function, updated=())
+        own = getattr(function, "__dict__", {})
+        self.__dict__.update((name, value) for name, value in own.items() if not hasattr(Optimized, name))
+        self._function = function
+        self._explicit = explicit
+        self._report = LiveReport(Report())
+        self._lock = threading.Lock()
+        nested = isinstance(function, Optimized)
+        settings: Params | None = getattr(function, "_settings", None) if nested else compat.jit_settings(function)
+        self._settings = settings
+        self._plain = settings is None
+        self._inner: Callable[..., R] = function if settings is None else function.__wrapped__  # type: ignore[attr-defined]
+
+        @functools.wraps(self._inner, updated=())
+        def traced(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            if self._plain and may_have_flags(args, kwargs):
+                raise MayHaveFlags
+            if self._plain and not self._knows_names and may_have_names(args, kwargs):
+                raise MayHaveNames
+            with as_jit_traces(False):  # what is called in the function has flags of its own
+                return self._traced(args, kwargs)
+
+        self._jit = cast(Jitted, jax.jit(traced, **(settings or {})))
+        self._fixed = cast(Jitted, jax.jit(self._traced_fixed, static_argnums=0))
+        self._run: Callable[..., R] = self._jit
+        self._knows_names = False
+        """Whether it was looked up if integers inside of other arguments have names, which a trace does not tell."""
+        self._as_it_is: Exception | None = None
+        self._holder = held_jit(function) if self._plain else None
+        self._held_jit: Optimized[..., PyTree] | None = None
+        """What the function holds of jit, optimized, where the whole cannot be traced."""
+        self._was_traced = False
+        self._ways: dict[Hashable, tuple[int, Exception | None]] = {}
+        """Kinds of calls that jit cannot trace: the way in which they are made, and jit's error until one works."""
+        self._held: set[Static] = set()
+        self._overfull = False
+        self._replaced = False
+        self._unread = False
+        """Whether no result was read yet of a program that was traced with sites replaced."""
+        self._gives_back = False
+        """Whether results have leaves of the arguments that no trace can follow."""
+        self._spread = False
+        self._dry = False
+        self._canary: Canary | None = None
+        self._disabled: dict[pipeline.Place, str] = {}
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._canary is not None and self._canary.due():
+            from autopallas.verification.compared_calls import compared  # only programs with canaries pay for it
+
+            return compared(self, self._canary, args, kwargs)
+        run = self._run  # which another thread may change meanwhile
+        if self._plain and run is self._jit and has_flags(args, kwargs):
+            run = functools.partial(self._plain_call, _call)
+        failed: Exception | None = None
+        try:  # the common call pays only for this frame
+            if self._spread and not call_shardings.is_recording():
+                with call_shardings.recording_shardings(args, kwargs):
+                    if self._canary is not None:
+                        self._canary.left += 1  # the call was counted
+                    return self(*args, **kwargs)
+            result = run(*args, **kwargs)
+            if self._unread:
+                self._wait_for(result)
+            return result
+        except first_call.FirstCall:
+            pass
+        except call_shardings.ShardingsNeeded:
+            self._spread = True
+            return self(*args, **kwargs)
+        except MayHaveFlags:
+            self._run = functools.partial(self._plain_call, _call)
+            return self(*args, **kwargs)
+        except MayHaveNames:
+            self._knows_names = True
+            if any(is_flag(type(leaf)) for leaf in jax.tree.leaves((args, kwargs))):
+                self._run = functools.partial(self._plain_call, _call)
+            return self(*args, **kwargs)
+        except Exception as error:
+            failed = error if run is self._jit and self._may_be_ours(error, args, kwargs) else None
+            if failed is None:
+                recovered = self._recovered(error, args, kwargs)
+                if recovered is None:
+                    own_frames.leave_out(error)
+                    raise
+                return recovered[0]
+        if failed is not None:  # outside of the handler, so that what is raised now does not name it
+            try:
+                return self._called_again(failed, args, kwargs)
+            except Exception as error:
+                own_frames.leave_out(error)
+                raise
+        first_call.checked(self, args, kwargs, resolve(self._explicit).strict)
+        with first_call.unchecked():
+            return self(*args, **kwargs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Optimized[P, R] | types.MethodType:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<autopallas.optimize of {self._function!r}>"
+
+    def __reduce__(self) -> str | tuple[type[Optimized[P, R]], tuple[Callable[P, R], dict[str, object]]]:
+        """Pickles by name where the module holds this object under its own name; otherwise as function and options."""
+        name: str = getattr(self, "__qualname__", "")
+        found: object = sys.modules.get(self.__module__)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return name if found is self else (Optimized, (self._function, self._explicit))
+
+    def report(self) -> Report:
+        """Returns what was done to the signature traced last, as far as it is known by now; empty before any trace."""
+        held = self._held_jit
+        return self._report() if held is None or not held._was_traced else held.report()
+
+    # ------------------------------------------------------------------ the API of jit
+
+    @own_frames.left_out
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
+        """Lowers the rewritten program, as ``jax.jit(f).lower`` does."""
+        with first_call.unchecked(), inspection_only():
+            return self._placed(self._jit.lower, args, kwargs)
+
+    @own_frames.left_out
+    def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
+        """Traces the rewritten program, as ``jax.jit(f).trace`` does."""
+        with first_call.unchecked(), inspection_only():
+            return self._placed(self._jit.trace, args, kwargs)
+
+    @own_frames.left_out
+    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> PyTree:
+        """Returns shapes and dtypes of the result, as ``jax.jit(f).eval_shape`` does."""
+        with first_call.unchecked(), inspection_only():
+            return self._placed(self._jit.eval_shape, args, kwargs)
+
+    def clear_cache(self) -> None:
+        """Clears the cache, as for ``jax.jit``, so that the next call traces anew."""
+        self._jit.clear_cache()
+        self._fixed.clear_cache()
+        self._held.clear()
+        self._overfull = False
+        if self._held_jit is not None:
+            self._held_jit.clear_cache()
+
+    # ------------------------------------------------------------------ tracing
+
+    def _placed(self, use: Callable[..., T], args: Args, kwargs: Kwargs) -> T:
+        """Calls ``use``; if its trace asks for the arguments' shardings, retries with them recorded."""
+        if self._plain and (may_have_flags(args, kwargs) or may_have_names(args, kwargs)):
+            with as_jit_traces(True):  # as part of the key, or a call would use what is traced here
+                return self._placed(use, args, kwargs)
+        if not self._spread:
+            try:
+                return use(*args, **kwargs)
+            except call_shardings.ShardingsNeeded:
+                self._spread = True
+        with call_shardings.recording_shardings(args, kwargs):
+            return use(*args, **kwargs)
+
+    def _traced(self, args: Args, kwargs: Kwargs, fixed: Static | None = None) -> PyTree:
+        """Traces the original and rewrites its jaxpr; jit traces this function."""
+        options, self._was_traced = resolve(self._explicit), True
+        if options.disabled or pipeline.inside.value or no_site_is_allowed():
+            return self._as_written(args, kwargs, fixed)
+        if options.verify is True:
+            first_call.demand()
+        arrays, static = split(args, kwargs)
+
+        def program_of(*arrays: ArrayLike) -> PyTree:
+            return self._as_written(*join(static, arrays), fixed)
+
+        program_of.__signature__ = _ANY_ARRAYS  # type: ignore[attr-defined]
+        program_of.__wrapped__ = self._inner  # type: ignore[attr-defined] # the function that JAX's errors name
+        with pipeline.inside(True), rare():
+            program, shapes = compat.make_jaxpr_and_shapes(program_of, *arrays)
+        if call_shardings.needs_shardings(program, self._settings):
+            raise call_shardings.ShardingsNeeded
+        shardings, rewritten = None, program
+        try:
+            shardings = call_shardings.known(program, args, kwargs, arrays, shapes, self._settings)
+        except Exception as error:  # a program that may be sharded must not be taken for one that is not
+            if options.strict:
+                raise
+            text = f"{type(error).__name__}: {error}"
+            warn(f"autopallas left a program as it was: partition failed with {text}")
+            live = LiveReport(Report(failures=(Failure("partition", text),)))
+            pipeline.require(live(), options)
+        else:
+            rewritten, live = pipeline.rewritten(program, options, not self._dry, shardings, self._disabled)
+        self._watch(options, live)
+        self._publish(live)
+        report = live()
+        if (report.sites or report.rematerialised or report.failures) and not self._dry:
+            reason = disagreement(program, rewritten, arrays, shardings)
+            if reason is not None:
+                rewritten = _left(program, live, f"it is run by several processes together: {reason}")
+                pipeline.require(live(), options)
+        if not is_bisecting():
+            pipeline.require_certified(rewritten, live(), options)
+        with paused():
+            results = _emit(rewritten, program, live, arrays, options.strict)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    def _as_written(self, args: Args, kwargs: Kwargs, fixed: Static | None) -> PyTree:
+        """Calls the function while it is traced, with what is held ``fixed`` among the arguments, if anything.
+
+        Raises:
+          Untraceable: it is a plain one, and does what would be lost.
+        """
+        if not self._plain:
+            return self._called(args, kwargs)
+        watched, around = Watched(args, kwargs), ClosedOver(self._inner)
+        try:
+            result = self._called(args, kwargs)
+            if not all(map(traceable, jax.tree.leaves(result))):
+                if fixed is None:
+                    raise Untraceable("it returns something that is neither an array nor a number")
+                result = given_back(result, fixed)
+                self._gives_back = True
+            if watched.changed():
+                raise Untraceable(
+                    "it changes its arguments, which would be lost; let it return what is new, or optimize what "
+                    "jax.jit makes of it, or the jit of the library whose objects it changes"
+                )
+        except Exception:
+            watched.restore()
+            around.restore()
+            raise
+        return result
+
+    def _called(self, args: Args, kwargs: Kwargs) -> PyTree:
+        try:
+            return self._inner(*args, **kwargs)
+        except Exception as error:
+            mark_users_error(error)
+            raise
+
+    def _traced_fixed(self, static: Static, *arrays: ArrayLike) -> PyTree:
+        return self._traced(*join(static, arrays), static)
+
+    def _publish(self, report: LiveReport) -> None:
+        if is_bisecting():
+            return
+        if report.counts() or report().rematerialised:
+            self._replaced = self._unread = True
+        with self._lock:
+            self._report = report
+        at_exit.record(getattr(self._function, "__qualname__", repr(self._function)), report)
+
+    # ------------------------------------------------------------------ compared calls
+
+    def _watch(self, options: Options, report: LiveReport) -> None:
+        """Makes the calls of a program count for the option ``verify``, if that is a fraction."""
+        if isinstance(options.verify, bool) or self._dry or is_bisecting():
+            return
+        if self._canary is None:
+            from autopallas.verification.canary import Canary
+
+            self._canary = Canary(options.verify)
+        report.canary = self._canary.record
+
+    def _repeated(self, args: Args, kwargs: Kwargs) -> _Repeated:
+        return _Repeated(self, args, kwargs)
+
+    # ------------------------------------------------------------------ failures
+
+    def _wait_for(self, result: PyTree) -> None:
+        """Waits for the first result of a program with sites replaced.  JAX runs asynchronously, so that what fails in
+        a run would be raised where a result is read, and nothing could take its place."""
+        if not any(map(compat.is_tracer, jax.tree.leaves(result))):
+            self._unread = False
+            jax.block_until_ready(result)
+
+    def _recovered(self, error: Exception, args: Args, kwargs: Kwargs) -> tuple[R] | None:
+        """Returns the result of a failed call if a replaced site was at fault; None if the error is to be raised."""
+        if not self._replaced or self._as_it_is or isinstance(error, MEANT) or is_users_error(error):
+            return None
+        options = resolve(self._explicit)
+        leaves = jax.tree.leaves((args, kwargs))
+        if options.strict or isinstance(options.implementation, str) or jax.process_count() > 1:
+            return None  # one process that runs another program than the others would hang them all
+        call = _Repeated(self, args, kwargs)
+        if not compat.is_outermost() or any(map(compat.is_tracer, leaves)):
+            return None
+        if call.spent():
+            error.add_note("autopallas cannot repeat this call as it is written: donated arguments are gone.")
+            return None
+        with first_call.unchecked():
+            found = rerun(call, error)
+            if found is None:
+                return None
+            result, blamed = found
+            if any(b.suspect and isinstance(options.implementation_for(b.suspect.op), str) for b in blamed):
+                return None
+            record_failures(blamed)
+            at_exit.withdraw(self._report)  # some of the sites in this report could not be run
+            self.clear_cache()
+            call.trace()  # traces for the next call, and puts what now holds in the report
+        self._report.add(*(Failure(b.stage, b.error) for b in blamed if b.suspect is None))
+        return (result,)
+
+    # ------------------------------------------------------------------ plain functions
+
+    def _may_be_ours(self, error: Exception, args: Args, kwargs: Kwargs) -> bool:
+        """Returns whether a plain function failed only because jit compiled it, and may work when called as it is.
+
+        A function that is traced may raise anything: ``x[:n]`` an IndexError where n is traced, a check of its own
+        arguments a ValueError, what JAX's arrays have and traced ones have not an AttributeError.
+        """
+        if not self._plain or isinstance(error, MEANT) or is_users_error(error, self):
+            return False
+        if isinstance(error, (*_CONCRETE, Untraceable)):
+            return True
+        fixed = any(is_number(leaf) or not traceable(leaf) for leaf in jax.tree.leaves((args, kwargs)))
+        if is_users_error(error):
+            return fixed or compat.is_outermost()
+        return fixed and isinstance(error, _OF_ARGUMENTS)
+
+    def _called_again(self, error: Exception, args: Args, kwargs: Kwargs) -> R:
+        """Calls a plain function that jit failed to trace, as :meth:`_plain_call` does from now on."""
+        kind = _kind(split(args, kwargs)[1])
+        if kind is not None:
+            self._ways.setdefault(kind, (1, error))
+        self._run = functools.partial(self._plain_call, _call)
+        try:
+            return self(*args, **kwargs)
+        except Exception:
+            if not any(tried is None for _, tried in list(self._ways.values())):  # nothing was learned of it
+                self._run = self._jit
+            raise
+        finally:
+            if self._ways.get(kind, (0, None))[1] is not None:
+                self._ways.pop(kind, None)
+
+    def _plain_call(self, use: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        """Calls a plain function, which may take and return what jit does not, or look at the values of numbers.
+
+        Compiles it in the first way of :meth:`_attempts` that works; otherwise runs it as it is.
+        """
+        if self._as_it_is is not None:
+            return self._uncompiled(use, args, kwargs)
+        self._knows_names = True  # each call is looked through
+        arrays, fixed = split(args, kwargs)
+        kind = _kind(fixed)
+        first, failed = self._ways.get(kind, (0, None))  # each trace that fails takes as long as another
+        for way, static, traced in self._attempts(args, kwargs, arrays, fixed):
+            if way < first:
+                continue
+            try:
+                if static is None:  # as part of the key: another thread may just call it with a flag in that place
+                    with as_jit_traces(True) if may_have_flags(args, kwargs) else contextlib.nullcontext():
+                        result = use(self._jit, *args, **kwargs)
+                elif self._holds(static := told_apart(static)):
+                    result = use(self._fixed, static, *traced)
+                    if self._gives_back:
+                        result = with_arguments(result, static)
+                else:
+                    failed = None  # too many are held: this one is called as it is, and the function stays compiled
+                    break
+            except Exception as error:
+                unhashable = static is not None and isinstance(error, TypeError)
+                if not unhashable and not self._may_be_ours(error, args, kwargs):
+                    raise
+                failed = error
+                continue
+            if kind is not None:
+                self._ways[kind] = way, None
+            return result
+        if failed is not None:
+            return self._run_as_it_is(use, failed, args, kwargs)
+        return self._uncompiled(use, args, kwargs)
+
+    def _attempts(
+        self, args: Args, kwargs: Kwargs, arrays: Sequence[PyTree], fixed: Static
+    ) -> Iterator[tuple[int, Static | None, Sequence[PyTree]]]:
+        """Yields the ways to compile a call, with what each holds fixed (None: nothing) and the arrays that it traces.
+
+        Ways are numbered: by jit, where no argument is a flag; with what jit does not take held fixed, and flags; with
+        everything that is not an array held fixed.
+        """
+        if not any(map(is_flag, fixed.kinds)):
+            yield 0, None, ()
+        traced, fewer = split(args, kwargs, numbers=True)
+        if fewer.kinds != fixed.kinds and any(kind is not None for kind in fewer.kinds):
+            yield 1, fewer, traced
+        if any(kind is not None for kind in fixed.kinds):
+            yield 2, fixed, arrays
+
+    def _uncompiled(self, use: ArrayFunction, args: Args, kwargs: Kwargs) -> PyTree:
+        """Calls the function as it is, or what it holds of jit optimized; nothing where it is not to be called."""
+        if use is not _call:
+            return None
+        if self._holder is None or self._held_jit is None:
+            return self._function(*args, **kwargs)
+        return self._holder.call(self._held_jit, *args, **kwargs)
+
+    def _run_as_it_is(self, use: ArrayFunction, error: Exception, args: Args, kwargs: Kwargs) -> PyTree:
+        """Calls a plain function that cannot be traced, and runs it as it is from now on.
+
+        Raises:
+          Exception: the function's own error; what was learned of it is nothing then.
+        """
+        perhaps_own, called, result = not isinstance(error, (*_CONCRETE, Untraceable)), False, None
+        if (use is _call or self._dry) and (holder := self._holder) is not None:
+            with self._lock:  # threads that call it at the same time share one
+                inside = self._held_jit or Optimized(holder.jitted, self._explicit)
+                inside._dry = self._dry
+                self._as_it_is, self._held_jit = error, inside
+            try:
+                if self._dry:
+                    holder.traced(inside.eval_shape, *args, **kwargs)
+                else:
+                    result = holder.call(inside, *args, **kwargs)
+            except Exception as own:
+                self._as_it_is = self._held_jit = None
+                mark_users_error(own, self)
+                raise
+            if inside._was_traced:
+                return result
+            called = True  # and did not call what it holds
+        elif perhaps_own and use is _call:
+            try:
+                result = self._function(*args, **kwargs)
+            except Exception as own:
+                mark_users_error(own, self)
+                raise
+        elif perhaps_own and (
+            not isinstance(error, _OF_ARGUMENTS) or all(map(traceable, jax.tree.leaves((args, kwargs))))
+        ):
+            raise error
+        self._as_it_is = error
+        reason = str(error) if isinstance(error, Untraceable) else one_line(error)
+        reason = f"as it is written, since jax.jit cannot trace it: {reason}"
+        self._publish(LiveReport(Report(failures=(Failure("trace", f"the function runs {reason}"),))))
+        if resolve(self._explicit).strict:
+            raise error
+        if not self._dry:
+            warn(f"autopallas runs {self._function!r} {reason}")
+        if called or perhaps_own or use is not _call:
+            return result
+        return self._function(*args, **kwargs)
+
+    def _holds(self, static: Static) -> bool:
+        """Returns whether a call is to be compiled with its ``static`` part held fixed.
+
+        A number that is another one in each call, such as the step of a training, would have the program compiled in
+        each of them.
+        """
+        if static in self._held or not compat.is_outermost():
+            return True
+        if len(self._held) < _MOST_HELD:
+            self._held.add(static)
+            return True
+        if not self._overfull:
+            self._overfull = True
+            reason = (
+                f"it was compiled for {_MOST_HELD} different values of arguments that are not arrays and that it looks "
+                "at; give it numbers that change as arrays, and compare them by jnp.where or jax.lax.cond"
+            )
+            self._report.add(Failure("trace", f"further calls run as they are: {reason}"))
+            warn(f"autopallas runs further calls of {self!r} as they are: {reason}")
+        return False
+
+
+_CONCRETE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+"""Errors that jit raises where a function looks at the value of an argument."""
+
+_OF_ARGUMENTS = (TypeError, OverflowError)
+"""Errors that jit raises itself for arguments that it does not take, such as integers of more than 32 bits."""
+
+_ANY_ARRAYS = inspect.signature(lambda *arrays: None)
+
+_MOST_HELD = 32
+"""For how many values of arguments that are held fixed a function is compiled."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeated:
+    """A call of an optimized function that can be repeated."""
+
+    function: Optimized[..., PyTree]
+    args: Args
+    kwargs: Kwargs
+
+    def _use(self, use: ArrayFunction) -> PyTree:
+        function = self.function
+        if function._run is function._jit and not (function._plain and has_flags(self.args, self.kwargs)):
+            return use(function._jit, *self.args, **self.kwargs)
+        return function._plain_call(use, *self.args, **self.kwargs)
+
+    def __call__(self) -> PyTree:
+        return jax.block_until_ready(self._use(_call))
+
+    def trace(self) -> jax.stages.Traced:
+        traced: jax.stages.Traced = self._use(lambda jitted, *args, **kwargs: jitted.trace(*args, **kwargs))
+        return traced
+
+    def spent(self) -> bool:
+        leaves = jax.tree.leaves((self.args, self.kwargs))
+        return any(isinstance(x, jax.Array) and not compat.is_tracer(x) and x.is_deleted() for x in leaves)
+
+
+def _emit(
+    rewritten: ClosedJaxpr, program: ClosedJaxpr, report: LiveReport, arrays: Sequence[ArrayLike], strict: bool
+) -> Sequence[jax.Array]:
+    """Emits the equations of the rewritten program, or of the original where the rewritten one cannot be traced."""
+    if rewritten is not program and not strict:
+        try:
+            return compat.emit(rewritten, arrays)
+        except Exception as error:
+            reason = one_line(error)
+            rewritten = _left(program, report, f"tracing failed: {reason}", Failure("trace", reason))
+            warn(f"autopallas left a program as it was: tracing the rewritten one failed with {reason}")
+    return compat.emit(rewritten, arrays)
+
+
+def _left(program: ClosedJaxpr, report: LiveReport, reason: str, *failures: Failure) -> ClosedJaxpr:
+    """Returns the original, and enters the reason in the report."""
+    report.leave(reason)
+    report.add(*failures)
+    return program
+
+
+def _kind(static: Static) -> Hashable:
+    """Returns what calls have in common that jit can trace, or cannot; None where their structure has no hash."""
+    kind = static.structure, static.kinds
+    try:
+        hash(kind)
+    except TypeError:
+        return None
+    return kind
+
+
+def _call(jitted: Callable[..., T], *args: PyTree, **kwargs: PyTree) -> T:
+    return jitted(*args, **kwargs)
