@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from autopallas import compat
 from autopallas.compat import PyTree
+from autopallas.trace_context import TraceContext
 
 __all__ = ["MayHaveFlags", "MayHaveNames", "as_jit_traces", "has_flags", "may_have_flags", "may_have_names"]
 
@@ -21,7 +21,7 @@ class MayHaveNames(Exception):
     name."""
 
 
-as_jit_traces = compat.TraceContext(False)
+as_jit_traces = TraceContext(False)
 """Whether truth values are traced, as ``jax.jit`` does: where a function is lowered and not called, and where none of
 them is a flag."""
 

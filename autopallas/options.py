@@ -19,13 +19,14 @@ from typing import Any, Literal, SupportsFloat, SupportsIndex, TypeAlias, TypedD
 
 import jax
 
-from autopallas import compat, environment
+from autopallas import environment
 from autopallas.custom.registry import declared
 from autopallas.environment import OBJECTIVES, OPERATIONS, SELECTED, one_of, places, selected
 from autopallas.errors import OptionError
 from autopallas.numerics.classes import CLASSES, Numerics
 from autopallas.place_selectors import FORMS
 from autopallas.sites.operation import IMPLEMENTATIONS, implementation_names, operation_named
+from autopallas.trace_context import TraceContext
 
 __all__ = ["OptionArguments", "Options", "Setting", "active", "callable_given", "options", "resolve", "validated"]
 
@@ -310,7 +311,7 @@ def _over(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # Part of the key of every jit cache: a function traced inside `with options(...)` is traced again outside of it.
-_active: compat.TraceContext[Setting] = compat.TraceContext(())
+_active: TraceContext[Setting] = TraceContext(())
 
 
 def active() -> Setting:

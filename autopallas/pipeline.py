@@ -55,6 +55,7 @@ from autopallas.sharding.shard_sites import shard_sites
 from autopallas.sites.device import Device
 from autopallas.sites.operation import provided
 from autopallas.sites.providers import PROVIDERS
+from autopallas.trace_context import TraceContext
 from autopallas.tuning import certificate, processor
 from autopallas.tuning import lock as lockfile
 from autopallas.tuning.cache import WARNED
@@ -89,7 +90,7 @@ class OptimizedFunction(Protocol):
     """Options of the function itself."""
 
 
-inside = compat.TraceContext(False)
+inside = TraceContext(False)
 """Whether an optimized function is being traced.  The outermost one owns the rewrite.  Part of the trace key."""
 
 

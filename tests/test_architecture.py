@@ -16,7 +16,17 @@ MODULES = {
 }
 FLOORS = (
     {"array_types", "compat", "jaxprs", "environment", "numerics", "sites", "places", "errors", "version"}
-    | {"arguments", "closed_over", "flags", "gc_pause", "held_jit", "own_frames", "place_selectors", "progress"},
+    | {
+        "arguments",
+        "closed_over",
+        "flags",
+        "gc_pause",
+        "held_jit",
+        "own_frames",
+        "place_selectors",
+        "progress",
+        "trace_context",
+    },
     {"report", "faults"},
     {
         "graph",

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from autopallas import compat
 from autopallas.custom.operation import pattern_of
 from autopallas.faults import contained
 from autopallas.patterns import Match
 from autopallas.plan.decision import Decision
 from autopallas.sharding.local import local_match
 from autopallas.sites.device import Device
+from autopallas.trace_context import TraceContext
 from autopallas.tuning.key import TuningKey
 from autopallas.tuning.probe_cache import probe_key
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 ALL_SITES = ("everything",)
 NO_SITES: tuple[str, ...] = ()
-allowing: compat.TraceContext[tuple[str, ...] | None] = compat.TraceContext(None)
+allowing: TraceContext[tuple[str, ...] | None] = TraceContext(None)
 """Keys of the sites that may be replaced while a failing site is searched for; None outside of a search.  Part of the
 trace key."""
 

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopallas import compat
 from autopallas.compat import ArrayFunction, PyTree
 from autopallas.kernels.refs import Number, Types
+from autopallas.trace_context import TraceContext
 
 __all__ = [
     "Record",
@@ -61,7 +61,7 @@ class Record:
     most: int | None = None
 
 
-_current: compat.TraceContext[Record | None] = compat.TraceContext(None)
+_current: TraceContext[Record | None] = TraceContext(None)
 
 
 @contextmanager

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from autopallas import compat
 from autopallas.patterns.match import Match
 from autopallas.plan.decision import Decision
+from autopallas.trace_context import TraceContext
 
 __all__ = ["Place", "leaving_out", "without_left_out"]
 
 Place: TypeAlias = tuple[str, str]
 """(operation, location): sites of one place are left out together."""
 
-leaving_out: compat.TraceContext[frozenset[Place]] = compat.TraceContext(frozenset())
+leaving_out: TraceContext[frozenset[Place]] = TraceContext(frozenset())
 """The places at which nothing is replaced.  Part of the trace key."""
 
 

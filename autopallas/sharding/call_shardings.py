@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 
 from autopallas import array_types, compat, jaxprs
 from autopallas.compat import ClosedJaxpr, JaxprLike, MeshLike, Params, PyTree
+from autopallas.trace_context import TraceContext
 
 __all__ = [
     "Shardings",
@@ -54,7 +55,7 @@ class Shardings:
 
 _UNKNOWN = "unknown"
 _Recorded: TypeAlias = tuple[tuple[Sharding | None, ...], Mesh | None]
-_recorded: compat.TraceContext[_Recorded | str | None] = compat.TraceContext(None)
+_recorded: TraceContext[_Recorded | str | None] = TraceContext(None)
 """None outside of :func:`recording_shardings`; "unknown" where the arguments are not arrays, since an outer
 transformation is being traced; otherwise (the sharding or None per leaf of the call's arguments, the mesh in force)."""
 

@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import jax
 
-from autopallas import compat
+from autopallas.trace_context import TraceContext
 
 __all__ = ["Device", "GpuProperties", "gpu_properties"]
 
 _ANY_TPU = "TPU v4"
 """Oldest supported generation; what Mosaic lowers for it runs on the later ones."""
 
-_target: compat.TraceContext[Device | None] = compat.TraceContext(None)
+_target: TraceContext[Device | None] = TraceContext(None)
 """Device that code is being lowered for, where it is not this process's own."""
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from autopallas import compat, environment
+from autopallas import environment
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Unsupported
+from autopallas.trace_context import TraceContext
 
 __all__ = ["interpretation", "mode", "refusal", "settled"]
 
-mode: compat.TraceContext[object] = compat.TraceContext(None)
+mode: TraceContext[object] = TraceContext(None)
 """How kernels are interpreted inside ``with mode(...)``: True, or the parameters of a platform's own interpreter.
 None leaves it to the environment.  Part of the trace key; for tests."""
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopallas import compat
+from autopallas.trace_context import TraceContext
 
 PROGRAMS = {
     "attention": "lambda x: jax.nn.softmax(x @ x.T / 8) @ x",
@@ -66,10 +66,10 @@ def test_a_context_variable_counts_by_its_value_alone():
         traces.append((first.value, second.value))
         return x
 
-    first, second = compat.TraceContext(0), compat.TraceContext("")
+    first, second = TraceContext(0), TraceContext("")
     x = jnp.ones(3)
     function(x)
-    third = compat.TraceContext(None)
+    third = TraceContext(None)
     function(x)
     with first(0), third(None):
         function(x)
