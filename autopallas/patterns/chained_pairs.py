@@ -14,7 +14,8 @@ from autopallas.kernels.respelling.kinds.python_loop import KIND
 from autopallas.kernels.respelling.operation import OPERATION
 from autopallas.kernels.respelling.site import RespellingSite
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
-from autopallas.patterns.chained_steps import Chain, Refused
+from autopallas.patterns.chain import Chain, Refused
+from autopallas.patterns.chain_site import site_of
 from autopallas.patterns.match import Match
 
 __all__ = ["pairs"]
@@ -57,10 +58,10 @@ def _site(graph: Graph, first: Chain, second: Chain) -> Match:
         for family, a in zip(families, types, strict=True)
     ]
     nodes = [[node for block in chain.blocks for node in block] for chain in (first, second)]
-    forward = first.found({}, {id(node) for node in nodes[1]}, [family.slot for family in families])
+    forward = site_of(first, {}, {id(node) for node in nodes[1]}, [family.slot for family in families])
     given = {n: (family, k) for family in families for k, n in enumerate(family.numbers)}
-    backward = second.found(
-        second.given | given, stacks_read={f.numbers: n for f, n in zip(families, made, strict=True)}
+    backward = site_of(
+        second, second.given | given, stacks_read={f.numbers: n for f, n in zip(families, made, strict=True)}
     )
     location = jaxprs.location(nodes[0][-1].equation)
     own = [n for n in backward.operands if n not in made]

@@ -26,6 +26,7 @@ from autopallas.numerics.casts import is_quantised
 from autopallas.patterns import chained_pairs, chained_steps, checkpointed_scans, exponential_loops, steps_apart
 from autopallas.patterns import repeated_steps as runs_of_steps
 from autopallas.patterns.associative_scans import unknown_scans
+from autopallas.patterns.chain import Chain
 from autopallas.patterns.match import Match, NearMiss
 from autopallas.patterns.selection import looks_for
 
@@ -91,7 +92,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     asked = graph.objective == "always" or python_loop.KIND.name in graph.named
     if asked and _is_looked_for(graph, python_loop.KIND):
         with contained("equal steps in a chain", OPERATION.name, "recognition"):
-            chains: dict[chained_steps.Chain, Found] = {}
+            chains: dict[Chain, Found] = {}
             for chain in chained_steps.find(graph):
                 if isinstance(chain, NearMiss):
                     misses.append(chain)
