@@ -29,8 +29,10 @@ from autopallas.patterns.declared_match import declared_match
 from autopallas.patterns.escapes import complete
 from autopallas.patterns.expressions import Scope, computed_from
 from autopallas.patterns.forward import COPIES, LAYOUT, in_backward
+from autopallas.patterns.linear_attention.factors import Factor
 from autopallas.patterns.linear_attention.masks import COMPARISONS, Seen
-from autopallas.patterns.linear_attention.weights import Factor, Unread, Weights, read_weights
+from autopallas.patterns.linear_attention.steps import Unread
+from autopallas.patterns.linear_attention.weights import Weights, read_weights
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, describe_reason
 
 __all__ = ["find"]
