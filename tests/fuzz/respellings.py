@@ -465,10 +465,31 @@ def _long_loop(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> st
     return f"({found[own]}).astype({x}.dtype)"
 
 
+def _wide_weights(w: Writer, d: int, x: str) -> str:
+    """Writes a matrix of twice as many columns as rows."""
+    return w.set("weights", f"{w.normal('w', (d, 2 * d), 'float32', 0.5)}.astype({x}.dtype)")
+
+
+def _copied(w: Writer, at: str, x: str) -> str:
+    """Returns the slices that a loop reads of an array, perhaps again and again."""
+    return f"jnp.concatenate([jnp.moveaxis({x}, 1, 0)] * {w.choices.pick(f'{at}.copies', [1, 3, 30], 0.5)})"
+
+
+def _scan(w: Writer, at: str, step: str, gives: str, first: str) -> str:
+    """Returns a loop over the slices ``xs``, whose step makes a new ``h`` of ``h`` and a slice ``a``."""
+    reverse, unroll = w.choices.chance(f"{at}.reverse", 0.3), w.choices.pick(f"{at}.unroll", [1, 3], 0.2)
+    return f"lax.scan(lambda h, a: (lambda h: (h, {gives}))({step}), {first}, xs, reverse={reverse}, unroll={unroll})"
+
+
+def _loss_of(loop: str) -> str:
+    """Returns a number that all results of a loop have a part in."""
+    return f"sum(jnp.sin(1.0 * y).mean() for y in jax.tree.leaves({loop}))"
+
+
 def _network(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
     """Gradients of weights that each step of a loop multiplies by, whole, in parts, turned or more than once."""
     c, d = w.choices, size["d"]
-    weights = w.set("weights", f"{w.normal('w', (d, 2 * d), 'float32', 0.5)}.astype({x}.dtype)")
+    weights = _wide_weights(w, d, x)
     forms = {
         "plain": f"jnp.tanh((h @ w)[..., :{d}] + a)",
         "gated": f"(lambda g: jax.nn.sigmoid(g[..., :{d}]) * jnp.tanh(g[..., {d}:] + a))(h @ w)",
@@ -479,16 +500,10 @@ def _network(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
         "wide": f"jnp.tanh(a + (h.astype(jnp.float32) @ w.astype(jnp.float32))[..., {d}:]).astype(h.dtype)",
     }
     step = c.pick(f"{at}.step", forms, 0.8)
+    w.features.add(f"network: {'parts' if step == forms['parts'] else 'whole'}")
     gives = c.pick(f"{at}.gives", ["h", "jnp.cos(h)", "h.sum()", "(h, a)"], 0.5)
-    reverse, unroll = c.chance(f"{at}.reverse", 0.3), c.pick(f"{at}.unroll", [1, 3], 0.2)
-    form = "parts" if step == forms["parts"] else "whole"
-    w.features.add(f"network: {form}")
-    loop = (
-        f"lax.scan(lambda h, a: (lambda h: (h, {gives}))(({step}).astype(h.dtype)), jnp.zeros_like(xs[0]), xs, "
-        f"reverse={reverse}, unroll={unroll})"
-    )
-    loss = f"sum(jnp.sin(1.0 * y).mean() for y in jax.tree.leaves({loop}))"
-    slices = f"jnp.concatenate([jnp.moveaxis({x}, 1, 0)] * {c.pick(f'{at}.copies', [1, 3, 30], 0.5)})"
+    loop = _scan(w, at, f"({step}).astype(h.dtype)", gives, "jnp.zeros_like(xs[0])")
+    loss, slices = _loss_of(loop), _copied(w, at, x)
     ways = {
         "grad": f"jax.grad(lambda w, xs: {loss})({weights}, {slices})",
         "examples": f"jax.vmap(jax.grad(lambda w, xs: {loss}), (None, 1))({weights}, {slices}).sum(0)",
@@ -500,7 +515,7 @@ def _network(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
 def _gated_loop(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
     """A loop, or its gradients, whose steps compute gates of slices, or multiply slices or what they give."""
     c, d = w.choices, size["d"]
-    weights = w.set("weights", f"{w.normal('w', (d, 2 * d), 'float32', 0.5)}.astype({x}.dtype)")
+    weights = _wide_weights(w, d, x)
     forms = {
         "gates": f"jax.nn.sigmoid(a[..., :{d}]) * h + jnp.tanh(a[..., {d}:])",
         "gates of sums": f"(lambda g: jax.nn.sigmoid(g[..., :{d}]) * h + jnp.exp(-jnp.abs(g[..., {d}:])))(a + h @ w)",
@@ -511,16 +526,10 @@ def _gated_loop(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> s
         "layers": f"jnp.tanh(jnp.maximum(a @ jnp.concatenate([w, w]), 0)[..., :{d}] @ w[:, {d}:] - h)",
     }
     form = c.pick(f"{at}.step", {name: name for name in forms}, 0.8)
-    gives = c.pick(f"{at}.gives", ["h", "h @ w", "(h, a @ w.T)", f"(lambda y: (y[..., :{d}], h))(h @ w)"], 0.6)
-    reverse, unroll = c.chance(f"{at}.reverse", 0.3), c.pick(f"{at}.unroll", [1, 3], 0.2)
     w.features.add(f"gated loop: {form}")
-    loop = (
-        f"lax.scan(lambda h, a: (lambda h: (h, {gives}))(({forms[form]}).astype(h.dtype)), xs[0][..., :{d}], xs, "
-        f"reverse={reverse}, unroll={unroll})"
-    )
-    total = f"sum(jnp.sin(1.0 * y).mean() for y in jax.tree.leaves({loop}))"
-    wide = f"jnp.concatenate([{x}, jnp.cos({x})], -1)"
-    slices = f"jnp.concatenate([jnp.moveaxis({wide}, 1, 0)] * {c.pick(f'{at}.copies', [1, 3, 30], 0.5)})"
+    gives = c.pick(f"{at}.gives", ["h", "h @ w", "(h, a @ w.T)", f"(lambda y: (y[..., :{d}], h))(h @ w)"], 0.6)
+    loop = _scan(w, at, f"({forms[form]}).astype(h.dtype)", gives, f"xs[0][..., :{d}]")
+    total, slices = _loss_of(loop), _copied(w, at, f"jnp.concatenate([{x}, jnp.cos({x})], -1)")
     ways = {
         "value": f"(lambda w, xs: {loop}[0].sum(0))({weights}, {slices})",
         "gradient": f"jax.grad(lambda w, xs: {total})({weights}, {slices}).reshape(2, {d}, {d}).sum((0, 1))",
@@ -559,10 +568,8 @@ def _summed_exponentials(w: Writer, at: str, size: dict[str, int], x: str, ids: 
     step = c.pick(f"{at}.sum", sums, 0.8).format(x=scores)
     after = c.pick(f"{at}.after", ["{s} + a", "a - {s}", "jax.nn.log_softmax({s} + a)", "jnp.tanh({s}) + a"], 0.5)
     gives = c.pick(f"{at}.gives", ["h", "jnp.cos(h)", "h.sum()", "(h, a)", "None"], 0.5)
-    reverse, unroll = c.chance(f"{at}.reverse", 0.3), c.pick(f"{at}.unroll", [1, 3], 0.2)
-    body = after.format(s=step)
-    loop = f"lax.scan(lambda h, a: (lambda h: (h, {gives}))({body}), xs[0], xs, reverse={reverse}, unroll={unroll})"
-    loss = f"sum(jnp.sin(1.0 * y).mean() for y in jax.tree.leaves({loop}))"
+    loop = _scan(w, at, after.format(s=step), gives, "xs[0]")
+    loss = _loss_of(loop)
     slices = w.set("slices", f"jnp.moveaxis({x}, 1, 0).astype(jnp.float32)")
     ways = {
         "value": f"(lambda m, xs: {loop}[0].sum(0))({matrix}, {slices})",
@@ -646,7 +653,7 @@ def _unrolled_loop(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -
         f"lax.scan(lambda h, a: (lambda h: (h, {stacked}))(({step}).astype(h.dtype)), h, {slices}, "
         f"reverse={c.chance(f'{at}.reverse', 0.3)}, unroll={unroll})"
     )
-    total = f"lambda h: sum(jnp.sin(1.0 * y).mean() for y in jax.tree.leaves({loop}))"
+    total = f"lambda h: {_loss_of(loop)}"
     ways = {"value": f"({total})({first})", "gradient": f"jax.grad({total})({first}).mean()"}
     return f"{x} + ({ways[c.pick(f'{at}.way', {name: name for name in ways}, 0.6)]}).astype({x}.dtype)"
 
