@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from autopallas import array_types, compat, jaxprs
+import jax
+
+from autopallas import array_types, jaxprs
 from autopallas.compat import JaxprEqn
 from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import is_elementwise_call, rule_key
 from autopallas.kernels.respelling.chained_steps import ChainedSteps
 from autopallas.kernels.respelling.kinds.python_loop import KIND
-from autopallas.kernels.respelling.operation import OPERATION
-from autopallas.kernels.respelling.site import RespellingSite
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 from autopallas.patterns.chain import Chain, Refused
 from autopallas.patterns.chain_site import site_of
 from autopallas.patterns.match import Match
+from autopallas.patterns.respelling_parts import match_of_part
 
 __all__ = ["pairs"]
 
@@ -73,26 +74,11 @@ def _site(graph: Graph, first: Chain, second: Chain) -> Match:
     def part(
         parameters: dict[str, Plain], operands: Sequence[int], results: Sequence[int], equations: Sequence[Node]
     ) -> Match:
-        read, gives = ([(graph.shape(n), graph.dtype(n)) for n in numbers] for numbers in (operands, results))
-        spec = RespellingSpec(KIND.name, tuple(sorted(parameters.items())), tuple(read), tuple(gives))
-        avals = [graph.avals[n] for n in operands]
-        original = compat.make_jaxpr(
-            lambda *arrays: tuple(KIND.original(spec, *arrays)), *map(array_types.typed_like, avals)
-        )
-        return Match(
-            op=OPERATION.name,
-            site=RespellingSite(spec),
-            direction="forward",
-            operands=tuple(operands),
-            results=tuple(results),
-            equations=tuple(equations),
-            original=original,
-            body=equations[0].body,
-            location=location,
-            homes=(equations[0].body,),
-            made=tuple(n for n in results if n in made),
-            in_body=True,
-        )
+        def original(spec: RespellingSpec, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+            return KIND.original(spec, *arrays)
+
+        new, home = [n for n in results if n in made], equations[0].body
+        return match_of_part(graph, KIND.name, parameters, original, operands, results, equations, home, location, new)
 
     pair: dict[str, Plain] = {"steps": steps, "then": later, "places": places, "operands": (len(forward.operands),)}
     whole = part(pair, [*forward.operands, *own], [*forward.results, *backward.results], [*nodes[0], *nodes[1]])

@@ -22,13 +22,12 @@ from autopallas.graph.edit import surviving
 from autopallas.graph.loop_slices import is_zero
 from autopallas.kernels.respelling.checkpointed import CheckpointedScan, Loop, Part, key_of
 from autopallas.kernels.respelling.kind import Kind
-from autopallas.kernels.respelling.operation import OPERATION
-from autopallas.kernels.respelling.site import RespellingSite
-from autopallas.kernels.respelling.spec import RespellingSpec
+from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 from autopallas.numerics.casts import is_quantised
 from autopallas.patterns.advice import SIDE_EFFECTS, WHOLE_GRADIENT
 from autopallas.patterns.carry import is_available
 from autopallas.patterns.match import Match, Mismatch
+from autopallas.patterns.respelling_parts import match_of_part
 
 __all__ = [
     "OWN_CHECKPOINT",
@@ -273,26 +272,12 @@ def site(graph: Graph, pair: LoopPair, scan: CheckpointedScan, kind: Kind, locat
     def part(
         which: Part, operands: Sequence[int], found: Sequence[int], nodes: tuple[Node, ...], made: Sequence[int] = ()
     ) -> Match:
-        given, gives = ([(graph.shape(n), graph.dtype(n)) for n in numbers] for numbers in (operands, found))
-        spec = RespellingSpec(kind.name, (("pair", scan), ("part", which)), tuple(given), tuple(gives))
-        avals = [graph.avals[n] for n in operands]
-        with array_types.on_mesh_of(avals):
-            original = compat.make_jaxpr(
-                lambda *arrays: tuple(scan.as_written(which, arrays)), *map(array_types.typed_like, avals)
-            )
-        return Match(
-            op=OPERATION.name,
-            site=RespellingSite(spec),
-            direction="forward",
-            operands=tuple(operands),
-            results=tuple(found),
-            equations=nodes,
-            original=original,
-            body=nodes[0].body,
-            location=location,
-            homes=(forward.body,),
-            made=tuple(made),
-            in_body=True,
+        def original(_: RespellingSpec, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+            return scan.as_written(which, arrays)
+
+        parameters: dict[str, Plain] = {"pair": scan, "part": which}
+        return match_of_part(
+            graph, kind.name, parameters, original, operands, found, nodes, forward.body, location, made
         )
 
     both = part("both", (*inputs, *own), (*results, *given), (forward, backward))

@@ -20,6 +20,7 @@ from autopallas.kernels.respelling.exact_sums import Sums, added_exactly
 from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 from autopallas.numerics.classes import Numerics
+from autopallas.numerics.extremes import extreme
 
 __all__ = ["KIND"]
 
@@ -136,11 +137,7 @@ def _identity(name: str, dtype: Dtype) -> float | int:
     """Returns what leaves any number as it is: for sums of floats it is -0.0."""
     if name in ("cumsum", "cumprod"):
         return (-0.0 if jnp.issubdtype(dtype, jnp.floating) else 0) if name == "cumsum" else 1
-    largest = name == "cummin"
-    if jnp.issubdtype(dtype, jnp.floating):
-        return float("inf") if largest else -float("inf")
-    limits = jnp.iinfo(dtype)
-    return int(limits.max if largest else limits.min)
+    return extreme(dtype, largest=name == "cummin")
 
 
 # ---------------------------------------------------------------------- evidence

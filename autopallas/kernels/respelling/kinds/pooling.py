@@ -20,6 +20,7 @@ from autopallas.kernels.respelling.kind import Found, Kind, Sample, of_equation
 from autopallas.kernels.respelling.library_order import in_a_loop_or_branch
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 from autopallas.numerics.classes import Numerics
+from autopallas.numerics.extremes import extreme
 
 __all__ = ["KIND"]
 
@@ -99,13 +100,7 @@ def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:
 
 
 def _identity(name: str, dtype: Dtype) -> float | int:
-    if name == "reduce_window_sum":
-        return 0
-    largest = name == "reduce_window_min"
-    if jnp.issubdtype(dtype, jnp.floating):
-        return float("inf") if largest else -float("inf")
-    limits = jnp.iinfo(dtype)
-    return int(limits.max if largest else limits.min)
+    return 0 if name == "reduce_window_sum" else extreme(dtype, largest=name == "reduce_window_min")
 
 
 # ---------------------------------------------------------------------- evidence
