@@ -1,0 +1,135 @@
+"""Flags, which a function may compare by identity: truth values, and integers with names."""
+
+from __future__ import annotations
+
+import enum
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.catalogue import array
+
+import autopallas
+from transforms.test_transforms import optimized, same
+
+T, S, D = 5, 7, 3
+
+
+@pytest.fixture(scope="module")
+def qkv():
+    return array(1, 2, T, D, seed=1), array(1, 2, S, D, seed=2), array(1, 2, S, D, seed=3)
+
+
+class Mode(enum.IntEnum):
+    PLAIN = 0
+    TWICE = 1
+
+
+@pytest.mark.parametrize(
+    ("use", "flags"),
+    [
+        (lambda x, flag: x * 2 if flag is True else x, [True, False, 1, 0, np.True_]),
+        (lambda x, flag: x * 2 if isinstance(flag, bool) else x, [True, False, 1, jnp.array(True)]),
+        (lambda x, flag: x * 2 if flag is Mode.TWICE else x, [Mode.TWICE, Mode.PLAIN, 1, 0]),
+    ],
+    ids=["true", "type", "name"],
+)
+@pytest.mark.parametrize("by_name", [False, True])
+def test_flags_are_held_fixed_as_a_function_may_compare_them_by_identity(use, flags, by_name, qkv):
+    wrapped = optimized(use)
+    for flag in [*flags, *flags]:
+        given = wrapped(qkv[0], flag=flag) if by_name else wrapped(qkv[0], flag)
+        np.testing.assert_array_equal(given, use(qkv[0], flag))
+        explained = autopallas.explain(wrapped, qkv[0], flag)
+        assert not explained.failures
+    same(jax.grad(lambda x: wrapped(x, flags[0]).sum())(qkv[0]), jax.grad(lambda x: use(x, flags[0]).sum())(qkv[0]))
+    if not any(isinstance(flag, (np.bool_, jax.Array)) for flag in flags):  # after these, each call is looked through
+        assert wrapped._run is wrapped._jit
+
+
+@pytest.mark.parametrize("inside", [lambda flag: {"twice": flag}, lambda flag: [flag]], ids=["dictionary", "list"])
+@pytest.mark.parametrize("lowered_before", [False, True])
+def test_flags_inside_of_other_arguments_are_held_fixed_too(inside, lowered_before, qkv):
+    def use(x, config):
+        (flag,) = jax.tree.leaves(config)
+        return x * 2 if flag is True else x
+
+    wrapped = autopallas.optimize(use)
+    if lowered_before:
+        wrapped.lower(qkv[0], inside(True))
+    for flag in (True, False, jnp.array(True), True):
+        np.testing.assert_array_equal(wrapped(qkv[0], inside(flag)), use(qkv[0], inside(flag)))
+
+
+@pytest.mark.parametrize("inside", [lambda mode: {"mode": mode}, lambda mode: [(mode,)]], ids=["dictionary", "list"])
+@pytest.mark.parametrize("lowered_before", [False, True])
+def test_integers_with_names_inside_of_other_arguments_are_held_fixed(inside, lowered_before, qkv):
+    def use(x, config):
+        (mode,) = jax.tree.leaves(config)
+        return x * 2 if mode is Mode.TWICE else x
+
+    wrapped = autopallas.optimize(use)
+    if lowered_before:
+        wrapped.lower(qkv[0], inside(Mode.TWICE))
+    for mode in (Mode.TWICE, Mode.PLAIN, 1, Mode.TWICE):
+        np.testing.assert_array_equal(wrapped(qkv[0], inside(mode)), use(qkv[0], inside(mode)))
+
+
+def test_integers_without_names_inside_of_other_arguments_are_traced_once():
+    traces = []
+
+    def step(state):
+        traces.append(1)
+        return {"step": state["step"] + 1, "x": state["x"] * 2}
+
+    wrapped, state = autopallas.optimize(step), {"step": 0, "x": jnp.float32(1)}
+    for _ in range(4):
+        state = wrapped(state)
+    assert (int(state["step"]), float(state["x"]), len(traces)) == (4, 16, 1)
+    assert wrapped._run is wrapped._jit
+
+
+def test_flags_of_calls_from_several_threads_are_held_fixed(qkv):
+    """The first call learns that there are flags while others, under way, are traced."""
+
+    def use(x, config):
+        return x * 2 if config["twice"] is True else x
+
+    for _ in range(3):
+        wrapped, start, found = autopallas.optimize(use), threading.Barrier(8), {}
+
+        def call(n, wrapped=wrapped, start=start, found=found):
+            start.wait()
+            found[n] = wrapped(qkv[0], {"twice": n % 2 == 1})
+
+        threads = [threading.Thread(target=call, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for n in range(8):
+            np.testing.assert_array_equal(found[n], qkv[0] * (1 + n % 2))
+
+
+def test_flags_within_a_function_that_is_lowered_are_held_fixed(qkv):
+    inner = autopallas.optimize(lambda x, config: x * 2 if config["twice"] is True else x)
+    outer = autopallas.optimize(lambda x, config: inner(x, {"twice": True}) + config["more"])
+    lowered = outer.lower(qkv[0], {"more": True})
+    np.testing.assert_array_equal(lowered.compile()(qkv[0], {"more": True}), qkv[0] * 2 + 1)
+    np.testing.assert_array_equal(outer(qkv[0], {"more": jnp.array(True)}), qkv[0] * 2 + 1)
+
+
+def test_truth_values_that_are_arrays_are_traced():
+    traces = []
+
+    def step(state):
+        traces.append(1)
+        return {"done": state["x"] > 1, "x": state["x"] + 1}
+
+    wrapped, state = autopallas.optimize(step), {"done": jnp.array(False), "x": jnp.float32(0)}
+    for _ in range(4):
+        state = wrapped(state)
+    assert (bool(state["done"]), float(state["x"]), len(traces)) == (True, 4, 1)
+    same(jax.vmap(wrapped)({"done": jnp.ones(2, bool), "x": jnp.arange(2.0)})["x"], jnp.arange(2.0) + 1)
