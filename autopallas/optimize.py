@@ -9,8 +9,9 @@ from typing import ParamSpec, TypeVar, Unpack, cast, overload
 
 from autopallas import compat, own_frames
 from autopallas.compat import ArrayFunction, Jitted, PyTree
-from autopallas.optimized import Args, Optimized
+from autopallas.optimized import Optimized
 from autopallas.options import OptionArguments, callable_given, validated
+from autopallas.plain_calls import Args
 from autopallas.report import Report
 from autopallas.verification import first_call
 
@@ -109,8 +110,8 @@ def explain(fn: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> Report:
     function, explicit = (fn._function, fn._explicit) if isinstance(fn, Optimized) else (fn, {})
     fresh = Optimized(function, explicit | {"autotune": False})  # a search runs kernels
     fresh._dry = True
-    if fresh._plain:
-        fresh._placed(functools.partial(fresh._plain_call, _only_trace), args, kwargs)
+    if fresh._plain is not None:
+        fresh._placed(functools.partial(fresh._plain.call, _only_trace), args, kwargs)
     else:
         fresh.eval_shape(*args, **kwargs)
     return fresh.report()

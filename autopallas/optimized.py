@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
 import threading
 import types
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, ParamSpec, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, cast
 
 import jax
 from jax.typing import ArrayLike
@@ -18,18 +17,10 @@ from jax.typing import ArrayLike
 from autopallas import compat, own_frames, pipeline
 from autopallas.arguments import (
     Static,
-    Untraceable,
-    Watched,
-    given_back,
     is_flag,
-    is_number,
     join,
     split,
-    told_apart,
-    traceable,
-    with_arguments,
 )
-from autopallas.closed_over import ClosedOver
 from autopallas.compat import ArrayFunction, ClosedJaxpr, Jitted, Params, PyTree
 from autopallas.errors import one_line, warn
 from autopallas.fallback.bisect import is_bisecting, no_site_is_allowed
@@ -37,8 +28,8 @@ from autopallas.fallback.rerun import is_users_error, mark_users_error, record_f
 from autopallas.faults import MEANT
 from autopallas.flags import MayHaveFlags, MayHaveNames, as_jit_traces, has_flags, may_have_flags, may_have_names
 from autopallas.gc_pause import paused, rare
-from autopallas.held_jit import held_jit
 from autopallas.options import Options, resolve
+from autopallas.plain_calls import Args, Kwargs, PlainCalls, call_jitted
 from autopallas.report import Failure, Report, at_exit
 from autopallas.report.live_report import LiveReport
 from autopallas.sharding import call_shardings
@@ -48,13 +39,11 @@ from autopallas.verification import first_call
 if TYPE_CHECKING:
     from autopallas.verification.canary import Canary
 
-__all__ = ["Args", "Kwargs", "Optimized"]
+__all__ = ["Optimized"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
-Args: TypeAlias = tuple[PyTree, ...]
-Kwargs: TypeAlias = dict[str, PyTree]
 
 
 class Optimized(Generic[P, R]):
@@ -74,37 +63,23 @@ class Optimized(Generic[P, R]):
         nested = isinstance(function, Optimized)
         settings: Params | None = getattr(function, "_settings", None) if nested else compat.jit_settings(function)
         self._settings = settings
-        self._plain = settings is None
         self._inner: Callable[..., R] = function if settings is None else function.__wrapped__  # type: ignore[attr-defined]
 
         @functools.wraps(self._inner, updated=())
         def traced(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            if self._plain and may_have_flags(args, kwargs):
-                raise MayHaveFlags
-            if self._plain and not self._knows_names and may_have_names(args, kwargs):
-                raise MayHaveNames
+            if self._plain is not None:
+                self._plain.refuse_flags(args, kwargs)
             with as_jit_traces(False):  # what is called in the function has flags of its own
                 return self._traced(args, kwargs)
 
         self._jit = cast(Jitted, jax.jit(traced, **(settings or {})))
         self._fixed = cast(Jitted, jax.jit(self._traced_fixed, static_argnums=0))
         self._run: Callable[..., R] = self._jit
-        self._knows_names = False
-        """Whether it was looked up if integers inside of other arguments have names, which a trace does not tell."""
-        self._as_it_is: Exception | None = None
-        self._holder = held_jit(function) if self._plain else None
-        self._held_jit: Optimized[..., PyTree] | None = None
-        """What the function holds of jit, optimized, where the whole cannot be traced."""
+        self._plain: PlainCalls | None = PlainCalls(self) if settings is None else None
         self._was_traced = False
-        self._ways: dict[Hashable, tuple[int, Exception | None]] = {}
-        """Kinds of calls that jit cannot trace: the way in which they are made, and jit's error until one works."""
-        self._held: set[Static] = set()
-        self._overfull = False
         self._replaced = False
         self._unread = False
         """Whether no result was read yet of a program that was traced with sites replaced."""
-        self._gives_back = False
-        """Whether results have leaves of the arguments that no trace can follow."""
         self._spread = False
         self._dry = False
         self._canary: Canary | None = None
@@ -116,8 +91,8 @@ class Optimized(Generic[P, R]):
 
             return compared(self, self._canary, args, kwargs)
         run = self._run  # which another thread may change meanwhile
-        if self._plain and run is self._jit and has_flags(args, kwargs):
-            run = functools.partial(self._plain_call, _call)
+        if self._plain is not None and run is self._jit and has_flags(args, kwargs):
+            run = functools.partial(self._plain.call, call_jitted)
         failed: Exception | None = None
         try:  # the common call pays only for this frame
             if self._spread and not call_shardings.is_recording():
@@ -134,16 +109,16 @@ class Optimized(Generic[P, R]):
         except call_shardings.ShardingsNeeded:
             self._spread = True
             return self(*args, **kwargs)
-        except MayHaveFlags:
-            self._run = functools.partial(self._plain_call, _call)
-            return self(*args, **kwargs)
-        except MayHaveNames:
-            self._knows_names = True
-            if any(is_flag(type(leaf)) for leaf in jax.tree.leaves((args, kwargs))):
-                self._run = functools.partial(self._plain_call, _call)
+        except (MayHaveFlags, MayHaveNames) as refused:
+            assert self._plain is not None
+            self._plain.knows_names |= isinstance(refused, MayHaveNames)
+            leaves = jax.tree.leaves((args, kwargs))
+            if isinstance(refused, MayHaveFlags) or any(is_flag(type(leaf)) for leaf in leaves):
+                self._run = functools.partial(self._plain.call, call_jitted)
             return self(*args, **kwargs)
         except Exception as error:
-            failed = error if run is self._jit and self._may_be_ours(error, args, kwargs) else None
+            plain = self._plain if run is self._jit else None
+            failed = error if plain is not None and plain.may_be_ours(error, args, kwargs) else None
             if failed is None:
                 recovered = self._recovered(error, args, kwargs)
                 if recovered is None:
@@ -152,7 +127,8 @@ class Optimized(Generic[P, R]):
                 return recovered[0]
         if failed is not None:  # outside of the handler, so that what is raised now does not name it
             try:
-                return self._called_again(failed, args, kwargs)
+                assert self._plain is not None
+                return cast(R, self._plain.call_again(failed, args, kwargs))
             except Exception as error:
                 own_frames.leave_out(error)
                 raise
@@ -176,7 +152,7 @@ class Optimized(Generic[P, R]):
 
     def report(self) -> Report:
         """Returns what was done to the signature traced last, as far as it is known by now; empty before any trace."""
-        held = self._held_jit
+        held = None if self._plain is None else self._plain.inside
         return self._report() if held is None or not held._was_traced else held.report()
 
     # ------------------------------------------------------------------ the API of jit
@@ -203,16 +179,14 @@ class Optimized(Generic[P, R]):
         """Clears the cache, as for ``jax.jit``, so that the next call traces anew."""
         self._jit.clear_cache()
         self._fixed.clear_cache()
-        self._held.clear()
-        self._overfull = False
-        if self._held_jit is not None:
-            self._held_jit.clear_cache()
+        if self._plain is not None:
+            self._plain.clear_cache()
 
     # ------------------------------------------------------------------ tracing
 
     def _placed(self, use: Callable[..., T], args: Args, kwargs: Kwargs) -> T:
         """Calls ``use``; if its trace asks for the arguments' shardings, retries with them recorded."""
-        if self._plain and (may_have_flags(args, kwargs) or may_have_names(args, kwargs)):
+        if self._plain is not None and (may_have_flags(args, kwargs) or may_have_names(args, kwargs)):
             with as_jit_traces(True):  # as part of the key, or a call would use what is traced here
                 return self._placed(use, args, kwargs)
         if not self._spread:
@@ -268,31 +242,8 @@ class Optimized(Generic[P, R]):
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     def _as_written(self, args: Args, kwargs: Kwargs, fixed: Static | None) -> PyTree:
-        """Calls the function while it is traced, with what is held ``fixed`` among the arguments, if anything.
-
-        Raises:
-          Untraceable: it is a plain one, and does what would be lost.
-        """
-        if not self._plain:
-            return self._called(args, kwargs)
-        watched, around = Watched(args, kwargs), ClosedOver(self._inner)
-        try:
-            result = self._called(args, kwargs)
-            if not all(map(traceable, jax.tree.leaves(result))):
-                if fixed is None:
-                    raise Untraceable("it returns something that is neither an array nor a number")
-                result = given_back(result, fixed)
-                self._gives_back = True
-            if watched.changed():
-                raise Untraceable(
-                    "it changes its arguments, which would be lost; let it return what is new, or optimize what "
-                    "jax.jit makes of it, or the jit of the library whose objects it changes"
-                )
-        except Exception:
-            watched.restore()
-            around.restore()
-            raise
-        return result
+        """Calls the function while it is traced, with what is held ``fixed`` among the arguments, if anything."""
+        return self._called(args, kwargs) if self._plain is None else self._plain.as_written(args, kwargs, fixed)
 
     def _called(self, args: Args, kwargs: Kwargs) -> PyTree:
         try:
@@ -325,6 +276,15 @@ class Optimized(Generic[P, R]):
             self._canary = Canary(options.verify)
         report.canary = self._canary.record
 
+    @property
+    def _as_it_is(self) -> Exception | None:
+        """Why the function runs as it is, if it does."""
+        return None if self._plain is None else self._plain.as_it_is
+
+    def _with_options(self, function: Callable[..., T]) -> Optimized[..., T]:
+        """Returns another function, optimized with the same options."""
+        return Optimized(function, self._explicit)
+
     def _repeated(self, args: Args, kwargs: Kwargs) -> _Repeated:
         return _Repeated(self, args, kwargs)
 
@@ -339,7 +299,7 @@ class Optimized(Generic[P, R]):
 
     def _recovered(self, error: Exception, args: Args, kwargs: Kwargs) -> tuple[R] | None:
         """Returns the result of a failed call if a replaced site was at fault; None if the error is to be raised."""
-        if not self._replaced or self._as_it_is or isinstance(error, MEANT) or is_users_error(error):
+        if not self._replaced or self._as_it_is is not None or isinstance(error, MEANT) or is_users_error(error):
             return None
         options = resolve(self._explicit)
         leaves = jax.tree.leaves((args, kwargs))
@@ -365,184 +325,8 @@ class Optimized(Generic[P, R]):
         self._report.add(*(Failure(b.stage, b.error) for b in blamed if b.suspect is None))
         return (result,)
 
-    # ------------------------------------------------------------------ plain functions
-
-    def _may_be_ours(self, error: Exception, args: Args, kwargs: Kwargs) -> bool:
-        """Returns whether a plain function failed only because jit compiled it, and may work when called as it is.
-
-        A function that is traced may raise anything: ``x[:n]`` an IndexError where n is traced, a check of its own
-        arguments a ValueError, what JAX's arrays have and traced ones have not an AttributeError.
-        """
-        if not self._plain or isinstance(error, MEANT) or is_users_error(error, self):
-            return False
-        if isinstance(error, (*_CONCRETE, Untraceable)):
-            return True
-        fixed = any(is_number(leaf) or not traceable(leaf) for leaf in jax.tree.leaves((args, kwargs)))
-        if is_users_error(error):
-            return fixed or compat.is_outermost()
-        return fixed and isinstance(error, _OF_ARGUMENTS)
-
-    def _called_again(self, error: Exception, args: Args, kwargs: Kwargs) -> R:
-        """Calls a plain function that jit failed to trace, as :meth:`_plain_call` does from now on."""
-        kind = _kind(split(args, kwargs)[1])
-        if kind is not None:
-            self._ways.setdefault(kind, (1, error))
-        self._run = functools.partial(self._plain_call, _call)
-        try:
-            return self(*args, **kwargs)
-        except Exception:
-            if not any(tried is None for _, tried in list(self._ways.values())):  # nothing was learned of it
-                self._run = self._jit
-            raise
-        finally:
-            if self._ways.get(kind, (0, None))[1] is not None:
-                self._ways.pop(kind, None)
-
-    def _plain_call(self, use: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """Calls a plain function, which may take and return what jit does not, or look at the values of numbers.
-
-        Compiles it in the first way of :meth:`_attempts` that works; otherwise runs it as it is.
-        """
-        if self._as_it_is is not None:
-            return self._uncompiled(use, args, kwargs)
-        self._knows_names = True  # each call is looked through
-        arrays, fixed = split(args, kwargs)
-        kind = _kind(fixed)
-        first, failed = self._ways.get(kind, (0, None))  # each trace that fails takes as long as another
-        for way, static, traced in self._attempts(args, kwargs, arrays, fixed):
-            if way < first:
-                continue
-            try:
-                if static is None:  # as part of the key: another thread may just call it with a flag in that place
-                    with as_jit_traces(True) if may_have_flags(args, kwargs) else contextlib.nullcontext():
-                        result = use(self._jit, *args, **kwargs)
-                elif self._holds(static := told_apart(static)):
-                    result = use(self._fixed, static, *traced)
-                    if self._gives_back:
-                        result = with_arguments(result, static)
-                else:
-                    failed = None  # too many are held: this one is called as it is, and the function stays compiled
-                    break
-            except Exception as error:
-                unhashable = static is not None and isinstance(error, TypeError)
-                if not unhashable and not self._may_be_ours(error, args, kwargs):
-                    raise
-                failed = error
-                continue
-            if kind is not None:
-                self._ways[kind] = way, None
-            return result
-        if failed is not None:
-            return self._run_as_it_is(use, failed, args, kwargs)
-        return self._uncompiled(use, args, kwargs)
-
-    def _attempts(
-        self, args: Args, kwargs: Kwargs, arrays: Sequence[PyTree], fixed: Static
-    ) -> Iterator[tuple[int, Static | None, Sequence[PyTree]]]:
-        """Yields the ways to compile a call, with what each holds fixed (None: nothing) and the arrays that it traces.
-
-        Ways are numbered: by jit, where no argument is a flag; with what jit does not take held fixed, and flags; with
-        everything that is not an array held fixed.
-        """
-        if not any(map(is_flag, fixed.kinds)):
-            yield 0, None, ()
-        traced, fewer = split(args, kwargs, numbers=True)
-        if fewer.kinds != fixed.kinds and any(kind is not None for kind in fewer.kinds):
-            yield 1, fewer, traced
-        if any(kind is not None for kind in fixed.kinds):
-            yield 2, fixed, arrays
-
-    def _uncompiled(self, use: ArrayFunction, args: Args, kwargs: Kwargs) -> PyTree:
-        """Calls the function as it is, or what it holds of jit optimized; nothing where it is not to be called."""
-        if use is not _call:
-            return None
-        if self._holder is None or self._held_jit is None:
-            return self._function(*args, **kwargs)
-        return self._holder.call(self._held_jit, *args, **kwargs)
-
-    def _run_as_it_is(self, use: ArrayFunction, error: Exception, args: Args, kwargs: Kwargs) -> PyTree:
-        """Calls a plain function that cannot be traced, and runs it as it is from now on.
-
-        Raises:
-          Exception: the function's own error; what was learned of it is nothing then.
-        """
-        perhaps_own, called, result = not isinstance(error, (*_CONCRETE, Untraceable)), False, None
-        if (use is _call or self._dry) and (holder := self._holder) is not None:
-            with self._lock:  # threads that call it at the same time share one
-                inside = self._held_jit or Optimized(holder.jitted, self._explicit)
-                inside._dry = self._dry
-                self._as_it_is, self._held_jit = error, inside
-            try:
-                if self._dry:
-                    holder.traced(inside.eval_shape, *args, **kwargs)
-                else:
-                    result = holder.call(inside, *args, **kwargs)
-            except Exception as own:
-                self._as_it_is = self._held_jit = None
-                mark_users_error(own, self)
-                raise
-            if inside._was_traced:
-                return result
-            called = True  # and did not call what it holds
-        elif perhaps_own and use is _call:
-            try:
-                result = self._function(*args, **kwargs)
-            except Exception as own:
-                mark_users_error(own, self)
-                raise
-        elif perhaps_own and (
-            not isinstance(error, _OF_ARGUMENTS) or all(map(traceable, jax.tree.leaves((args, kwargs))))
-        ):
-            raise error
-        self._as_it_is = error
-        reason = str(error) if isinstance(error, Untraceable) else one_line(error)
-        reason = f"as it is written, since jax.jit cannot trace it: {reason}"
-        self._publish(LiveReport(Report(failures=(Failure("trace", f"the function runs {reason}"),))))
-        if resolve(self._explicit).strict:
-            raise error
-        if not self._dry:
-            warn(f"autopallas runs {self._function!r} {reason}")
-        if called or perhaps_own or use is not _call:
-            return result
-        return self._function(*args, **kwargs)
-
-    def _holds(self, static: Static) -> bool:
-        """Returns whether a call is to be compiled with its ``static`` part held fixed.
-
-        A number that is another one in each call, such as the step of a training, would have the program compiled in
-        each of them.
-        """
-        if static in self._held or not compat.is_outermost():
-            return True
-        if len(self._held) < _MOST_HELD:
-            self._held.add(static)
-            return True
-        if not self._overfull:
-            self._overfull = True
-            reason = (
-                f"it was compiled for {_MOST_HELD} different values of arguments that are not arrays and that it looks "
-                "at; give it numbers that change as arrays, and compare them by jnp.where or jax.lax.cond"
-            )
-            self._report.add(Failure("trace", f"further calls run as they are: {reason}"))
-            warn(f"autopallas runs further calls of {self!r} as they are: {reason}")
-        return False
-
-
-_CONCRETE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-)
-"""Errors that jit raises where a function looks at the value of an argument."""
-
-_OF_ARGUMENTS = (TypeError, OverflowError)
-"""Errors that jit raises itself for arguments that it does not take, such as integers of more than 32 bits."""
 
 _ANY_ARRAYS = inspect.signature(lambda *arrays: None)
-
-_MOST_HELD = 32
-"""For how many values of arguments that are held fixed a function is compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -554,13 +338,14 @@ class _Repeated:
     kwargs: Kwargs
 
     def _use(self, use: ArrayFunction) -> PyTree:
-        function = self.function
-        if function._run is function._jit and not (function._plain and has_flags(self.args, self.kwargs)):
+        function, plain = self.function, self.function._plain
+        if function._run is function._jit and not (plain is not None and has_flags(self.args, self.kwargs)):
             return use(function._jit, *self.args, **self.kwargs)
-        return function._plain_call(use, *self.args, **self.kwargs)
+        assert plain is not None
+        return plain.call(use, *self.args, **self.kwargs)
 
     def __call__(self) -> PyTree:
-        return jax.block_until_ready(self._use(_call))
+        return jax.block_until_ready(self._use(call_jitted))
 
     def trace(self) -> jax.stages.Traced:
         traced: jax.stages.Traced = self._use(lambda jitted, *args, **kwargs: jitted.trace(*args, **kwargs))
@@ -590,17 +375,3 @@ def _left(program: ClosedJaxpr, report: LiveReport, reason: str, *failures: Fail
     report.leave(reason)
     report.add(*failures)
     return program
-
-
-def _kind(static: Static) -> Hashable:
-    """Returns what calls have in common that jit can trace, or cannot; None where their structure has no hash."""
-    kind = static.structure, static.kinds
-    try:
-        hash(kind)
-    except TypeError:
-        return None
-    return kind
-
-
-def _call(jitted: Callable[..., T], *args: PyTree, **kwargs: PyTree) -> T:
-    return jitted(*args, **kwargs)

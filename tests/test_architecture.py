@@ -42,7 +42,7 @@ FLOORS = (
         "workbench",
     },
     {"plan", "rewrite", "sharding", "fallback"},
-    {"invariants", "passes", "pipeline", "verification", "optimized", "optimize"},
+    {"invariants", "passes", "pipeline", "verification", "plain_calls", "optimized", "optimize"},
     {"autopallas", "cli", "__main__"},
 )
 """From the ground up.  A room imports from its own floor and from those below."""

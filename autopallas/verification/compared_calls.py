@@ -37,10 +37,12 @@ class Watched(Protocol[R]):
     _inner: Callable[..., Any]
     _explicit: dict[str, object]
     _settings: Params | None
-    _as_it_is: Exception | None
     _spread: bool
     _disabled: dict[pipeline.Place, str]
     _report: LiveReport
+
+    @property
+    def _as_it_is(self) -> Exception | None: ...
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> R: ...
 

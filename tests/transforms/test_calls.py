@@ -257,7 +257,7 @@ def test_attributes_of_an_object_take_the_place_of_no_method(qkv):
 
     class Layer:
         def __init__(self):
-            self.report = self.lower = self._traced = self._plain_call = self._called = True
+            self.report = self.lower = self._traced = self._plain = self._called = True
             self.scale = 0.5
 
         def __call__(self, q, k, v):

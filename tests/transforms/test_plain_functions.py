@@ -409,14 +409,14 @@ def test_another_thread_finds_out_first_that_numbers_are_looked_at(qkv):
     wrapped = optimized(lambda q, layers: function(q, layers))
 
     def function(q, layers):
-        wrapped._run = functools.partial(wrapped._plain_call, lambda jitted, *args: jitted(*args))
+        wrapped._run = functools.partial(wrapped._plain.call, lambda jitted, *args: jitted(*args))
         return q * 2 if layers > 1 else q
 
     np.testing.assert_array_equal(wrapped(qkv[0], 2), qkv[0] * 2)
 
 
 def test_a_number_that_is_looked_at_and_changes_in_each_call_is_compiled_a_few_times_only(qkv, monkeypatch):
-    monkeypatch.setattr("autopallas.optimized._MOST_HELD", 3)
+    monkeypatch.setattr("autopallas.plain_calls._MOST_HELD", 3)
 
     def function(q, step):
         return q * 2 if step > 3 else q + step

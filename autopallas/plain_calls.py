@@ -1,0 +1,330 @@
+"""Calls plain functions, which may take and return what ``jax.jit`` does not, or look at the values of numbers.
+
+Such a call is compiled in the first way that works, with nothing, more, or all but arrays held fixed; otherwise the
+function runs as it is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Protocol, TypeAlias, TypeVar
+
+import jax
+
+from autopallas import compat
+from autopallas.arguments import (
+    Static,
+    Untraceable,
+    Watched,
+    given_back,
+    is_flag,
+    is_number,
+    split,
+    told_apart,
+    traceable,
+    with_arguments,
+)
+from autopallas.closed_over import ClosedOver
+from autopallas.compat import ArrayFunction, Jitted, PyTree
+from autopallas.errors import one_line, warn
+from autopallas.fallback.rerun import is_users_error, mark_users_error
+from autopallas.faults import MEANT
+from autopallas.flags import MayHaveFlags, MayHaveNames, as_jit_traces, may_have_flags, may_have_names
+from autopallas.held_jit import held_jit
+from autopallas.options import resolve
+from autopallas.report import Failure, Report
+from autopallas.report.live_report import LiveReport
+
+__all__ = ["Args", "Kwargs", "PlainCalls", "call_jitted"]
+
+T = TypeVar("T")
+Args: TypeAlias = tuple[PyTree, ...]
+Kwargs: TypeAlias = dict[str, PyTree]
+
+_CONCRETE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+"""Errors that jit raises where a function looks at the value of an argument."""
+
+_OF_ARGUMENTS = (TypeError, OverflowError)
+"""Errors that jit raises itself for arguments that it does not take, such as integers of more than 32 bits."""
+
+_MOST_HELD = 32
+"""For how many values of arguments that are held fixed a function is compiled."""
+
+
+class Owner(Protocol):
+    """Interface of the optimized function whose calls they are."""
+
+    _function: ArrayFunction
+    _inner: ArrayFunction
+    _explicit: dict[str, object]
+    _jit: Jitted
+    _fixed: Jitted
+    _run: ArrayFunction
+    _dry: bool
+    _was_traced: bool
+    _lock: threading.Lock
+    _report: LiveReport
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree: ...
+
+    def eval_shape(self, *args: PyTree, **kwargs: PyTree) -> PyTree: ...
+
+    def report(self) -> Report: ...
+
+    def clear_cache(self) -> None: ...
+
+    def _called(self, args: Args, kwargs: Kwargs) -> PyTree: ...
+
+    def _publish(self, report: LiveReport) -> None: ...
+
+    def _with_options(self, function: ArrayFunction) -> Owner: ...
+
+
+class PlainCalls:
+    """The calls of one plain function.
+
+    Attributes:
+      as_it_is: why jit cannot trace the function, which runs as it is from then on.
+      knows_names: whether it was looked up if integers inside of other arguments have names, which a trace does not
+        tell.
+      inside: what the function holds of jit, optimized, where the whole cannot be traced.
+    """
+
+    def __init__(self, owner: Owner):
+        self._owner = owner
+        self.as_it_is: Exception | None = None
+        self.knows_names = False
+        self.inside: Owner | None = None
+        self._holder = held_jit(owner._function)
+        self._ways: dict[Hashable, tuple[int, Exception | None]] = {}
+        """Kinds of calls that jit cannot trace: the way in which they are made, and jit's error until one works."""
+        self._held: set[Static] = set()
+        self._overfull = False
+        self._gives_back = False
+        """Whether results have leaves of the arguments that no trace can follow."""
+
+    def clear_cache(self) -> None:
+        """Forgets what calls were compiled for."""
+        self._held.clear()
+        self._overfull = False
+        if self.inside is not None:
+            self.inside.clear_cache()
+
+    def refuse_flags(self, args: Args, kwargs: Kwargs) -> None:
+        """Aborts a trace by jit that is given what may be flags, or for the first time what may have names.
+
+        Raises:
+          MayHaveFlags, MayHaveNames: it is.
+        """
+        if may_have_flags(args, kwargs):
+            raise MayHaveFlags
+        if not self.knows_names and may_have_names(args, kwargs):
+            raise MayHaveNames
+
+    def as_written(self, args: Args, kwargs: Kwargs, fixed: Static | None) -> PyTree:
+        """Calls the function while it is traced, with what is held ``fixed`` among the arguments, if anything.
+
+        Raises:
+          Untraceable: it does what would be lost.
+        """
+        watched, around = Watched(args, kwargs), ClosedOver(self._owner._inner)
+        try:
+            result = self._owner._called(args, kwargs)
+            if not all(map(traceable, jax.tree.leaves(result))):
+                if fixed is None:
+                    raise Untraceable("it returns something that is neither an array nor a number")
+                result = given_back(result, fixed)
+                self._gives_back = True
+            if watched.changed():
+                raise Untraceable(
+                    "it changes its arguments, which would be lost; let it return what is new, or optimize what "
+                    "jax.jit makes of it, or the jit of the library whose objects it changes"
+                )
+        except Exception:
+            watched.restore()
+            around.restore()
+            raise
+        return result
+
+    def may_be_ours(self, error: Exception, args: Args, kwargs: Kwargs) -> bool:
+        """Returns whether a plain function failed only because jit compiled it, and may work when called as it is.
+
+        A function that is traced may raise anything: ``x[:n]`` an IndexError where n is traced, a check of its own
+        arguments a ValueError, what JAX's arrays have and traced ones have not an AttributeError.
+        """
+        if isinstance(error, MEANT) or is_users_error(error, self._owner):
+            return False
+        if isinstance(error, (*_CONCRETE, Untraceable)):
+            return True
+        fixed = any(is_number(leaf) or not traceable(leaf) for leaf in jax.tree.leaves((args, kwargs)))
+        if is_users_error(error):
+            return fixed or compat.is_outermost()
+        return fixed and isinstance(error, _OF_ARGUMENTS)
+
+    def call_again(self, error: Exception, args: Args, kwargs: Kwargs) -> PyTree:
+        """Calls a plain function that jit failed to trace, as :meth:`call` does from now on."""
+        kind = _kind(split(args, kwargs)[1])
+        if kind is not None:
+            self._ways.setdefault(kind, (1, error))
+        self._owner._run = functools.partial(self.call, call_jitted)
+        try:
+            return self._owner(*args, **kwargs)
+        except Exception:
+            if not any(tried is None for _, tried in list(self._ways.values())):  # nothing was learned of it
+                self._owner._run = self._owner._jit
+            raise
+        finally:
+            if self._ways.get(kind, (0, None))[1] is not None:
+                self._ways.pop(kind, None)
+
+    def call(self, use: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        """Calls a plain function, which may take and return what jit does not, or look at the values of numbers.
+
+        Compiles it in the first way of :meth:`_attempts` that works; otherwise runs it as it is.
+        """
+        if self.as_it_is is not None:
+            return self._uncompiled(use, args, kwargs)
+        self.knows_names = True  # each call is looked through
+        arrays, fixed = split(args, kwargs)
+        kind = _kind(fixed)
+        first, failed = self._ways.get(kind, (0, None))  # each trace that fails takes as long as another
+        for way, static, traced in self._attempts(args, kwargs, arrays, fixed):
+            if way < first:
+                continue
+            try:
+                if static is None:  # as part of the key: another thread may just call it with a flag in that place
+                    with as_jit_traces(True) if may_have_flags(args, kwargs) else contextlib.nullcontext():
+                        result = use(self._owner._jit, *args, **kwargs)
+                elif self._holds(static := told_apart(static)):
+                    result = use(self._owner._fixed, static, *traced)
+                    if self._gives_back:
+                        result = with_arguments(result, static)
+                else:
+                    failed = None  # too many are held: this one is called as it is, and the function stays compiled
+                    break
+            except Exception as error:
+                unhashable = static is not None and isinstance(error, TypeError)
+                if not unhashable and not self.may_be_ours(error, args, kwargs):
+                    raise
+                failed = error
+                continue
+            if kind is not None:
+                self._ways[kind] = way, None
+            return result
+        if failed is not None:
+            return self._run_as_it_is(use, failed, args, kwargs)
+        return self._uncompiled(use, args, kwargs)
+
+    def _attempts(
+        self, args: Args, kwargs: Kwargs, arrays: Sequence[PyTree], fixed: Static
+    ) -> Iterator[tuple[int, Static | None, Sequence[PyTree]]]:
+        """Yields the ways to compile a call, with what each holds fixed (None: nothing) and the arrays that it traces.
+
+        Ways are numbered: by jit, where no argument is a flag; with what jit does not take held fixed, and flags; with
+        everything that is not an array held fixed.
+        """
+        if not any(map(is_flag, fixed.kinds)):
+            yield 0, None, ()
+        traced, fewer = split(args, kwargs, numbers=True)
+        if fewer.kinds != fixed.kinds and any(kind is not None for kind in fewer.kinds):
+            yield 1, fewer, traced
+        if any(kind is not None for kind in fixed.kinds):
+            yield 2, fixed, arrays
+
+    def _uncompiled(self, use: ArrayFunction, args: Args, kwargs: Kwargs) -> PyTree:
+        """Calls the function as it is, or what it holds of jit optimized; nothing where it is not to be called."""
+        if use is not call_jitted:
+            return None
+        if self._holder is None or self.inside is None:
+            return self._owner._function(*args, **kwargs)
+        return self._holder.call(self.inside, *args, **kwargs)
+
+    def _run_as_it_is(self, use: ArrayFunction, error: Exception, args: Args, kwargs: Kwargs) -> PyTree:
+        """Calls a plain function that cannot be traced, and runs it as it is from now on.
+
+        Raises:
+          Exception: the function's own error; what was learned of it is nothing then.
+        """
+        perhaps_own, called, result = not isinstance(error, (*_CONCRETE, Untraceable)), False, None
+        if (use is call_jitted or self._owner._dry) and (holder := self._holder) is not None:
+            with self._owner._lock:  # threads that call it at the same time share one
+                inside = self.inside or self._owner._with_options(holder.jitted)
+                inside._dry = self._owner._dry
+                self.as_it_is, self.inside = error, inside
+            try:
+                if self._owner._dry:
+                    holder.traced(inside.eval_shape, *args, **kwargs)
+                else:
+                    result = holder.call(inside, *args, **kwargs)
+            except Exception as own:
+                self.as_it_is = self.inside = None
+                mark_users_error(own, self._owner)
+                raise
+            if inside._was_traced:
+                return result
+            called = True  # and did not call what it holds
+        elif perhaps_own and use is call_jitted:
+            try:
+                result = self._owner._function(*args, **kwargs)
+            except Exception as own:
+                mark_users_error(own, self._owner)
+                raise
+        elif perhaps_own and (
+            not isinstance(error, _OF_ARGUMENTS) or all(map(traceable, jax.tree.leaves((args, kwargs))))
+        ):
+            raise error
+        self.as_it_is = error
+        reason = str(error) if isinstance(error, Untraceable) else one_line(error)
+        reason = f"as it is written, since jax.jit cannot trace it: {reason}"
+        self._owner._publish(LiveReport(Report(failures=(Failure("trace", f"the function runs {reason}"),))))
+        if resolve(self._owner._explicit).strict:
+            raise error
+        if not self._owner._dry:
+            warn(f"autopallas runs {self._owner._function!r} {reason}")
+        if called or perhaps_own or use is not call_jitted:
+            return result
+        return self._owner._function(*args, **kwargs)
+
+    def _holds(self, static: Static) -> bool:
+        """Returns whether a call is to be compiled with its ``static`` part held fixed.
+
+        A number that is another one in each call, such as the step of a training, would have the program compiled in
+        each of them.
+        """
+        if static in self._held or not compat.is_outermost():
+            return True
+        if len(self._held) < _MOST_HELD:
+            self._held.add(static)
+            return True
+        if not self._overfull:
+            self._overfull = True
+            reason = (
+                f"it was compiled for {_MOST_HELD} different values of arguments that are not arrays and that it looks "
+                "at; give it numbers that change as arrays, and compare them by jnp.where or jax.lax.cond"
+            )
+            self._owner._report.add(Failure("trace", f"further calls run as they are: {reason}"))
+            warn(f"autopallas runs further calls of {self._owner!r} as they are: {reason}")
+        return False
+
+
+def _kind(static: Static) -> Hashable:
+    """Returns what calls have in common that jit can trace, or cannot; None where their structure has no hash."""
+    kind = static.structure, static.kinds
+    try:
+        hash(kind)
+    except TypeError:
+        return None
+    return kind
+
+
+def call_jitted(jitted: Callable[..., T], *args: PyTree, **kwargs: PyTree) -> T:
+    """Calls a jit function: the use of it that a call is."""
+    return jitted(*args, **kwargs)
