@@ -12,6 +12,7 @@ repeats the end of the one before.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -86,13 +87,21 @@ class _ForwardRows(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """The state of a block of rows after some of its tiles."""
+    """The state of a block of rows after some of its tiles.
 
-    maximum: Array  # [..., t, 1]
-    total: Array  # [..., t, 1]
+    Numbers of rows have one axis: LLVM writes out a loop over as few numbers as a block has rows, for a whole
+    exponential each.
+    """
+
+    maximum: Array  # [rows]
+    total: Array  # [rows]
     accumulator: Array  # [..., t, Dv]
-    kept: Array | None  # [..., t, 1]: whether the `where` weights keep any key; None without such weights
-    statistics: tuple[Array, ...] = ()  # [..., t, 1] each
+    kept: Array | None  # [rows]: whether the `where` weights keep any key; None without such weights
+    statistics: tuple[Array, ...] = ()  # [rows] each
+
+    def column(self, x: Array) -> Array:
+        """Reshapes numbers of rows [rows] to [..., t, 1]."""
+        return x.reshape(*self.accumulator.shape[:-1], 1)
 
 
 def forward(spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands) -> Results:
@@ -107,16 +116,17 @@ def forward(spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands) ->
     def rows(place: RowBlock, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         running = _stream(own, place)
         if spec.statistics is None:
-            result = running.accumulator / running.total
+            result = running.accumulator / running.column(running.total)
             if running.kept is not None:
-                result = jnp.where(running.kept, result, 0)
+                result = jnp.where(running.column(running.kept), result, 0)
             found = [*logsumexp(running.maximum, running.total)]
         else:
             result = running.accumulator
             kept = () if running.kept is None else (running.kept,)
             found = [running.total, running.maximum, *running.statistics, *kept]
         window = place.numbers_window
-        stored = (store(c, window, place.restored(x)[..., 0]) for c, x in zip(carry[1:], found, strict=True))
+        found = [place.restored(running.column(x))[..., 0] for x in found]
+        stored = (store(c, window, x) for c, x in zip(carry[1:], found, strict=True))
         return store(carry[0], place.rows_window, place.restored(result)), *stored
 
     with jax.named_scope("autopallas_attention_xla"):
@@ -139,20 +149,20 @@ def _stream(own: TiledAttention, place: RowBlock) -> _Running:
 def _initial(own: TiledAttention, place: RowBlock) -> _Running:
     """Returns the state of a block of rows before its first tile; a sink is already in its maximum and sum."""
     spec, sink, shape = own.spec, own.operands.sink, place.shape
-    dtype = spec.accumulation_dtype
+    dtype, rows = spec.accumulation_dtype, math.prod(shape)
     if sink is None:
-        maximum = jnp.full((*shape, 1), -jnp.inf, dtype)
+        maximum = jnp.full(rows, -jnp.inf, dtype)
         total = jnp.zeros_like(maximum)
     else:
         assert spec.sink is not None
-        maximum = jnp.broadcast_to(place.side(sink, spec.sink, ONE), (*shape, 1)).astype(dtype)
+        maximum = jnp.broadcast_to(place.side(sink, spec.sink, ONE), (*shape, 1)).astype(dtype).reshape(rows)
         total = jnp.where(maximum == -jnp.inf, 0, jnp.ones_like(maximum))
     return _Running(
         maximum,
         total,
         jnp.zeros((*shape, spec.value_head_size), dtype),
-        jnp.zeros((*shape, 1), bool) if spec.keeps else None,
-        tuple(jnp.full((*shape, 1), 0 if isinstance(s, tuple) else -jnp.inf, dtype) for s in spec.statistics or ()),
+        jnp.zeros(rows, bool) if spec.keeps else None,
+        tuple(jnp.full(rows, 0 if isinstance(s, tuple) else -jnp.inf, dtype) for s in spec.statistics or ()),
     )
 
 
@@ -175,29 +185,29 @@ def _advanced(rows: _ForwardRows, columns: Part, programs: TilePrograms, carry: 
     here = tile(spec, place, columns, operands.sides)
     score = scores(spec, place, rows.q, place.columns(operands.key, columns))
     x = unrepeated(logits(spec, programs, score, here), here, columns)
-    maximum = row_maximum(spec, programs, score, x, here)
+    maximum = row_maximum(spec, programs, score, x, here).reshape(-1)
     if spec.statistics is None and not programs.inner_weights:  # halves of exponentials are not bounded by 1
         maximum = _below_roundings(maximum)
     maximum = jnp.maximum(carry.maximum, maximum)
     # A row that has seen only -inf keeps the sum 0; without the zero, -inf - -inf would be NaN.
     finite_maximum = jnp.where(maximum == -jnp.inf, 0, maximum)
     shrink = jnp.exp(carry.maximum - finite_maximum)
-    e = exponentials(programs.inner_weights, x, finite_maximum, here)
-    total = carry.total * shrink + jnp.sum(e, axis=-1, keepdims=True)
+    e = exponentials(programs.inner_weights, x, carry.column(finite_maximum), here)
+    total = carry.total * shrink + jnp.sum(e, axis=-1).reshape(-1)
     p = weighted(programs.weights, e, here)
-    accumulator = carry.accumulator * shrink
+    accumulator = carry.accumulator * carry.column(shrink)
     value = counted_once(place.columns(operands.value, columns), columns)
     accumulator = accumulator + times_values(spec, place, p, value)
     kept = carry.kept
     if kept is not None:
-        kept = kept | any_kept(programs.weights, here, p.shape)
+        kept = kept | any_kept(programs.weights, here, p.shape).reshape(-1)
 
     def statistic(wanted: ElementwiseProgram | tuple[Weight, ...], before: Array) -> Array:
         if isinstance(wanted, tuple):
-            return before * shrink + jnp.sum(weighted(wanted, e, here), axis=-1, keepdims=True)
+            return before * shrink + jnp.sum(weighted(wanted, e, here), axis=-1).reshape(-1)
         if wanted == spec.score and operands.sink is None and not spec.inner_weights:
             return maximum
-        return jnp.maximum(before, greatest(spec, wanted, score, here))
+        return jnp.maximum(before, greatest(spec, wanted, score, here).reshape(-1))
 
     statistics = tuple(map(statistic, spec.statistics or (), carry.statistics))
     return _Running(maximum, total, accumulator, kept, statistics)
