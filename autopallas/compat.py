@@ -179,6 +179,7 @@ __all__ = [
     "Traceback",
     "Var",
     "ad",
+    "arctangents_take_vectors",
     "at_width",
     "batching",
     "cuda_runtime",
@@ -535,6 +536,15 @@ def reductions_take_sines() -> bool:
 
     That of JAX 0.12 does, and that of JAX 0.10 does not; 0.11 was not tried, and is taken for the former.
     """
+    return _is_newer_than_0_10()
+
+
+def arctangents_take_vectors() -> bool:
+    """Returns whether XLA's CPU compiler computes arctangents on vectors: as with sines, that of JAX 0.12 does."""
+    return _is_newer_than_0_10()
+
+
+def _is_newer_than_0_10() -> bool:
     return tuple(int(part) for part in jax.__version__.split(".")[:2]) > (0, 10)
 
 

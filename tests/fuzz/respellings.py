@@ -9,6 +9,7 @@ from .writing import Writer
 
 __all__ = [
     "FIRST_BROADCAST",
+    "FIRST_COMPLEX",
     "FIRST_EXPONENTIALS",
     "FIRST_GATED",
     "FIRST_NETWORK",
@@ -37,6 +38,8 @@ FIRST_WRITTEN = 310_000
 """From here on Python writes out loops whose steps multiply matrices."""
 FIRST_GATED = 320_000
 """From here on loops multiply slices, or what they give, and compute gates of slices."""
+FIRST_COMPLEX = 350_000
+"""From here on there are products of complex matrices."""
 
 
 def operands(w: Writer, at: str) -> tuple[dict[str, int], list[str]]:
@@ -83,6 +86,8 @@ def body(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
         steps["written loop"] = loops.written_loop
     if c.seed >= FIRST_GATED:
         steps["gated loop"] = loops.gated_loop
+    if c.seed >= FIRST_COMPLEX:
+        steps["complex products"] = _complex_products
     for n in range(c.pick(f"{at}.count", [1, 2, 3], 0.6)):
         name = c.pick(f"{at}.step {n}", {name: name for name in steps}, 0.8)
         w.features.add(f"step: {name}")
@@ -155,6 +160,23 @@ def _small_matrices(w: Writer, at: str, size: dict[str, int], x: str, ids: str) 
     axes = {"dbt": "(1, 2, 0)", "bdt": "(0, 2, 1)"}.get(form.partition("->")[2][:3])
     summed = f"{product}.sum({'(-1, -2)' if form.endswith('->...i') else '(-1, -2, -3)'})"
     return f"{x} + jnp.transpose({summed}, {axes})" if axes else f"{x} + {summed}"
+
+
+def _complex_products(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """Projects 64 numbers for each element to as many others, of which some or both parts are read."""
+    c = w.choices
+    wide = f"(jnp.tanh({x} / 8).astype(jnp.float32).reshape(-1)[:, None] * jnp.cos(jnp.arange(64.0)))"
+    rows = w.set("rows", f"jnp.tile({wide}, (8, 1))")
+    left = c.pick(f"{at}.left", [f"{rows} * jnp.exp(1j * {rows})", f"{rows}.astype(jnp.complex64)", rows], 0.7)
+    angles = "jnp.arange(4096, dtype=jnp.float32).reshape(64, 64)"
+    real = f"jnp.cos({angles})" if c.chance(f"{at}.right real", 0.3) else f"jnp.exp(1j * {angles})"
+    right = w.set("right", real)
+    forms = ["{} @ {}", "jnp.einsum('rk,kc->cr', {}, {}).T", "jnp.einsum('rk,ck->rc', {}, {})"]
+    product = w.set("product", c.pick(f"{at}.form", forms, 0.6).format(left, right))
+    parts = ["jnp.real({})", "jnp.imag({})", "(jnp.real({}) - jnp.imag({}))", "jnp.abs({}) ** 2"]
+    read = c.pick(f"{at}.part", parts, 0.7).format(product, product)
+    w.features.add("complex products")
+    return f"{x} + {read}.reshape(8, *{x}.shape, 64).mean((0, -1)).astype({x}.dtype)"
 
 
 def _triangular_solve(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:

@@ -22,6 +22,7 @@ from .program import RandomProgram, random_program
 from .record import clean_ranges
 from .respellings import (
     FIRST_BROADCAST,
+    FIRST_COMPLEX,
     FIRST_EXPONENTIALS,
     FIRST_GATED,
     FIRST_NETWORK,
@@ -149,6 +150,7 @@ _DRAWN = {
     "associative_scan": "step: associative scan",
     "batched_product": "step: small matrices",
     "broadcast_product": "step: broadcast products",
+    "complex_product": "step: complex products",
     "convolution": "step: convolution",
     "convolution_of_volumes": "step: volumes",
     "cumulative": "step: cumulative",
@@ -189,6 +191,7 @@ def test_every_kind_of_respelling_is_drawn():
 def test_a_respelling_is_found_in_programs_that_are_drawn_for_it(kind):
     later = {
         "broadcast_product": FIRST_BROADCAST,
+        "complex_product": FIRST_COMPLEX,
         "summed_products": FIRST_NETWORK,
         "repeated_steps": FIRST_UNROLLED,
         "python_loop": FIRST_WRITTEN,

@@ -25,6 +25,7 @@ __all__ = [
     "LARGE",
     "acos",
     "asin",
+    "atan",
     "atan2",
     "by_roots",
     "cbrt",
@@ -48,7 +49,7 @@ __all__ = [
 LARGE = 2.0**23
 """Magnitude from which ``sin``, ``cos`` and ``tan`` of finite numbers are not computed here."""
 _TINY = 1e-4
-"""Magnitude below which sine, tangent and arcsine equal their argument, to half a rounding."""
+"""Magnitude below which sine, tangent and their inverses equal their argument, to half a rounding."""
 
 _PI = (3.141592651605606, 1.984187159361081e-09)
 """Pi in two parts; the first has 30 bits, and times a number of 23 bits is exact."""
@@ -193,6 +194,17 @@ def _arcsine(z: jax.Array) -> tuple[jax.Array, jax.Array]:
     w = _where(far, np.float64(0.5) - np.float64(0.5) * z, z * z)
     s = _where(far, lax.sqrt(w), z)
     return s * _polynomial(w, _ASIN), far
+
+
+@_in_float64
+def atan(x: jax.Array) -> jax.Array:
+    """Returns the arctangent."""
+    z = _double(_absolute(x))
+    steep = z > np.float64(1)
+    t = _where(steep, np.float64(1) / z, z)
+    angle = t * _polynomial(t * t, _ATAN)
+    found = _with_sign(_single(_where(steep, np.float64(math.pi / 2) - angle, angle)), x)
+    return _where(_absolute(x) < np.float32(_TINY), x, found)
 
 
 @_in_float64

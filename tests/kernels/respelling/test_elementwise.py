@@ -30,7 +30,7 @@ ROUNDED = 0.51
 """Units in the last place: half of one, and what the arithmetic adds."""
 UNARY = {
     "sin": (lax.sin, np.sin), "cos": (lax.cos, np.cos), "tan": (lax.tan, np.tan), "asin": (lax.asin, np.arcsin),
-    "acos": (lax.acos, np.arccos), "cbrt": (lax.cbrt, np.cbrt),
+    "acos": (lax.acos, np.arccos), "atan": (lax.atan, np.arctan), "cbrt": (lax.cbrt, np.cbrt),
 }  # fmt: skip
 GAMMA = {
     "lgamma": (lax.lgamma, special.gammaln),
@@ -60,6 +60,12 @@ EXPONENTS = (
     -13.0,
     80.3,
 )
+
+
+@pytest.fixture(autouse=True)
+def arctangents_one_by_one(monkeypatch):
+    """As with JAX 0.10; later lines compute them on vectors, and then they are left alone."""
+    monkeypatch.setattr(elementwise, "arctangents_take_vectors", lambda: False)
 
 
 def optimized(function, **options):
@@ -187,6 +193,12 @@ def test_numbers_next_to_multiples_of_a_quarter_turn(name):
     x = x[np.abs(x) < elementary.LARGE]
     function, reference = UNARY[name]
     agree(computed(function, x), exact(reference, x))
+
+
+def test_arctangents_that_the_compiler_computes_on_vectors_are_left_alone(monkeypatch):
+    assert found(lax.atan, random(4096)) == ["elementwise"]
+    monkeypatch.setattr(elementwise, "arctangents_take_vectors", lambda: True)
+    assert found(lax.atan, random(4096)) == []
 
 
 def test_angles_of_points():

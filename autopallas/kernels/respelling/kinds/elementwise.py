@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopallas.compat import reductions_take_sines
+from autopallas.compat import arctangents_take_vectors, reductions_take_sines
 from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.edit import surviving
@@ -52,6 +52,7 @@ _FUNCTIONS: Mapping[str, Callable[..., jax.Array]] = {
     "tan": elementary.tan,
     "asin": elementary.asin,
     "acos": elementary.acos,
+    "atan": elementary.atan,
     "atan2": elementary.atan2,
     "cbrt": elementary.cbrt,
     "rem": elementary.rem,
@@ -88,6 +89,8 @@ def _match(graph: Graph, node: Node) -> Found | None:
         return None
     if not any(graph.shape(number) == result.aval.shape for number in node.inputs):
         return None  # each operand is repeated along an axis of the other, as under two ``vmap``
+    if node.name == "atan" and arctangents_take_vectors():
+        return None
     if _is_taken(graph, node) or _is_repeated(graph, node):
         return None
     constants = [graph.literals.get(number) for number in node.inputs]
@@ -333,6 +336,8 @@ _NARROW = ("sin", "cos", "roots", "exponent")
 def _samples() -> Iterator[tuple[str, Sample]]:
     for shape in _SIZES:
         for name, function in _FORMS.items():
+            if name == "atan" and arctangents_take_vectors():
+                continue
             dtypes = (jnp.complex64,) if name in _COMPLEX else _DTYPES if name in _NARROW else _DTYPES[:1]
             for dtype in dtypes:
                 given = (jax.ShapeDtypeStruct(shape, dtype),) * (2 if name in ("atan2", "rem") else 1)
