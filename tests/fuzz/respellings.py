@@ -171,9 +171,11 @@ def _complex_products(w: Writer, at: str, size: dict[str, int], x: str, ids: str
     angles = "jnp.arange(4096, dtype=jnp.float32).reshape(64, 64)"
     real = f"jnp.cos({angles})" if c.chance(f"{at}.right real", 0.3) else f"jnp.exp(1j * {angles})"
     right = w.set("right", real)
-    forms = ["{} @ {}", "jnp.einsum('rk,kc->cr', {}, {}).T", "jnp.einsum('rk,ck->rc', {}, {})"]
-    product = w.set("product", c.pick(f"{at}.form", forms, 0.6).format(left, right))
-    parts = ["jnp.real({})", "jnp.imag({})", "(jnp.real({}) - jnp.imag({}))", "jnp.abs({}) ** 2"]
+    # Not by matmul or einsum: JAX cannot checkpoint their complex results.
+    axes = c.pick(f"{at}.axes", ["(1,), (0,)", "(1,), (1,)"], 0.4)
+    given = f"({left}), {right}, (({axes}), ((), ())), preferred_element_type=jnp.complex64"
+    product = w.set("product", f"lax.dot_general({given}){c.pick(f'{at}.turned', ['', '.T.T'], 0.3)}")
+    parts = ["jnp.real({})", "jnp.imag({})", "(jnp.real({}) - jnp.imag({}))", "(jnp.abs({}) ** 2)"]
     read = c.pick(f"{at}.part", parts, 0.7).format(product, product)
     w.features.add("complex products")
     return f"{x} + {read}.reshape(8, *{x}.shape, 64).mean((0, -1)).astype({x}.dtype)"

@@ -60,15 +60,15 @@ def _through(jaxpr: Any, given: Sequence[Any]) -> list[Any]:
 def _own(equation: Any, variable: Any) -> Any:
     """The dtype in which an equation itself rounds."""
     name, dtype = equation.primitive.name, getattr(variable.aval, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, np.floating) or name in _EXACT or jaxprs.bodies(equation):
+    if dtype is None or not jnp.issubdtype(dtype, np.inexact) or name in _EXACT or jaxprs.bodies(equation):
         return None
     if name == "convert_element_type":
         source = equation.invars[0].aval.dtype
-        if jnp.issubdtype(source, np.floating) and jnp.finfo(source).eps >= jnp.finfo(dtype).eps:
+        if jnp.issubdtype(source, np.inexact) and jnp.finfo(source).eps >= jnp.finfo(dtype).eps:
             return None  # it widens
-        if not jnp.issubdtype(source, np.floating) and (source.kind == "b" or jnp.iinfo(source).bits <= 8):
+        if not jnp.issubdtype(source, np.inexact) and (source.kind == "b" or jnp.iinfo(source).bits <= 8):
             return None
-    return dtype
+    return jnp.finfo(dtype).dtype  # of complex numbers, that of their parts
 
 
 def _coarsest(dtypes: Sequence[Any]) -> Any:

@@ -36,10 +36,12 @@ def errors(found: np.ndarray, wanted: np.ndarray) -> tuple[float, float]:
 
 
 def promoted(x: Any) -> Any:
-    """An array with its floats in float64."""
+    """An array with its floats in float64, and its complex numbers in complex128."""
     if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return x
     x = np.asarray(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return x.astype(np.complex128)
     return x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
@@ -109,7 +111,9 @@ def _elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _convert(equation: Any, x: Any) -> Any:
     wanted = equation.params["new_dtype"]
-    return x.astype(np.float64) if _is_float(wanted) else x.astype(wanted)
+    if jnp.issubdtype(wanted, jnp.complexfloating):
+        return x.astype(np.complex128)
+    return np.real(x).astype(np.float64) if _is_float(wanted) else x.astype(wanted)
 
 
 def _division(a: Any, b: Any) -> Any:
