@@ -26,7 +26,7 @@ class OptionError(ValueError):
 
 
 class RequirementError(RuntimeError):
-    """Raised if fewer sites were replaced than ``require={...}`` asks for."""
+    """Raised if a program lacks what ``require`` asks for: replaced sites, or the certificate of its lockfile."""
 
 
 class UnsupportedError(RuntimeError):

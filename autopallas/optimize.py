@@ -44,7 +44,8 @@ def optimize(
 
     Raises:
       OptionError: an option does not exist, or does not accept its value; or ``fn`` cannot be called.
-      RequirementError: when the function is traced, and fewer sites were replaced than ``require`` asks for.
+      RequirementError: when the function is traced, and fewer sites were replaced than ``require`` asks for, or the
+        lockfile does not certify the program.
       UnsupportedError: when the function is traced, and a single named implementation does not support a site.
 
     Example:

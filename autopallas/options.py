@@ -84,7 +84,7 @@ class Options:
     strict: bool = False
     """Whether an exception inside autopallas is raised.  Otherwise the program stays as it was, with a warning."""
     autotune: bool | None = None
-    """Whether block sizes are searched for where no table has them; None: on accelerators, and quickly on CPUs."""
+    """Whether block sizes are searched for where no table has them; None: on TPUs, and quickly on CPUs and GPUs."""
     tune_seconds: float = 30.0
     """Time limit for all searches for one site, in seconds."""
     verify: bool | float = False
