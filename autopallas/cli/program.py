@@ -75,7 +75,9 @@ def function_of(name: str) -> ArrayFunction:
         found: object = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            raise CommandError(f"there is no module {error.name}") from None
+            raise CommandError(
+                f"there is no module {error.name}; run the command in its folder, or name that in PYTHONPATH"
+            ) from None
         raise CommandError(f"importing {module_name} failed: {one_line(error)}") from None
     except (Exception, SystemExit) as error:
         raise CommandError(f"importing {module_name} failed: {one_line(error)}") from None

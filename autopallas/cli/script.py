@@ -101,7 +101,7 @@ def module(name: str, arguments: Sequence[str]) -> Program:
         raise CommandError(f"the module {name} cannot be found: {error}") from None
     loader = None if spec is None else spec.loader
     if spec is None or loader is None:
-        raise CommandError(f"there is no module {name}")
+        raise CommandError(f"there is no module {name}; run the command in its folder, or name that in PYTHONPATH")
     if not hasattr(loader, "get_code"):
         raise CommandError(f"the module {name} has no code that could be run")
     names: dict[str, object] = {
