@@ -23,7 +23,7 @@ def render(verification: Verification) -> str:
     """Renders the findings for people.
 
     Args:
-      verification: a :class:`autopallas.verification.Verification`.
+      verification: a :class:`autopallas.Verification`.
 
     Returns:
       Lines of at most 80 columns.

@@ -184,7 +184,7 @@ def _stored(target: Ref, value: Array, shared: Ref) -> None:
 
 
 class _Tiles(NamedTuple):
-    """Shared memory of a chunk, as :func:`_chunk_scratch` makes it."""
+    """Shared memory of a chunk: tiles of the shapes of :func:`_chunk_shapes`, and ``NUMBERS`` numbers of each step."""
 
     query: Ref
     key: Ref
