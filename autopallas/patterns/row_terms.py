@@ -393,7 +393,7 @@ class RowTerms(KeyAxis):
         return [*rows, *self.linear(at)]
 
     def _log_of_dot(self, ref: Ref) -> list[Term] | None:
-        """Returns the log of a sum over the keys that is spelled as a dot with a constant vector."""
+        """Returns the log of a sum over the keys that is spelled as a dot, with a constant or with weights of keys."""
         node = self.scope.node(ref)
         assert node is not None
         (contracting, _), _ = node.params["dimension_numbers"]
@@ -412,6 +412,12 @@ class RowTerms(KeyAxis):
                 found = self.exponential(weights)
                 inner = LogSumExp(found.argument, tuple(found.weights))
                 return [*found.rows, Term(math.log(number), "constant", None), Term(1.0, "logsumexp", inner)]
+        for weights, further in ((a, b), (b, a)):
+            if self.carries_scores(weights) and not self.scope.depends(further.value):
+                found = self.exponential(weights)
+                factor = Factor("multiply", further, found.is_normalised)
+                inner = LogSumExp(found.argument, (*found.weights, factor))
+                return [*found.rows, Term(1.0, "logsumexp", inner)]
         return None
 
     # ------------------------------------------------------------------ sums of terms

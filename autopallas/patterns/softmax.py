@@ -135,7 +135,7 @@ class Softmax(RowTerms):
                 )
             else:
                 kind: Literal["multiply", "divide"] = "multiply" if name == "mul" else "divide"
-                found.weights.append(Factor(kind, b, _normalised(found)))
+                found.weights.append(Factor(kind, b, found.is_normalised))
             return found
         if name == "select_n" and len(operands) == 3:
             mask, *cases = operands
@@ -148,7 +148,7 @@ class Softmax(RowTerms):
                             raise Mismatch("a mask on the probabilities depends on the scores", advice=MASK_SCORES)
                         return self._guarded(cases[0], depth)
                     found = self.exponential(cases[1 - position], depth + 1)
-                    found.weights.append(Factor("unless" if position else "where", mask, _normalised(found)))
+                    found.weights.append(Factor("unless" if position else "where", mask, found.is_normalised))
                     return found
         if name == "stop_gradient":
             raise Mismatch("the gradient is stopped inside the softmax", advice=STOP_EARLIER)
@@ -382,7 +382,3 @@ class Softmax(RowTerms):
         if isinstance(expression, Constant):
             return expression.value
         return self.scope.number(expression) if isinstance(expression, Ref) else None
-
-
-def _normalised(found: Exponential) -> bool:
-    return any(t.kind in ("logsumexp", "log") for t in found.rows)

@@ -115,6 +115,11 @@ class Exponential:
     under_mask: list[Term] = field(default_factory=list)
     """Subset of ``rows`` over which a mask stood: in a row whose keys it hides all, they do not matter."""
 
+    @property
+    def is_normalised(self) -> bool:
+        """Whether a sum divides the exponentials already."""
+        return any(t.kind in ("logsumexp", "log") for t in self.rows)
+
 
 @dataclass(frozen=True, slots=True)
 class LogSumExp:

@@ -51,6 +51,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     drafts: dict[_Place, AttentionDraft | TakenOver] = {}
     misses: dict[int, NearMiss] = {}
     settled: dict[int, dict[tuple[int, ...], int]] = {}
+    normalisers: set[_Place] = set()
     sums: set[int] = set()
 
     def missed(score: int, node: Node, location: str, reason: str, advice: str) -> None:
@@ -69,15 +70,16 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             if not reach[node.inputs[side if node.name == "dot_general" else 0]][1]:
                 continue
             with contained(node):
-                outcome = proofs.at(node, side, settled)
+                outcome = proofs.at(node, side, settled if in_backward(node) else _without(settled, normalisers))
                 proved, reason, operand, advice = outcome.proved, outcome.reason, outcome.operand, outcome.advice
                 if proved is not None:
                     place = proved.score, proved.axes
                     try:
                         matches[place] = match_of(graph, proved, node, alive)
                     except Escape as escape:
-                        if place not in drafts:
-                            drafts[place] = proofs.draft(outcome, node, side, settled)
+                        if place not in drafts or place in normalisers:
+                            drafts[place] = proofs.draft(outcome, node, side, _without(settled, normalisers))
+                            (normalisers.discard if outcome.values else normalisers.add)(place)
                         missed(proved.score, node, jaxprs.location(node.equation), escape.reason, escape.advice)
                     except Mismatch as mismatch:
                         reason, operand, advice = mismatch.reason, mismatch.operand, mismatch.advice
@@ -102,6 +104,20 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     with contained():
         missed_at += other_weights(graph, alive)
     return ordered, missed_at
+
+
+def _without(
+    settled: dict[int, dict[tuple[int, ...], int]], places: Set[_Place]
+) -> dict[int, dict[tuple[int, ...], int]]:
+    """Returns what is settled but for the sums of weighted probabilities at some places, by which a program may go on
+    to divide: the product with values, which comes later, is then the one that is wanted."""
+    if not places:
+        return settled
+    left = {
+        score: {axes: root for axes, root in sites.items() if (score, axes) not in places}
+        for score, sites in settled.items()
+    }
+    return {score: sites for score, sites in left.items() if sites}
 
 
 def _resembles(outcome: _Outcome, node: Node, side: int, normalised: Normalised) -> bool:
@@ -313,4 +329,5 @@ class _Proofs:
                 values=attempt.has_values,
                 bare=isinstance(mismatch, NoNormaliser) and attempt.is_batched_alike and attempt.is_plain,
             )
-        return _Outcome(attempt.scope.score, None if draft is None else draft.proved, draft=draft)
+        proved = None if draft is None else draft.proved
+        return _Outcome(attempt.scope.score, proved, draft=draft, values=attempt.has_values)
