@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,6 +96,38 @@ def scanned_with_scattered_weights(p, x):
     experts = {name: p[name] for name in ("gate", "up", "down")}
     start = jnp.zeros_like(x)
     return lax.scan(lambda y, at: (y + expert(at[0], x) * at[1][:, None], None), start, (experts, columns))[0]
+
+
+def scattered_for_sequences(p, x, first=0):
+    """Tokens of sequences are rows, and weights are scattered into an array of their own dtype."""
+    rows = x.reshape(-1, D)
+    chosen, experts = lax.top_k(rows @ p["router"], K)
+    place = jnp.arange(first, first + len(rows))[:, None]
+    weights = jnp.zeros((len(rows), E)).at[place, experts].set(jax.nn.softmax(chosen))
+    return (weights[..., None] * everyone(p, rows)).sum(1).reshape(x.shape)
+
+
+def everyone(p, rows):
+    """What every expert computes for every row."""
+    inner = jax.nn.gelu(jnp.einsum("td,edf->tef", rows, p["gate"]))
+    return jnp.einsum("tef,efd->ted", inner, p["down"])
+
+
+SEQUENCES = X.reshape(3, T // 3, D)
+
+
+def test_tokens_of_sequences_in_narrow_numbers():
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (P, SEQUENCES))
+    found(scattered_for_sequences, narrow, dtype="bfloat16")
+
+
+def test_tokens_of_sequences_under_vmap():
+    found(jax.vmap(scattered_for_sequences, (None, 0)), (P, jnp.stack([SEQUENCES, SEQUENCES[::-1]])))
+
+
+def test_weights_that_are_scattered_to_other_tokens_are_left_alone():
+    args = P, jnp.stack([SEQUENCES, SEQUENCES[::-1]])
+    found(jax.vmap(functools.partial(scattered_for_sequences, first=1), (None, 0)), args, count=0)
 
 
 @pytest.mark.parametrize("function", [dispatched_and_combined, scanned_with_scattered_weights])

@@ -57,18 +57,24 @@ def read(
 
 
 def _settled(reader: Callable[[], SumReader]) -> Reading | None:
-    """Reads again until no label is refined any more, and returns the last reading."""
+    """Reads again until no label is refined any more, and returns the last reading: where labels are refined on the
+    way, even what does not resemble a sum over experts may be one."""
+    resembles = False
     for _ in range(_ROUNDS):
         now = reader()
         space = now.space
         before = space.refinements
         try:
             found = now.read()
-            if found is None or space.refinements == before:
+            if space.refinements == before:
                 return found
+            resembles = found is not None
         except Mismatch:
             if space.refinements == before:
                 raise
+            resembles = True
+    if not resembles:
+        return None
     raise Mismatch(f"{DENSE}, and its axes are cut into parts in more than {_ROUNDS} ways", advice=CHOOSE_FEW)
 
 
