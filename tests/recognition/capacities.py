@@ -138,14 +138,14 @@ def two_by_boolean_weights(p, x, behind=True, further=0):
     return mixed(p, x, combine.astype(bool), combine)
 
 
-def two_in_groups(p, x, counted="kept"):
+def two_in_groups(p, x, counted="kept", others_of=lambda g, first: g * (1 - first), there=lambda w: w.astype(bool)):
     """The second choices stand behind those first ones that were ``kept``."""
     x = x.reshape(2, T // 2, D)
     g = gates(p, x)
     chosen = jnp.argmax(g, -1)
     first = one_hot(chosen, E)
     weight = jnp.einsum("gse,gse->gs", g, first)
-    others = g * (1 - first)
+    others = others_of(g, first)
     next_chosen = jnp.argmax(others, -1)
     second = one_hot(next_chosen, E)
     next_weight = jnp.einsum("gse,gse->gs", others, second)
@@ -165,7 +165,7 @@ def two_in_groups(p, x, counted="kept"):
         return jnp.einsum("gs,gs,gse,gsc->gsec", weight / total, is_kept, one_hot(chosen, E), slot)
 
     combine = part(weight, is_kept, chosen, place) + part(next_weight, next_is_kept, next_chosen, next_place)
-    return mixed(p, x, combine.astype(bool), combine)
+    return mixed(p, x, there(combine), combine)
 
 
 def choices_in_a_row(p, x):
@@ -251,6 +251,7 @@ ONE = {
 TWO = {
     "boolean weights": two_by_boolean_weights, "in groups": two_in_groups,
     "in groups, all counted": lambda p, x: two_in_groups(p, x, "all"), "in a row": choices_in_a_row,
+    "in groups, above zero": lambda p, x: two_in_groups(p, x, there=lambda w: w > 0),
     "summed": choices_summed,
     "summed, first choices first": lambda p, x: choices_summed(p, x, "first choices first"),
     "summed elementwise": lambda p, x: choices_summed(p, x, dispatch_of=sum_of, normed=False),
@@ -323,6 +324,12 @@ LOOK_ALIKES = {
     "second choices in front": lambda p, x: two_by_boolean_weights(p, x, behind=False),
     "second choices one further in front": lambda p, x: two_by_boolean_weights(p, x, further=1),
     "second choices in front, in groups": lambda p, x: two_in_groups(p, x, "none"),
+    "weights that a larger part leaves, above zero": lambda p, x: two_in_groups(
+        p, x, others_of=lambda g, first: g * (1 - 2 * first) - 0.1, there=lambda w: w > 0
+    ),
+    "weights less a part of them, above zero": lambda p, x: two_in_groups(
+        p, x, others_of=lambda g, first: g * (0.5 - first), there=lambda w: w > 0
+    ),
     "each choice counted from nothing": lambda p, x: choices_summed(p, x, "each choice from nothing"),
     "places of one expert chosen twice": lambda p, x: places_summed(p, x, twice),
     "choices counted by token": lambda p, x: choices_summed(p, x, "by token"),

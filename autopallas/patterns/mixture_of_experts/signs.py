@@ -118,6 +118,8 @@ class Signs:
                 return least
             own = self._signs_of(inputs, depth)
             return _Sign(all(s.nonnegative for s in own) or least.nonnegative, all(s.positive for s in own))
+        if name == "sub":
+            return _NONNEGATIVE if self._is_rest(*inputs) else least
         if name not in _TOLD:
             return _POSITIVE if name in _POSITIVE_FUNCTIONS else least
         if name == "select_n":
@@ -128,6 +130,32 @@ class Signs:
         if name == "dot_general" and any(0 in graph.shape(i) for i in inputs):
             return least
         return _Sign(found.nonnegative or least.nonnegative, found.positive)
+
+    def _is_rest(self, whole: int, part: int) -> bool:
+        """Returns whether a difference is what a part of one leaves, as where ``1 - mask`` keeps other experts."""
+        node = self._graph.definitions.get(whole)
+        if node is not None and node.name == "broadcast_in_dim":
+            whole = node.inputs[0]
+        known = self._array(whole)
+        return known is not None and bool(np.all(known >= 1)) and self._at_most_one(part)
+
+    def _at_most_one(self, number: int, depth: int = 0) -> bool:
+        """Returns whether no element is above one: zeros and ones, and products of these."""
+        self._graph.steps.spend()
+        array = self._array(number)
+        if array is not None:
+            return bool(np.all(array <= 1))
+        node = self._graph.definitions.get(number)
+        if node is None or depth > _DEPTH:
+            return False
+        inputs = node.inputs
+        if node.name == "convert_element_type":
+            return kind_of(self._graph.dtype(inputs[0])) == "b" or self._at_most_one(inputs[0], depth + 1)
+        if node.name == "mul":
+            return all(self.nonnegative(i) and self._at_most_one(i, depth + 1) for i in inputs)
+        if node.name in _SAME and node.name not in _FIRST_ONLY:
+            return all(self._at_most_one(i, depth + 1) for i in inputs)
+        return False
 
     def _signs_of(self, numbers: Sequence[int], depth: int, every: bool = False) -> list[_Sign]:
         """Returns the signs of some values; unless ``every`` one is needed, stops after the first unknown one."""
