@@ -58,14 +58,14 @@ def graph_of(function, *arguments):
 def test_the_primitives_of_a_graph_are_those_of_its_bodies_and_of_custom_rules():
     @jax.custom_jvp
     def smooth(x):
-        return jnp.exp(x) + 1
+        return jnp.exp(x) + jax.jit(jnp.cosh)(x)
 
     smooth.defjvps(lambda t, out, x: t * jnp.tanh(x))
 
     def function(x):
         return lax.scan(lambda c, y: (jnp.sin(c) + y, None), smooth(x[0]), x)[0]
 
-    assert {"scan", "sin", "exp"} <= graph_of(function, jnp.ones((3, 2))).primitives
+    assert {"scan", "sin", "exp", "cosh"} <= graph_of(function, jnp.ones((3, 2))).primitives
     assert "tanh" not in graph_of(function, jnp.ones((3, 2))).primitives
 
 

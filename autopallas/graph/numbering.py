@@ -160,13 +160,13 @@ class Graph(EquationKeys):
     def primitives(self) -> frozenset[str]:
         """Names of the primitives of all equations, those of functions with rules of their own included."""
         found: set[Primitive] = set()
-        todo = [body.equations for body in self.root.walk()]
+        todo = [(body.equations, False) for body in self.root.walk()]
         while todo:
-            equations = todo.pop()
+            equations, in_rule = todo.pop()
             found.update([equation.primitive for equation in equations])
             for equation in equations:
-                if not jaxprs.is_leaf(equation) and not may_hold_bodies(equation):  # the others' are walked
-                    todo += [jaxprs.open_jaxpr(body)[0].eqns for _, _, body in jaxprs.bodies(equation)]
+                if not jaxprs.is_leaf(equation) and (in_rule or not may_hold_bodies(equation)):  # others' are walked
+                    todo += [(jaxprs.open_jaxpr(body)[0].eqns, True) for _, _, body in jaxprs.bodies(equation)]
         return frozenset([primitive.name for primitive in found])
 
     def further(self, aval: ShapedArray) -> int:

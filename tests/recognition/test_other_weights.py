@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from support.catalogue import array
-from support.compare import compare
+from support.compare import compare, optimized_like_a_user
+
+import autopallas
 
 B, T, N, H, D = 2, 5, 3, 4, 12
 X, W = array(B, T, D, seed=1), array(D, 3 * D, seed=2)
@@ -47,6 +49,14 @@ def test_other_weights_are_near_misses(program, reason, backward):
     (miss,) = [miss for miss in compared.report.near_misses if miss.op == "attention"]
     assert reason in miss.reason
     assert miss.advice
+
+
+def test_rectified_scores_are_told_where_nothing_else_has_an_exponential_or_a_maximum():
+    def attend(q, k, v):
+        return jnp.einsum("bnqk,bknh->bqnh", jax.nn.relu(jnp.einsum("bqnh,bknh->bnqk", q, k)) / T, v)
+
+    report = autopallas.explain(optimized_like_a_user(attend), *[jnp.ones((B, T, N, H))] * 3)
+    assert ["rectified scores" in miss.reason for miss in report.near_misses if miss.op == "attention"] == [True]
 
 
 def squared_rectifiers(q, k, v):

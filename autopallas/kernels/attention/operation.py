@@ -10,5 +10,5 @@ OPERATION = Operation(
     "attention",
     order={"cpu": ("xla", "xla_heads"), "gpu": ("pallas_gpu", "cudnn", "xla"), "tpu": ("pallas_tpu", "xla")},
     priority=30,
-    anchors=frozenset({"exp", "exp2", "pow", "logistic"}),
+    anchors=frozenset({"exp", "exp2", "pow", "logistic", "max"}),
 )
