@@ -17,6 +17,7 @@ __all__ = [
     "UNSHIFTED",
     "Exponential",
     "Factor",
+    "InBlocks",
     "LogSumExp",
     "NoNormaliser",
     "SeveralBlocks",
@@ -57,6 +58,10 @@ class SeveralBlocks(Mismatch):
 
 class NoNormaliser(Mismatch):
     """Reports an exponential that nothing over S divides: the division may come after the contraction."""
+
+
+class InBlocks(NoNormaliser):
+    """Reports that a program goes through the keys block by block itself, and so normalises elsewhere."""
 
 
 class SeveralMaps(Mismatch):

@@ -204,6 +204,34 @@ def test_attention_that_goes_through_blocks_of_keys_in_a_loop_says_so(kind, trai
     assert reasons == ["the program goes through the keys block by block already, with a running maximum"]
 
 
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("each", [jax.lax.map, lambda f, blocks: jax.vmap(f)(blocks)], ids=["map", "vmap"])
+@pytest.mark.parametrize("stopped", [False, True])
+def test_blocks_of_keys_that_are_joined_after_a_map_are_told(trained, each, stopped):
+    def attend(q, k, v):
+        @jax.checkpoint
+        def summary(block):
+            scores = q @ block[0].mT
+            largest = scores.max(-1, keepdims=True)
+            weights = jnp.exp(scores - (jax.lax.stop_gradient(largest) if stopped else largest))
+            return weights @ block[1], weights.sum(-1, keepdims=True), largest
+
+        results, totals, largest = each(summary, (k, v))
+        factors = jnp.exp(largest - largest.max(0, keepdims=True))
+        return (results * factors).sum(0) / (totals * factors).sum(0)
+
+    def program(*operands):
+        if trained:
+            return jax.grad(lambda *own: jnp.sin(attend(*own)).sum(), (0, 1, 2))(*operands)
+        return attend(*operands)
+
+    report = autopallas.explain(optimized_like_a_user(program), jnp.ones((6, 4)), *[jnp.ones((3, 5, 4))] * 2)
+    reasons = [miss.reason for miss in report.near_misses]
+    assert reasons == [
+        "the program goes through the keys block by block already, and joins the blocks' maxima and sums afterwards"
+    ]
+
+
 def test_predicted_weights_of_gathered_values_are_no_loss():
     """The gradient of the gathered values, which the weights multiply, is added up by numbers that are no labels."""
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import jax.numpy as jnp
 
 from autopallas import jaxprs
-from autopallas.compat import JaxprEqn, JaxprLike
+from autopallas.compat import JaxprEqn, JaxprLike, Var
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.equal_loops import loops
 from autopallas.graph.labels import Atom, Dimension
@@ -35,7 +35,15 @@ from autopallas.patterns.expressions import Scope
 from autopallas.patterns.forward import LAYOUT, in_backward
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.softmax import Softmax
-from autopallas.patterns.softmax_terms import Exponential, LogSumExp, NoNormaliser, SeveralBlocks, SeveralMaps, Term
+from autopallas.patterns.softmax_terms import (
+    Exponential,
+    InBlocks,
+    LogSumExp,
+    NoNormaliser,
+    SeveralBlocks,
+    SeveralMaps,
+    Term,
+)
 
 __all__ = ["CUSTOM_RULES", "PASSING", "Attempt", "Settled", "holds_softmax"]
 
@@ -51,8 +59,11 @@ _MOST_PRODUCTS = 16
 
 Gates of a recurrence whose steps are written one after the other are exponentials of a product each, behind which lie
 those of all steps before; no score adds up as many products."""
+_MOST_READERS = 32
+"""Most values behind a maximum among whose readers a further maximum is looked for."""
 PASSING = LAYOUT | {"copy", "name", "optimization_barrier"}
 """Primitives whose result has the elements of the operand, in the same dtype."""
+_HANDED_ON = PASSING | {"convert_element_type", "stop_gradient"}
 Settled: TypeAlias = Mapping[int, Mapping[tuple[int, ...], int]]
 """Per number of scores whose outcome is known, the axes along which the keys of each site run, and its result."""
 
@@ -485,6 +496,49 @@ class Attempt:
         carried = {self.graph.numbers[node.body][variable] for variable in node.body.invars}
         return not carried.isdisjoint(node.inputs)
 
+    def _is_joined_maximum(self, ref: Ref) -> bool:
+        """Returns whether a value is the maximum of a block of keys, which enters that of all blocks, or the latter."""
+        number = self.scope.space.canonical(ref).value
+        while self.graph.name(number) in _HANDED_ON:
+            number = self.graph.definitions[number].inputs[0]
+        return self._enters_maximum(number) or self._is_of_maxima(number)
+
+    def _enters_maximum(self, number: int) -> bool:
+        """Returns whether a further maximum is taken of a value, or of what a loop stacks of it."""
+        graph = self.graph
+        todo, seen = deque([number]), set[int]()
+        while todo and len(seen) < _MOST_READERS:
+            number = todo.popleft()
+            if number in seen:
+                continue
+            seen.add(number)
+            body = graph.definitions[number].body if number in graph.definitions else graph.root
+            while body in graph.holders:  # a checkpoint's result is the value inside, a loop's is another
+                inner, (body, position) = body, graph.holders[body]
+                given = zip(inner.outvars, body.equations[position].outvars, strict=False)
+                own, outer = graph.numbers[inner], graph.numbers[body]
+                todo += [outer[v] for atom, v in given if isinstance(atom, Var) and own[atom] == number]
+            for user in graph.users[number]:
+                if user.name in ("max", "reduce_max"):
+                    return True
+                if user.name in _HANDED_ON:
+                    todo += user.outputs
+        return False
+
+    def _is_of_maxima(self, number: int) -> bool:
+        """Returns whether a value is the maximum of maxima, or of what a loop has stacked."""
+        maxima = 0
+        for _ in range(_MOST_READERS):
+            node = self.graph.definitions.get(number)
+            if node is None or node.name == "scan":
+                return maxima == 1 and node is not None
+            if node.name == "reduce_max":
+                maxima += 1
+            elif node.name not in _HANDED_ON:
+                break
+            number = node.inputs[0]
+        return maxima > 1
+
     def _prove_exact(self, softmax: Softmax, found: Exponential) -> tuple[LogSumExp, list[Term]]:
         """Returns the normaliser, and the terms beside it, of weights that are a softmax and nothing else."""
         terms = softmax.combine(found.rows)
@@ -495,8 +549,14 @@ class Attempt:
             if any(t.kind == "log" and softmax.depends(t) for t in terms):
                 raise NoNormaliser("the denominator is not a sum over the keys", advice=NORMALISE)
             if any(t.kind == "value" and self._is_running_maximum(t.value) for t in terms):
-                raise NoNormaliser(
+                raise InBlocks(
                     "the program goes through the keys block by block already, with a running maximum",
+                    advice=NO_LOOP_OVER_KEYS,
+                )
+            if any(t.kind == "value" and t.coefficient == -1 and self._is_joined_maximum(t.value) for t in terms):
+                raise InBlocks(
+                    "the program goes through the keys block by block already, and joins the blocks' maxima and sums "
+                    "afterwards",
                     advice=NO_LOOP_OVER_KEYS,
                 )
             raise NoNormaliser("nothing normalises over the keys", advice=SAME_SUM)

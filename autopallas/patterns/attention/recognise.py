@@ -32,7 +32,7 @@ from autopallas.patterns.examples import of_examples
 from autopallas.patterns.forward import PerExample, in_backward
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, describe_reason
 from autopallas.patterns.settling import Search, settle
-from autopallas.patterns.softmax_terms import NoNormaliser
+from autopallas.patterns.softmax_terms import InBlocks, NoNormaliser
 
 _RANDOM = frozenset({"random_bits", "threefry2x32", "random_unwrap", "rng_bit_generator", "rng_uniform"})
 
@@ -250,7 +250,8 @@ class _Outcome:
       advice: what to write instead of what a reason is about.
       model: where it was taken over, the proof and the values here that correspond to those there.
       values: whether what is multiplied with weights has an axis that these lack, as values have.
-      bare: whether all that fails is that no sum over the keys was found, of scores of two batched operands.
+      bare: whether all that fails is that no sum over the keys was found, of scores of two batched operands or of
+        blocks that are joined elsewhere.
     """
 
     score: int | None
@@ -327,7 +328,8 @@ class _Proofs:
                 operand=mismatch.operand,
                 advice=mismatch.advice,
                 values=attempt.has_values,
-                bare=isinstance(mismatch, NoNormaliser) and attempt.is_batched_alike and attempt.is_plain,
+                bare=isinstance(mismatch, InBlocks)
+                or (isinstance(mismatch, NoNormaliser) and attempt.is_batched_alike and attempt.is_plain),
             )
         proved = None if draft is None else draft.proved
         return _Outcome(attempt.scope.score, proved, draft=draft, values=attempt.has_values)

@@ -306,8 +306,16 @@ class SumReader:
             self.expert = atoms & frozenset(self.summed)
             self.rows = self.tokens = atoms - self.expert
             self._holds = {}
-            if self.expert and self.tokens and any(map(self.holds_product, others)):
+            experts = [other for other in others if not self._of_exponentials(other)]
+            if self.expert and self.tokens and any(map(self.holds_product, experts)):
                 refuse_weight(self.scope, gate)
+
+    def _of_exponentials(self, ref: Ref) -> bool:
+        """Returns whether a value is a product of exponentials, as of a block of keys, rather than what experts
+        compute."""
+        contraction = self.space.contraction(self.space.canonical(ref))
+        sides = contraction[:2] if contraction else ()
+        return any(self.scope.exponential(self.space.canonical(side)) is not None for side in sides)
 
     # ------------------------------------------------------------------ the steps
 
