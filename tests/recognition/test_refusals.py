@@ -178,7 +178,7 @@ def clipped_after_the_maximum(q, k, v):
     return (e / e.sum(-1, keepdims=True)) @ v
 
 
-@refused("", extra=lambda: [array(ODD.heads, ODD.heads)])
+@refused("the scores of several heads are mixed before the softmax", extra=lambda: [array(ODD.heads, ODD.heads)])
 def heads_mixed_before_the_softmax(q, k, v, mix):
     return softmax(jnp.einsum("bhts,hg->bgts", q @ k.mT, mix)) @ v
 

@@ -23,6 +23,7 @@ from autopallas.kernels.attention.sum_site import AttentionSum
 from autopallas.numerics.casts import kind_of, rounds
 from autopallas.patterns.advice import (
     ASSUME_FINITE,
+    BETWEEN_PRODUCTS,
     EINSUM,
     FLOATS,
     MASK_SCORES,
@@ -207,6 +208,8 @@ class ProvedAttention:
         if not keys <= key or keys & query:
             raise Mismatch("the contracted axis is not the key axis of the scores", advice=OVER_THE_KEYS)
         if self._of_queries((value & query) - key, query, key, value):
+            if (key & set(result)) - value - query:  # what is taken for keys has rows of queries
+                raise Mismatch("the scores of several heads are mixed before the softmax", advice=BETWEEN_PRODUCTS)
             raise Mismatch("the values depend on the query", value_at, advice=SAME_VALUES)
         if value_at == self.score.value:
             raise Mismatch("the scores and the values are parts of one product", value_at, advice=PRODUCTS_APART)
