@@ -51,7 +51,7 @@ FOUND = {
     "a mask, with an epsilon": lambda p, w: (m := p * (w > 0)) / (m.sum(-1, keepdims=True) + 1e-6),
     "a mask, with a floor": lambda p, w: (m := p * (w > 0)) / jnp.maximum(m.sum(-1, keepdims=True), 1e-6),
     "weights with a gradient": lambda p, w: again(p * sigmoid(w)),
-    "a sum that is a product": lambda p, w: p * sigmoid(w) / summed(p, sigmoid(w)),
+    "a sum that is a product": lambda p, w: p * (w > 0) / summed(p, (w > 0).astype(p.dtype)),
     "a mask, then weights": lambda p, w: again(again(p * (w > 0)) * sigmoid(w)),
 }
 
