@@ -237,12 +237,14 @@ class ElementwiseProgram:
 
 
 @functools.cache
-def honoured(program: ElementwiseProgram) -> ElementwiseProgram:
-    """Adds a rounding that XLA cannot leave out after each operation of the program in bfloat16.
+def honoured(program: ElementwiseProgram, is_exponent: bool = False) -> ElementwiseProgram:
+    """Adds roundings that XLA cannot leave out: after each operation of the program in 16 bits, and after the products
+    of the score, in more bits, of which an exponent is a sum; with ``is_exponent`` the result is such a summand.
 
-    XLA computes these operations in float32.  It keeps the float32 value where it fuses the operation with a float32
-    consumer, and rounds it elsewhere.  So without the roundings a sum of ``exp(z - max(z))`` may hold an exponential
-    that is not 1 where z is the maximum.
+    XLA computes operations in 16 bits in float32.  It keeps the float32 value where it fuses the operation with a
+    float32 consumer, and rounds it elsewhere.  So it does with a product, which it may add to something in the same
+    instruction.  So without the roundings a sum of ``exp(z - max(z))`` may hold an exponential that is not 1 where z is
+    the maximum, and a gradient other exponentials than the sum by which it divides them.
     """
     registers = list(range(len(program.inputs)))
     instructions: list[Instruction] = []
@@ -251,19 +253,48 @@ def honoured(program: ElementwiseProgram) -> ElementwiseProgram:
         instructions.append(instruction)
         return len(program.inputs) + len(instructions) - 1
 
-    narrow, wide = np.dtype(jnp.bfloat16), np.dtype(np.float32)
-    for instruction in program.instructions:
+    wide, summands = np.dtype(np.float32), _products_in_exponents(program, is_exponent)
+    for register, instruction in enumerate(program.instructions, len(program.inputs)):
         result = put(replace(instruction, arguments=tuple(registers[a] for a in instruction.arguments)))
-        if instruction.dtype == narrow and instruction.primitive.name in _ROUNDING:
-            rounding = {"exponent_bits": 8, "mantissa_bits": 7}
-            for primitive, params, dtype in (
+        dtype = instruction.dtype
+        if dtype in (jnp.bfloat16, np.float16) and instruction.primitive.name in _ROUNDING:
+            rounding = {"exponent_bits": jnp.finfo(dtype).nexp, "mantissa_bits": jnp.finfo(dtype).nmant}
+            for primitive, params, of_result in (
                 (jax.lax.convert_element_type_p, conversion_params(wide), wide),
                 (jax.lax.reduce_precision_p, rounding, wide),
-                (jax.lax.convert_element_type_p, conversion_params(narrow), narrow),
+                (jax.lax.convert_element_type_p, conversion_params(dtype), dtype),
             ):
-                result = put(Instruction(primitive, parameters(params), (result,), dtype))
+                result = put(Instruction(primitive, parameters(params), (result,), of_result))
+        elif dtype in (np.float32, np.float64) and register in summands:  # as :func:`rounded`
+            same = put(Instruction(jax.lax.eq_p, (), (result, result), np.dtype(np.bool_)))
+            negative = put(Instruction(jax.lax.neg_p, (), (result,), dtype))
+            result = put(Instruction(jax.lax.select_n_p, (), (same, negative, result), dtype))
         registers.append(result)
     return ElementwiseProgram(program.inputs, tuple(instructions), registers[program.result])
+
+
+def _products_in_exponents(program: ElementwiseProgram, is_exponent: bool) -> set[int]:
+    """Returns the registers of products of the score of which the arguments of exponentials are sums."""
+    first, found = len(program.inputs), set[int]()
+    reads = [isinstance(i, Score) for i in program.inputs]
+    reads += [True] * len(program.instructions)
+    for register, instruction in enumerate(program.instructions, first):
+        reads[register] = any(reads[a] for a in instruction.arguments)
+    todo = [a for i in program.instructions if i.primitive.name in ("exp", "exp2") for a in i.arguments]
+    seen = set(todo := [*todo, program.result] if is_exponent else todo)
+    for register in todo:  # which grows meanwhile
+        name = program.instructions[register - first].primitive.name if register >= first else ""
+        if name in ("mul", "div") and reads[register]:
+            found.add(register)
+        elif name in _SUMS:
+            new = {*program.instructions[register - first].arguments} - seen
+            seen |= new
+            todo += new
+    return found
+
+
+_SUMS = frozenset({"add", "add_any", "sub", "neg", "convert_element_type", "select_n", "max", "min", "stop_gradient"})
+"""Operations through which a summand of an exponent is followed."""
 
 
 @functools.cache

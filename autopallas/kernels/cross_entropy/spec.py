@@ -136,7 +136,7 @@ class CrossEntropySpec:
         """The same with roundings that XLA cannot leave out (:func:`autopallas.sites.elementwise.honoured`)."""
         return replace(
             self,
-            statistics=tuple(replace(s, program=honoured(s.program)) for s in self.statistics),
+            statistics=tuple(replace(s, program=honoured(s.program, True)) for s in self.statistics),
             products=tuple(replace(p, program=honoured(p.program)) for p in self.products),
         )
 
