@@ -269,6 +269,10 @@ def _held(value: object) -> Mapping[str, object]:
     return vars(value) if hasattr(value, "__dict__") else {}
 
 
+_TOLD = (int, float, complex, str, bytes, tuple, frozenset, jax.Array)
+"""Attributes by which objects that are equal by a rule of their own are told apart."""
+
+
 class _Plain:
     """A class whose instances have attributes in a dictionary, and nothing else."""
 
@@ -324,7 +328,7 @@ class _Parts:
         held = {f.name: getattr(value, f.name, None) for f in fields(value)} if is_dataclass(value) else _held(value)
         found: list[Hashable] = []
         for name, part in held.items():
-            if part is None or isinstance(part, (int, float, complex, str, bytes, tuple, frozenset)) or (
+            if part is None or isinstance(part, _TOLD) or (
                 type(part).__hash__ not in (None, object.__hash__)
             ):  # fmt: skip
                 try:

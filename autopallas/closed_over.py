@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias, cast
+
+import jax
+import numpy as np
 
 from autopallas import compat
 
@@ -68,6 +72,22 @@ class ClosedOver:
         self._kept.append((content, now, is_own))
         return [(part, is_own) for part in (now.values() if isinstance(now, dict) else now)]
 
+    def changed(self) -> bool:
+        """Returns whether an object has what is traced in the place of what it had; or the objects of a method or of a
+        partial function have it anywhere, or another number or array.
+
+        Where the function is called as it is written, they have the array or the number of that call then.
+        """
+        for content, before, is_own in self._kept:
+            now = content.copy()
+            if isinstance(now, dict) and isinstance(before, dict):
+                if any(_is_lost(before.get(name, _Lacks), one, is_own) for name, one in now.items()):
+                    return True
+            elif is_own and isinstance(now, list) and isinstance(before, list):
+                if any(_is_lost(*pair, is_own) for pair in itertools.zip_longest(before, now, fillvalue=_Lacks)):
+                    return True
+        return False
+
     def restore(self) -> None:
         """Gives the objects of a method or of a partial function what they had, and others, which code that runs beside
         the trace may have changed too, what they lost or what is traced now."""
@@ -110,3 +130,16 @@ def _read(function: object, named: bool) -> Iterator[tuple[object, bool]]:
     else:  # one that holds a jit function is given another one while it is called, perhaps by another thread
         held = getattr(function, "__dict__", {}).values()
         yield function, not any(compat.jit_settings(value) is not None for value in held)
+
+
+def _is_lost(before: object, now: object, is_own: bool) -> bool:
+    """Returns whether what a function wrote while it was traced is not what it writes where it is called."""
+    if now is before or (before is _Lacks and not is_own):
+        return False
+    if compat.is_tracer(now):
+        return not compat.is_tracer(before)
+    return is_own and _is_number(before) and _is_number(now)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (float, complex, np.generic, np.ndarray, jax.Array)) or type(value) is int

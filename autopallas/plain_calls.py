@@ -148,6 +148,11 @@ class PlainCalls:
                     "it changes its arguments, which would be lost; let it return what is new, or optimize what "
                     "jax.jit makes of it, or the jit of the library whose objects it changes"
                 )
+            if around.changed():
+                raise Untraceable(
+                    "it changes the object that it belongs to, which would be lost; let it return what is new, or "
+                    "optimize what jax.jit makes of it"
+                )
         except Exception:
             watched.restore()
             around.restore()

@@ -75,3 +75,58 @@ def test_arguments_of_a_function_that_returns_a_text_are_changed_once():
     model = Model()
     autopallas.optimize(function)(model, X)
     assert model.calls == 1
+
+
+class Stateful:
+    """Keeps what it computes, as a solver or a network that counts its steps does."""
+
+    def __init__(self):
+        self.weight, self.steps, self.seen = jnp.ones(()), 0, []
+
+    def __call__(self, x):
+        self.weight, self.steps = self.weight * x.sum(), self.steps + 1
+        self.seen.append(self.weight)
+        return x * self.weight + len(self.seen)
+
+    def count(self, x):
+        self.steps += 1
+        return x * self.steps
+
+
+STATEFUL = {
+    "object": Stateful,
+    "method": lambda: Stateful().__call__,
+    "number": lambda: Stateful().count,
+    "partial": lambda: functools.partial(Stateful.count, Stateful()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:autopallas runs")
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", STATEFUL)
+def test_what_a_function_keeps_for_its_next_call_is_not_lost(name):
+    given, wanted = autopallas.optimize(STATEFUL[name]()), STATEFUL[name]()
+    for _ in range(3):
+        assert jnp.array_equal(given(X), wanted(X))
+    assert "which would be lost" in given.report().failures[0].error
+
+
+class WithJit(Stateful):
+    """Keeps what a jit function gives it."""
+
+    def __init__(self):
+        super().__init__()
+        self.jitted = jax.jit(lambda weight, x: weight * x)
+
+    def __call__(self, x):
+        result = self.jitted(self.weight, x)
+        self.weight = self.weight * x.sum()
+        return result
+
+
+def test_an_object_that_holds_a_jit_function_keeps_arrays():
+    given, wanted, held = autopallas.optimize(model := WithJit()), WithJit(), None
+    for _ in range(3):
+        assert jnp.array_equal(given(X), wanted(X))
+        held = model.weight
+    assert jnp.array_equal(held, wanted.weight)

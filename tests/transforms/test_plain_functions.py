@@ -92,8 +92,9 @@ class Named:
         (lambda x, m: x * m.settings.scale, [Model(Settings(n)) for n in (1, 1.0, True)]),
         (lambda x, m: x * m.sizes[0], [Model(Settings(1), (n,)) for n in (1, 1.0, True)]),
         (lambda x, s: x * s.scale, [Named(n) for n in (2, 3, 2.0)]),
+        (lambda x, s: x * s.scale, [Named(jnp.asarray(n)) for n in (2, 3)]),
     ],
-    ids=["field", "not compared", "inner", "tuple", "own rule"],
+    ids=["field", "not compared", "inner", "tuple", "own rule", "array"],
 )
 def test_objects_that_are_equal_by_a_rule_of_their_own_are_told_apart_by_what_they_hold(use, things):
     x = jnp.arange(1, 4)
