@@ -67,6 +67,8 @@ class OneExample:
         (result,) = jaxpr.outvars
         if constants or not isinstance(result, Var) or result.aval.shape[axis] < 2:
             return None
+        if any(_is_divided(v) for v in (*jaxpr.invars, *(v for equation in jaxpr.eqns for v in equation.outvars))):
+            return None  # types say along which axes
         reading = _Reading(differentiable)
         reading.at(result, axis)
         try:
@@ -320,6 +322,12 @@ def _inlined(program: ClosedJaxpr) -> ClosedJaxpr:
     if body.children or body.constvars:
         raise _Differs
     return closed(body.invars, body.outvars, body.equations)
+
+
+def _is_divided(variable: Var) -> bool:
+    """Returns whether an array's type says that it is divided among devices."""
+    sharding = array_types.explicit_sharding(variable.aval)
+    return sharding is not None and any(names is not None for names in sharding.spec)
 
 
 def _without(dimension: int, axis: int) -> int:

@@ -433,3 +433,18 @@ def test_exponentials_of_a_scaled_product_are_those_of_their_sum(dtype, scale):
     assert optimized.report().counts()["cross_entropy"] == 1
     for (error, _), (least, _) in zip(measured(given, true), measured(own, true), strict=True):
         assert error <= max(TOLERANCE[jnp.dtype(dtype).name][1], 2 * least)
+
+
+def test_rows_that_their_types_divide_are_not_taken_for_examples():
+    """As many rows as another array has examples: a forward of one row would have the sharding of all."""
+
+    def loss(x, w, y):
+        return jnp.mean(logsumexp(x @ w, axis=-1) - jnp.where(y[:, None] == jnp.arange(120), x @ w, 0).sum(axis=-1))
+
+    kinds = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.sharding.AbstractMesh((4,), ("a",), axis_types=kinds)
+    arrays = ((24, 32), jnp.float32, P("a")), ((32, 120), jnp.float32, P()), ((24,), jnp.int32, P("a"))
+    args = [jax.ShapeDtypeStruct(*one, sharding=jax.NamedSharding(mesh, spec)) for *one, spec in arrays]
+    report = autopallas.explain(optimized_like_a_user(jax.grad(loss, (0, 1))), *args)
+    assert report.failures == ()
+    assert report.counts()["cross_entropy"] == 1
