@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.lax import GatherScatterMode
 
-from autopallas import compat
+from autopallas import array_types, compat
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.flatten import Body
@@ -208,7 +208,8 @@ class Parts(RewrittenBody):
             where: jax.Array | None = None
             for start, x in zip(cut.starts(), arrays, strict=True):
                 largest = lax.reduce_max_p.bind(x, axes=params["axes"], out_sharding=None)
-                own = lax.add(equation.primitive.bind(x, **params), lax.full(largest.shape, start, dtype))
+                own = equation.primitive.bind(x, **params)
+                own = lax.add(own, lax.full_like(own, start))
                 if best is None or where is None:
                     best, where = largest, own
                 else:
@@ -262,6 +263,8 @@ class Parts(RewrittenBody):
             return None
         if not jnp.issubdtype(operand.aval.dtype, jnp.floating) or not isinstance(indices, Var):
             return None
+        if _dividing_axes(operand) != _dividing_axes(indices):
+            return None  # what is picked and what tells whether it exists could not meet
         fill = equation.params["fill_value"]
 
         def of_part(x: jax.Array, start: int, indices: jax.Array) -> jax.Array:
@@ -278,7 +281,7 @@ class Parts(RewrittenBody):
             parts = [of_part(x, start, indices) for start, x in zip(cut.starts(), arrays, strict=True)]
             found: jax.Array = functools.reduce(lax.add, parts)
             if places.mode == _FILL:
-                filled = lax.full(found.shape, math.nan if fill is None else fill, found.dtype)
+                filled = lax.full_like(found, math.nan if fill is None else fill)
                 found = lax.select(lax.reshape(places.exist(indices), found.shape), found, filled)
             return found
 
@@ -526,6 +529,12 @@ class _Places:
         return [n - 1 for n in self.sizes]
 
 
+def _dividing_axes(variable: Var) -> set[object]:
+    """Returns the axes of a mesh along which an array's type says that it is divided."""
+    sharding = array_types.explicit_sharding(variable.aval)
+    return set() if sharding is None else {names for names in sharding.spec if names is not None}
+
+
 def _row(numbers: Sequence[int], indices: jax.Array) -> jax.Array:
     """Returns numbers, one for each component of an index, in the shape and dtype of indices."""
     last = indices.ndim - 1
@@ -536,6 +545,6 @@ def _row(numbers: Sequence[int], indices: jax.Array) -> jax.Array:
 def _counting(primitive: compat.Primitive, params: dict[str, object], start: int) -> Callable[[], jax.Array]:
     def counting() -> jax.Array:
         count: jax.Array = primitive.bind(**params)
-        return lax.add(count, lax.full(count.shape, start, count.dtype))
+        return lax.add(count, lax.full_like(count, start))
 
     return counting

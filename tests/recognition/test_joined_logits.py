@@ -262,3 +262,23 @@ def test_nothing_raises_where_jax_folds_constants():
         assert differs(labels_anywhere, arguments()) == []
     finally:
         jax.config.update("eager_constant_folding", before)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("labels", "count"), [(P("a"), 1), (P(), 0)], ids=["divided", "whole"])
+def test_rows_that_their_types_divide(labels, count):
+    """Labels that no device has a part of cannot tell which of the picked elements exist."""
+
+    def loss(x, w, v, y):
+        z = jnp.concatenate([x @ w, x @ v], -1)
+        return jnp.mean(jax.nn.logsumexp(z, -1) - jnp.take_along_axis(z, y[:, None], -1)[:, 0])
+
+    mesh = jax.sharding.AbstractMesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Explicit,))
+    arrays = ((24, 32), jnp.float32, P("a")), ((32, 200), jnp.float32, P()), ((32, 50), jnp.float32, P())
+    args = [
+        jax.ShapeDtypeStruct(*one, sharding=jax.NamedSharding(mesh, spec))
+        for *one, spec in (*arrays, ((24,), jnp.int32, labels))
+    ]
+    report = autopallas.explain(autopallas.optimize(loss, objective="always", strict=True), *args)
+    assert report.failures == ()
+    assert report.counts()["cross_entropy"] == count
