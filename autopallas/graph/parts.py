@@ -201,7 +201,7 @@ class Parts(RewrittenBody):
 
     def _first_of_the_largest(self, equation: JaxprEqn, parts: Sequence[Atom], cut: Cut) -> Atom | None:
         """Finds the position of the largest element of all parts: that of the first part which has it, or has a NaN."""
-        params, dtype = equation.params, equation.params["index_dtype"]
+        params = equation.params
 
         def position(*arrays: jax.Array) -> jax.Array:
             best: jax.Array | None = None
