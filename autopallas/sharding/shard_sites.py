@@ -202,7 +202,9 @@ def _by_types(part: Match) -> Found:
         inside = [_dimensions(a) for a in prelude.witness.out_avals[len(results) :]]
         operands, between = inside[: len(prelude.reads)], inside[len(prelude.reads) :]
     elif prelude is not None:
-        operands = list(map(_dimensions, jax.eval_shape(prelude, list(map(array_types.shape_of, original.in_avals)))))
+        given = list(map(array_types.shape_of, original.in_avals))
+        # JAX refers weakly to the function, which an object without a dictionary does not allow.
+        operands = list(map(_dimensions, jax.eval_shape(lambda arrays: prelude(arrays), given)))
     return Found(dict(enumerate(operands)), dict(enumerate(between)), dict(enumerate(results)), exact=True)
 
 

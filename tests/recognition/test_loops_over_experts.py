@@ -10,6 +10,7 @@ from support.compare import compare
 from support.mixtures import E, P, T, X, at, biased, combine, expert, route
 from support.mixtures_written import KINDS, collected, sorted_rows
 
+import autopallas
 from autopallas.graph import Graph, flatten
 from autopallas.patterns import find
 
@@ -470,3 +471,20 @@ def one_product_under_conditions(p, x):
 def test_what_leaves_nothing_out_is_no_near_miss(function):
     _, misses = find(Graph(flatten(jax.make_jaxpr(function)(P, X))), None, True)
     assert [miss for miss in misses if miss.op == OP] == []
+
+
+def test_experts_that_are_written_out_on_a_mesh_with_explicit_axes():
+    """The routing that stands before the site is evaluated for the types of its results."""
+
+    def mixture(x, router, up, down):
+        chosen = (x @ router).argmax(-1)
+        each = (jnp.where((chosen == e)[:, None], jnp.tanh(x @ up[e]) @ down[e], 0) for e in range(4))
+        return sum(each)
+
+    mesh = jax.sharding.AbstractMesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Explicit,))
+    whole = jax.NamedSharding(mesh, jax.P())
+    sizes = (20, 16), (16, 4), (4, 16, 24), (4, 24, 16)
+    args = [jax.ShapeDtypeStruct(size, jnp.float32, sharding=whole) for size in sizes]
+    report = autopallas.explain(autopallas.optimize(mixture, objective="always", strict=True), *args)
+    assert report.failures == ()
+    assert report.counts()["grouped_matmul"] == 1
