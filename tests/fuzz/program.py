@@ -257,6 +257,8 @@ def _around(w: Writer, head: str, core: Sequence[str], inner: Sequence[str]) -> 
     """The text of the whole program, with transformations within and around the gradient, and how many gradients."""
     c = w.choices
     within = c.pick("within", {name: name for name in _INNER}, 0.35)
+    if within == "checkpoint of dots" and "complex products" in w.features:
+        within = "checkpoint"  # JAX does not save complex dots
     outer = c.pick("around", {name: name for name in _OUTER}, 0.4)
     direction = c.pick("direction", ["forward", "vjp", "grad", "vjp of some"], 0.5)
     inside = c.chance("around within the gradient", 0.5)

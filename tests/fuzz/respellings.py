@@ -165,16 +165,14 @@ def _small_matrices(w: Writer, at: str, size: dict[str, int], x: str, ids: str) 
 def _complex_products(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
     """Projects 64 numbers for each element to as many others, of which some or both parts are read."""
     c = w.choices
-    wide = f"(jnp.tanh({x} / 8).astype(jnp.float32).reshape(-1)[:, None] * jnp.cos(jnp.arange(64.0)))"
-    rows = w.set("rows", f"jnp.tile({wide}, (8, 1))")
+    wide = f"jnp.tanh({x} / 8).reshape(-1)[:, None] * jnp.cos(jnp.arange(64.0))"
+    rows = w.set("rows", f"jnp.tile(({wide}).astype(jnp.float32), (8, 1))")
     left = c.pick(f"{at}.left", [f"{rows} * jnp.exp(1j * {rows})", f"{rows}.astype(jnp.complex64)", rows], 0.7)
     angles = "jnp.arange(4096, dtype=jnp.float32).reshape(64, 64)"
     real = f"jnp.cos({angles})" if c.chance(f"{at}.right real", 0.3) else f"jnp.exp(1j * {angles})"
     right = w.set("right", real)
-    # Not by matmul or einsum: JAX cannot checkpoint their complex results.
-    axes = c.pick(f"{at}.axes", ["(1,), (0,)", "(1,), (1,)"], 0.4)
-    given = f"({left}), {right}, (({axes}), ((), ())), preferred_element_type=jnp.complex64"
-    product = w.set("product", f"lax.dot_general({given}){c.pick(f'{at}.turned', ['', '.T.T'], 0.3)}")
+    forms = ["{} @ {}", "jnp.einsum('rk,kc->cr', {}, {}).T", "jnp.einsum('rk,ck->rc', {}, {})"]
+    product = w.set("product", c.pick(f"{at}.form", forms, 0.6).format(left, right))
     parts = ["jnp.real({})", "jnp.imag({})", "(jnp.real({}) - jnp.imag({}))", "(jnp.abs({}) ** 2)"]
     read = c.pick(f"{at}.part", parts, 0.7).format(product, product)
     w.features.add("complex products")
