@@ -71,7 +71,7 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_products_and_the_parts_that_are_read(name):
     function, arguments, parts = FORMS[name]
-    assert set(features(function, *arguments)) == {f"{parts} products of parts"}
+    assert set(features(function, *arguments)) == {f"{parts} product{'s' * (parts > 1)} of parts"}
     check(function, *arguments)
 
 

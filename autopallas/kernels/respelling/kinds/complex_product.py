@@ -161,7 +161,7 @@ def _feature(spec: RespellingSpec) -> str:
     real = any(dtype == _REAL for _, dtype in spec.operands)
     parts = (2 if real else 4) // (2 if spec["part"] else 1)
     form = "a batch" if products > 1 else "narrow" if min(sizes) < _WIDE else "wide"
-    return f"{parts} products of parts, {form}"
+    return f"{parts} product{'s' * (parts > 1)} of parts, {form}"
 
 
 def _axes(spec: RespellingSpec) -> tuple[object, object]:
