@@ -15,12 +15,7 @@ import jax
 from jax.typing import ArrayLike
 
 from autopallas import compat, own_frames, pipeline
-from autopallas.arguments import (
-    Static,
-    is_flag,
-    join,
-    split,
-)
+from autopallas.arguments import Static, is_flag, join, split
 from autopallas.compat import ArrayFunction, ClosedJaxpr, Jitted, Params, PyTree
 from autopallas.errors import one_line, warn
 from autopallas.fallback.bisect import is_bisecting, no_site_is_allowed
