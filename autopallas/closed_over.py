@@ -83,7 +83,7 @@ class ClosedOver:
             if isinstance(now, dict) and isinstance(before, dict):
                 if any(_is_lost(before.get(name, _Lacks), one, is_own) for name, one in now.items()):
                     return True
-            elif is_own and isinstance(now, list) and isinstance(before, list):
+            elif isinstance(now, list) and isinstance(before, list):
                 if any(_is_lost(*pair, is_own) for pair in itertools.zip_longest(before, now, fillvalue=_Lacks)):
                     return True
         return False
@@ -98,11 +98,15 @@ class ClosedOver:
                         del content[name]
                 for name, one in before.items():
                     now = content.get(name, _Lacks)
-                    if now is not one and (is_own or now is _Lacks or compat.is_tracer(now)):
+                    if now is not one and (is_own or now is _Lacks or _is_traced(now)):
                         content[name] = one
-            elif is_own and isinstance(content, list) and isinstance(before, list):
-                if len(content) != len(before) or any(a is not b for a, b in zip(content, before, strict=True)):
+            elif isinstance(content, list) and isinstance(before, list):
+                alike = len(content) == len(before)
+                if is_own and not (alike and all(a is b for a, b in zip(content, before, strict=True))):
                     content[:] = before
+                for place, (one, now) in enumerate(zip(before, content, strict=False) if alike else ()):
+                    if now is not one and _is_traced(now):
+                        content[place] = one
             elif is_own and isinstance(content, set) and isinstance(before, set) and content != before:
                 content.clear()
                 content.update(before)
@@ -136,10 +140,34 @@ def _is_lost(before: object, now: object, is_own: bool) -> bool:
     """Returns whether what a function wrote while it was traced is not what it writes where it is called."""
     if now is before or (before is _Lacks and not is_own):
         return False
-    if compat.is_tracer(now):
-        return not compat.is_tracer(before)
-    return is_own and _is_number(before) and _is_number(now)
+    if _is_traced(now):
+        return not _is_traced(before)
+    pairs = itertools.zip_longest(_leaves(before), _leaves(now), fillvalue=_Lacks) if is_own else ()
+    return any(_is_number(one) and _is_number(other) and not _is_same(one, other) for one, other in pairs)
+
+
+def _is_traced(value: object) -> bool:
+    """Returns whether a value is traced, or holds what is."""
+    return any(map(compat.is_tracer, _leaves(value)))
+
+
+def _leaves(value: object) -> list[object]:
+    try:
+        leaves: list[object] = jax.tree.leaves(value, is_leaf=lambda node: node is None)
+    except Exception:  # a dictionary whose keys have no order; or a class's own rule, which may raise anything
+        return [value]
+    return leaves
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (float, complex, np.generic, np.ndarray, jax.Array)) or type(value) is int
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Returns whether a number was replaced by an equal one, as where a scale is computed anew in each call."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or isinstance(one, jax.Array):
+        return False
+    a, b = np.asarray(one), np.asarray(other)
+    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()

@@ -59,6 +59,11 @@ _MOST_HELD = 32
 """For how many values of arguments that are held fixed a function is compiled."""
 
 
+class _Changing(Untraceable):
+    """Raised for a function that changes its object: in each call, or in the first one, which computes and keeps what
+    later ones find."""
+
+
 class Owner(Protocol):
     """Interface of the optimized function whose calls they are."""
 
@@ -110,6 +115,8 @@ class PlainCalls:
         self._overfull = False
         self._gives_back = False
         """Whether results have leaves of the arguments that no trace can follow."""
+        self._settles = False
+        """Whether the last trace found that the function changes its object, which its next call may find done."""
 
     def clear_cache(self) -> None:
         """Forgets what calls were compiled for."""
@@ -149,7 +156,7 @@ class PlainCalls:
                     "jax.jit makes of it, or the jit of the library whose objects it changes"
                 )
             if around.changed():
-                raise Untraceable(
+                raise _Changing(
                     "it changes the object that it belongs to, which would be lost; let it return what is new, or "
                     "optimize what jax.jit makes of it"
                 )
@@ -157,6 +164,7 @@ class PlainCalls:
             watched.restore()
             around.restore()
             raise
+        self._settles = False
         return result
 
     def may_be_ours(self, error: Exception, args: Args, kwargs: Kwargs) -> bool:
@@ -258,6 +266,10 @@ class PlainCalls:
         Raises:
           Exception: the function's own error; what was learned of it is nothing then.
         """
+        if isinstance(error, _Changing) and use is call_jitted and self._holder is None and not self._settles:
+            if not resolve(self._owner._explicit).strict:
+                self._settles, self._owner._run = True, self._owner._jit
+                return self._owner._function(*args, **kwargs)
         perhaps_own, called, result = not isinstance(error, (*_CONCRETE, Untraceable)), False, None
         if (use is call_jitted or self._owner._dry) and (holder := self._holder) is not None:
             with self._owner._lock:  # threads that call it at the same time share one

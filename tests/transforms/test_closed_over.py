@@ -130,3 +130,66 @@ def test_an_object_that_holds_a_jit_function_keeps_arrays():
         assert jnp.array_equal(given(X), wanted(X))
         held = model.weight
     assert jnp.array_equal(held, wanted.weight)
+
+
+class Lazy:
+    """Computes in its first call what later ones find."""
+
+    def __init__(self):
+        self.scale, self.masks, self.width = 0.5, {}, 0
+
+    @functools.cached_property
+    def square(self):
+        return jnp.ones((3, 3)) @ jnp.full((3, 3), 2.0)
+
+    def __call__(self, x):
+        self.scale, self.width = 1 / (len(x) + 1) ** 0.5, len(x)
+        if len(x) not in self.masks:
+            self.masks[len(x)] = jnp.tril(jnp.ones((len(x), len(x))))
+        return self.masks[len(x)] @ self.square @ x * self.scale
+
+
+@pytest.mark.parametrize("make", [Lazy, lambda: Lazy().__call__], ids=["object", "method"])
+def test_a_function_whose_first_call_computes_what_later_ones_find_is_compiled_from_the_second_on(make):
+    given, wanted = autopallas.optimize(make()), make()
+    x = jnp.arange(1.0, 4)
+    for _ in range(3):
+        assert jnp.allclose(given(x), wanted(x), rtol=1e-6)  # in another order of products
+    assert given._as_it_is is None
+    assert not given.report().failures
+
+
+class InContainers:
+    """Keeps what it computes in containers that it makes anew."""
+
+    def __init__(self):
+        self.tuple, self.mapping, self.list = (jnp.ones(()), 0), {"w": jnp.ones(())}, [jnp.ones(())]
+
+    def __call__(self, x):
+        self.tuple = self.tuple[0] + x.sum(), self.tuple[1] + 1
+        self.mapping = {"w": self.mapping["w"] + x.sum()}
+        self.list = [self.list[0] * 2]
+        return x * self.tuple[0] + self.mapping["w"] * self.list[0] + self.tuple[1]
+
+
+def element_of_a_list():
+    held = [jnp.ones(())]
+
+    def function(x):
+        held[0] = held[0] + x.sum()
+        return x * held[0]
+
+    return function
+
+
+def closed_over_containers():
+    model = InContainers()
+    return lambda x: model(x)
+
+
+@pytest.mark.filterwarnings("ignore:autopallas runs")
+@pytest.mark.parametrize("make", [InContainers, closed_over_containers, element_of_a_list])
+def test_what_a_function_keeps_in_containers_is_not_lost(make):
+    given, wanted = autopallas.optimize(make()), make()
+    for _ in range(3):
+        assert jnp.array_equal(given(X), wanted(X))
