@@ -258,7 +258,8 @@ def honoured(program: ElementwiseProgram, is_exponent: bool = False) -> Elementw
         result = put(replace(instruction, arguments=tuple(registers[a] for a in instruction.arguments)))
         dtype = instruction.dtype
         if dtype in (jnp.bfloat16, np.float16) and instruction.primitive.name in _ROUNDING:
-            rounding = {"exponent_bits": jnp.finfo(dtype).nexp, "mantissa_bits": jnp.finfo(dtype).nmant}
+            # With float16's own exponents, XLA makes zeros of numbers below the normal ones, as a mean's gradients.
+            rounding = {"exponent_bits": jnp.finfo(wide).nexp, "mantissa_bits": jnp.finfo(dtype).nmant}
             for primitive, params, of_result in (
                 (jax.lax.convert_element_type_p, conversion_params(wide), wide),
                 (jax.lax.reduce_precision_p, rounding, wide),

@@ -448,3 +448,19 @@ def test_rows_that_their_types_divide_are_not_taken_for_examples():
     report = autopallas.explain(optimized_like_a_user(jax.grad(loss, (0, 1))), *args)
     assert report.failures == ()
     assert report.counts()["cross_entropy"] == 1
+
+
+def test_gradients_of_a_mean_in_float16_keep_numbers_below_the_normal_ones():
+    """The mean over the rows makes most gradients of the logits smaller than float16's normal numbers."""
+    keys = jax.random.split(jax.random.key(5), 3)
+    h, w = (jax.random.normal(k, s, jnp.float16) for k, s in zip(keys, ((256, 64), (64, 2000)), strict=False))
+    labels = jax.random.randint(keys[2], (256,), 0, 2000)
+
+    def loss(h, w):
+        logits = h @ (w / 8) * 1.7
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1))
+
+    given = jax.grad(autopallas.optimize(loss, objective="always"), (0, 1))(h, w)
+    wanted = jax.grad(loss, (0, 1))(h.astype(jnp.float32), w.astype(jnp.float32))
+    for x, y in zip(given, wanted, strict=True):
+        assert jnp.max(jnp.abs(x - y)) < 1e-2 * jnp.max(jnp.abs(y))  # ten roundings to float16
