@@ -278,11 +278,11 @@ def _products_in_exponents(program: ElementwiseProgram, is_exponent: bool) -> se
     """Returns the registers of products of the score of which the arguments of exponentials are sums."""
     first, found = len(program.inputs), set[int]()
     reads = [isinstance(i, Score) for i in program.inputs]
-    reads += [True] * len(program.instructions)
-    for register, instruction in enumerate(program.instructions, first):
-        reads[register] = any(reads[a] for a in instruction.arguments)
+    for instruction in program.instructions:
+        reads.append(any(reads[a] for a in instruction.arguments))
     todo = [a for i in program.instructions if i.primitive.name in ("exp", "exp2") for a in i.arguments]
-    seen = set(todo := [*todo, program.result] if is_exponent else todo)
+    todo += [program.result] if is_exponent else []
+    seen = set(todo)
     for register in todo:  # which grows meanwhile
         name = program.instructions[register - first].primitive.name if register >= first else ""
         if name in ("mul", "div") and reads[register]:

@@ -12,6 +12,7 @@ from jax import lax
 from support.respellings import found, random, sites
 
 import autopallas
+from autopallas.kernels.respelling.kinds.complex_product import KIND
 
 NAME = "complex_product"
 
@@ -31,8 +32,6 @@ def respelt(function, *arguments):
 
 def features(function, *arguments):
     """How many products of parts each site computes."""
-    from autopallas.kernels.respelling.kinds.complex_product import KIND
-
     return [KIND.feature(spec).partition(",")[0] for spec in respelt(function, *arguments)]
 
 

@@ -14,11 +14,11 @@ from typing import Literal, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from autopallas.graph import Graph, Node
 from autopallas.graph.edit import surviving
+from autopallas.graph.loop_slices import is_zero
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.spec import RespellingSpec
 
@@ -77,15 +77,10 @@ def _real_source(graph: Graph, node: Node, number: int) -> int:
     source = graph.definitions.get(number)
     if graph.dtype(number) == _REAL or source is None or source.body is not node.body:
         return number
-    made = source.name == "convert_element_type" or (source.name == "complex" and _is_zero(graph, source.inputs[1]))
+    made = source.name == "convert_element_type" or (source.name == "complex" and is_zero(graph, source.inputs[1]))
     real = source.inputs[0]
     same = made and graph.dtype(real) == _REAL and graph.shape(real) == graph.shape(number)
     return real if same else number
-
-
-def _is_zero(graph: Graph, number: int) -> bool:
-    literal = graph.literals.get(number)
-    return literal is not None and bool(np.all(np.asarray(literal) == 0))
 
 
 def _part_read(graph: Graph, result: int) -> _Part:
@@ -119,9 +114,12 @@ def _is_complex(graph: Graph, number: int) -> bool:
 # ---------------------------------------------------------------------- the two ways
 
 
+def _axes(spec: RespellingSpec) -> tuple[_Pair, _Pair]:
+    return cast("tuple[_Pair, _Pair]", (spec["summed"], spec["batch"]))
+
+
 def _product(spec: RespellingSpec, first: jax.Array, second: jax.Array) -> jax.Array:
-    numbers = cast("tuple[_Pair, _Pair]", (spec["summed"], spec["batch"]))
-    return lax.dot_general(first, second, numbers, preferred_element_type=jnp.result_type(first, second))
+    return lax.dot_general(first, second, _axes(spec), preferred_element_type=jnp.result_type(first, second))
 
 
 def _original(spec: RespellingSpec, first: jax.Array, second: jax.Array) -> list[jax.Array]:
@@ -157,15 +155,11 @@ def _parts(x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
 
 def _feature(spec: RespellingSpec) -> str:
     """Returns how many products of parts there are, and whether one product is narrow, or there are many."""
-    products, *sizes = _sizes([shape for shape, _ in spec.operands], *cast("tuple[_Pair, _Pair]", _axes(spec)))
+    products, *sizes = _sizes([shape for shape, _ in spec.operands], *_axes(spec))
     real = any(dtype == _REAL for _, dtype in spec.operands)
     parts = (2 if real else 4) // (2 if spec["part"] else 1)
     form = "a batch" if products > 1 else "narrow" if min(sizes) < _WIDE else "wide"
     return f"{parts} product{'s' * (parts > 1)} of parts, {form}"
-
-
-def _axes(spec: RespellingSpec) -> tuple[object, object]:
-    return spec["summed"], spec["batch"]
 
 
 _FORMS = ("both complex", "left real", "right real", "real part", "left real, real part")
