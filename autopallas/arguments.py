@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import types
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -19,8 +20,10 @@ __all__ = [
     "Untraceable",
     "Watched",
     "given_back",
+    "in_objects",
     "is_flag",
     "is_number",
+    "is_quantity",
     "join",
     "split",
     "told_apart",
@@ -86,16 +89,51 @@ def is_flag(kind: type | None) -> bool:
     return kind is not None and kind is not int and issubclass(kind, int)
 
 
+def is_quantity(kind: type | None) -> bool:
+    """Returns whether leaves of a type are Python's own numbers with a fraction, such as a rate of dropout.
+
+    Among the leaves of a library's module such a number is none of its parameters, and has no gradient; an array is
+    one, and where the number is traced ``isinstance`` says that it is an array.
+    """
+    return kind is not None and issubclass(kind, (float, complex)) and not issubclass(kind, np.generic)
+
+
+_CONTAINERS = (tuple, list, Mapping, collections.deque, functools.partial)
+"""Nodes of trees whose leaves are what somebody put there, and no attributes of an object."""
+
+
+def in_objects(structure: jax.tree_util.PyTreeDef) -> list[bool]:
+    """Returns for each leaf whether it lies inside an object that is no container, such as the module of a library."""
+    found: list[bool] = []
+    todo = [(structure, False)]
+    while todo:
+        tree, inside = todo.pop()
+        node = tree.node_data()
+        if node is None:
+            found.append(inside)
+            continue
+        inside = inside or not issubclass(node[0], _CONTAINERS)
+        todo.extend((child, inside) for child in reversed(tree.children()))
+    return found
+
+
 def split(args: Sequence[PyTree], kwargs: Mapping[str, PyTree], numbers: bool = False) -> tuple[list[Array], Static]:
-    """Returns (the arrays among the leaves, the rest); with ``numbers`` these are arrays too, but for flags."""
-
-    def goes(leaf: object) -> bool:
-        return _is_array(leaf) or (numbers and is_number(leaf) and not is_flag(type(leaf)))
-
+    """Returns (the arrays among the leaves, the rest); with ``numbers`` these are arrays too, but for flags and for
+    quantities in objects."""
     leaves, structure = jax.tree.flatten((tuple(args), kwargs))
-    arrays = cast("list[Array]", [leaf for leaf in leaves if goes(leaf)])
-    rest = tuple(None if goes(leaf) else leaf for leaf in leaves)
-    kinds = tuple(None if goes(leaf) else type(leaf) for leaf in leaves)
+    told = numbers and any(is_quantity(type(leaf)) for leaf in leaves)
+    inside = in_objects(structure) if told else [False] * len(leaves)
+
+    def goes(leaf: object, inside: bool) -> bool:
+        kind = type(leaf)
+        return _is_array(leaf) or (
+            numbers and is_number(leaf) and not is_flag(kind) and not (inside and is_quantity(kind))
+        )
+
+    going = [goes(leaf, one) for leaf, one in zip(leaves, inside, strict=True)]
+    arrays = cast("list[Array]", [leaf for leaf, goes in zip(leaves, going, strict=True) if goes])
+    rest = tuple(None if goes else leaf for leaf, goes in zip(leaves, going, strict=True))
+    kinds = tuple(None if goes else type(leaf) for leaf, goes in zip(leaves, going, strict=True))
     return arrays, Static(structure, kinds, rest, numbers=any(map(is_number, arrays)))
 
 

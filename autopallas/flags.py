@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
+from autopallas.arguments import in_objects
 from autopallas.compat import PyTree
 from autopallas.trace_context import TraceContext
 
@@ -13,7 +14,8 @@ __all__ = ["MayHaveFlags", "MayHaveNames", "as_jit_traces", "has_flags", "may_ha
 
 
 class MayHaveFlags(Exception):
-    """Aborts the trace of a plain function that is given a truth value somewhere, which may be a flag."""
+    """Aborts the trace of a plain function that is given a truth value somewhere, which may be a flag, or a number with
+    a fraction inside of an object, which may be none of the object's arrays."""
 
 
 class MayHaveNames(Exception):
@@ -27,12 +29,27 @@ them is a flag."""
 
 
 def may_have_flags(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> bool:
-    """Returns whether a call is given a truth value anywhere, traced or not, unless flags are traced anyway."""
+    """Returns whether a call is given a truth value anywhere, or a number with a fraction inside of an object, traced
+    or not, unless flags are traced anyway."""
+    if as_jit_traces.value:
+        return False
 
     def is_truth_value(leaf: PyTree) -> bool:
         return isinstance(leaf, bool) or (getattr(leaf, "dtype", None) == jax.numpy.bool_ and not leaf.shape)
 
-    return not as_jit_traces.value and any(map(is_truth_value, jax.tree.leaves((args, kwargs))))
+    def is_quantity(leaf: PyTree) -> bool:
+        if isinstance(leaf, (float, complex)):
+            return True
+        weak = getattr(leaf, "weak_type", False) and not leaf.shape
+        return weak and jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
+
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    if any(map(is_truth_value, leaves)):
+        return True
+    quantities = [is_quantity(leaf) for leaf in leaves]
+    return any(quantities) and any(
+        one and inside for one, inside in zip(quantities, in_objects(structure), strict=True)
+    )
 
 
 def may_have_names(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> bool:

@@ -20,8 +20,10 @@ from autopallas.arguments import (
     Untraceable,
     Watched,
     given_back,
+    in_objects,
     is_flag,
     is_number,
+    is_quantity,
     split,
     told_apart,
     traceable,
@@ -241,10 +243,13 @@ class PlainCalls:
     ) -> Iterator[tuple[int, Static | None, Sequence[PyTree]]]:
         """Yields the ways to compile a call, with what each holds fixed (None: nothing) and the arrays that it traces.
 
-        Ways are numbered: by jit, where no argument is a flag; with what jit does not take held fixed, and flags; with
-        everything that is not an array held fixed.
+        Ways are numbered: by jit, where no argument is a flag, nor an object has a number with a fraction; with what
+        jit does not take held fixed, and these; with everything that is not an array held fixed.
         """
-        if not any(map(is_flag, fixed.kinds)):
+        told = any(map(is_quantity, fixed.kinds)) and any(
+            inside and is_quantity(kind) for kind, inside in zip(fixed.kinds, in_objects(fixed.structure), strict=True)
+        )
+        if not told and not any(map(is_flag, fixed.kinds)):
             yield 0, None, ()
         traced, fewer = split(args, kwargs, numbers=True)
         if fewer.kinds != fixed.kinds and any(kind is not None for kind in fewer.kinds):

@@ -133,3 +133,53 @@ def test_truth_values_that_are_arrays_are_traced():
         state = wrapped(state)
     assert (bool(state["done"]), float(state["x"]), len(traces)) == (True, 4, 1)
     same(jax.vmap(wrapped)({"done": jnp.ones(2, bool), "x": jnp.arange(2.0)})["x"], jnp.arange(2.0) + 1)
+
+
+@jax.tree_util.register_pytree_node_class
+class Module:
+    """A module of a library whose parameters are arrays, and whose rate is a number among its leaves."""
+
+    def __init__(self, weight, rate):
+        self.weight, self.rate = weight, rate
+
+    def tree_flatten(self):
+        return (self.weight, self.rate), None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(*leaves)
+
+
+def gradients_of_parameters(module, x, scale):
+    """Differentiates by the arrays of a module, as libraries do that tell them from numbers by ``isinstance``."""
+    leaves, structure = jax.tree.flatten(module)
+    traced = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+
+    def loss(arrays):
+        left = iter(arrays)
+        one = jax.tree.unflatten(structure, [next(left) if isinstance(leaf, jax.Array) else leaf for leaf in leaves])
+        return jnp.sum((x @ one.weight * (1.0 - one.rate) * scale) ** 2)
+
+    return jax.grad(loss)(traced)
+
+
+def test_numbers_with_a_fraction_inside_of_an_object_are_none_of_its_arrays(qkv):
+    x = qkv[0][0, 0]
+    traces = []
+
+    def step(module, x, scale):
+        traces.append(None)
+        return gradients_of_parameters(module, x, scale)
+
+    wrapped = autopallas.optimize(step)
+    for rate in (0.25, 0.5, 0.25):
+        module = Module(jnp.ones((D, D)), rate)
+        same(wrapped(module, x, 2.0), gradients_of_parameters(module, x, 2.0))
+    before = len(traces)
+    for scale in (3.0, 4.0):  # traced, as an argument of its own
+        module = Module(jnp.ones((D, D)), 0.25)
+        same(wrapped(module, x, scale), gradients_of_parameters(module, x, scale))
+        same(wrapped({"scale": module}["scale"], x, scale), gradients_of_parameters(module, x, scale))
+    assert len(traces) == before
+    module = Module(jnp.ones((D, D)), jnp.float32(0.25))
+    same(wrapped(module, x, 2.0), gradients_of_parameters(module, x, 2.0))
