@@ -18,7 +18,7 @@ from autopallas.graph.extract import closed
 from autopallas.graph.keys import literal_key
 from autopallas.graph.numbering import is_identity
 from autopallas.graph.one_example import OneExample
-from autopallas.patterns.inlined_softplus import inlined_softplus
+from autopallas.patterns.inlined_rules import inlined_call
 
 __all__ = [
     "COPIES",
@@ -76,8 +76,8 @@ class Forward:
     """Holds the equations of a site in its body, from ``root`` back to operands that are not ``inside``.
 
     An equation that holds bodies may be among them, as a whole, only if its primitive is in ``calls``. With
-    ``repeats``, so is one outside of the body that repeats a value for each row: JAX moves it out of a loop, and leaves
-    its transpose in the loop's backward.
+    ``repeats``, so are those outside of the body that repeat a value for each row, or change its layout: JAX moves them
+    out of a loop, and leaves their transposes in the loop's backward.
     """
 
     dissolved = False
@@ -93,7 +93,7 @@ class Forward:
         calls: frozenset[str] = frozenset(),
         repeats: bool = False,
     ):
-        self.graph, self.body, self._repeats = graph, body, repeats
+        self.graph, self.body, self._repeats, self._inside = graph, body, repeats, inside
         numbers = graph.numbers[body]
         self._defined = body.defined
         self.root = graph.positions[body][root][1]
@@ -104,7 +104,7 @@ class Forward:
         while todo:
             variable = todo.pop()
             position = self._defined.get(variable)
-            if position is None and (made := self._made_of_literals(variable) or self._repeated(variable)):
+            if position is None and (made := self._made_of_literals(variable) or self._moved_out(variable)):
                 hoisted[variable] = made
                 continue
             called = position is not None and body.equations[position].primitive.name in calls
@@ -157,12 +157,12 @@ class Forward:
             atoms.append(inner)
         return [*found, node.equation.replace(invars=atoms, outvars=[variable])]
 
-    def _repeated(self, variable: Var) -> list[JaxprEqn]:
-        """Returns the equation of a value that the body is given and that repeats a value which the body lacks and can
-        be given too; none for other values."""
+    def _moved_out(self, variable: Var) -> list[JaxprEqn]:
+        """Returns the equations of a value that the body is given and that is another layout of a value which the body
+        lacks and can be given too; none for other values."""
         graph, numbers = self.graph, self.graph.numbers[self.body]
         node = graph.definitions.get(numbers[variable])
-        if not self._repeats or node is None or node.name != "broadcast_in_dim" or len(node.inputs) != 1:
+        if not self._repeats or node is None or node.name not in LAYOUT or len(node.inputs) != 1:
             return []
         (number,) = node.inputs
         if number in graph.literals or not may_be_given(graph, number, self.body):
@@ -170,7 +170,8 @@ class Forward:
         known = graph.positions[self.body].get(number)
         inner = Var(graph.avals[number]) if known is None else known[1]
         numbers.setdefault(inner, number)
-        return [node.equation.replace(invars=[inner], outvars=[variable])]
+        earlier = self._moved_out(inner) if known is None and self._inside(number) else []
+        return [*earlier, node.equation.replace(invars=[inner], outvars=[variable])]
 
     def _constants(self, numbers: dict[Var, int]) -> set[int]:
         """Returns the values that are made of literals alone: where they are needed elsewhere too, they are
@@ -369,7 +370,8 @@ class Merged(Forward):
 
 
 class _Rules(Forward):
-    """Takes each ``max(x, 0)`` for ``jax.nn.relu``, and what ``jax.nn.softplus`` computes for a call of it.
+    """Takes each ``max(x, 0)`` for ``jax.nn.relu``, and what ``jax.nn.softplus`` and ``jax.nn.relu6`` compute for calls
+    of these.
 
     In a loop that is differentiated, JAX replaces a function with a derivative of its own by what it computes. The
     derivative still follows the function's rule, there or where a checkpoint recomputes the function.
@@ -386,15 +388,13 @@ class _Rules(Forward):
         self.differs = within or any(is_elementwise_call(e) for e in self.equations)
 
     def _called(self, equation: JaxprEqn) -> JaxprEqn:
-        """Replaces the last equation of a softplus by its call, where this site computes its operand too."""
+        """Replaces the last equation of a softplus or a relu6 by its call, where this site computes its operand too."""
         numbers = self.graph.numbers[self.body]
-        if equation.primitive.name != "select_n" or equation.outvars[0] not in numbers:
-            return equation
-        node = self.graph.definitions.get(numbers[equation.outvars[0]])
-        found = None if node is None else inlined_softplus(self.graph, node)
+        node = self.graph.definitions.get(numbers.get(equation.outvars[0], -1))
+        found = None if node is None else inlined_call(self.graph, node)
         if found is None or found[1][0] not in self.own:
             return equation
-        call, (x, _) = found
+        call, (x, *_) = found
         operand = next(v for e in self.equations for v in e.outvars if numbers.get(v) == x)
         return call.replace(invars=[operand, *call.invars[1:]], outvars=equation.outvars)
 

@@ -156,12 +156,16 @@ ACTIVATIONS = {
     "mish": jax.nn.mish,
     "log_sigmoid": jax.nn.log_sigmoid,
     "logaddexp": lambda x: jnp.logaddexp(x, 0.0) - 0.5,
+    "relu6": jax.nn.relu6,
+    "hard_swish": jax.nn.hard_swish,
+    "minimum of a relu": lambda x: jnp.minimum(jax.nn.relu(x), 6.0),
+    "maximum and minimum": lambda x: jnp.minimum(jnp.maximum(x, 0.0), 6.0),
 }
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_softplus_in_a_loop_that_is_differentiated(name, checkpointed):
+def test_activations_with_a_rule_in_a_loop_that_is_differentiated(name, checkpointed):
     run = layers(ACTIVATIONS[name])
     run = jax.checkpoint(run) if checkpointed else run
     args = array(T, D, seed=1), array(2, D, 12, seed=2), array(2, D, 12, seed=3), array(2, 12, D, seed=4) * 0.3
@@ -171,8 +175,9 @@ def test_softplus_in_a_loop_that_is_differentiated(name, checkpointed):
     assert not compared.report.near_misses
 
 
-def test_softplus_of_zeros_keeps_its_derivative():
-    run = layers(jax.nn.softplus)
+@pytest.mark.parametrize("name", ["softplus", "relu6", "minimum of a relu", "maximum and minimum"])
+def test_activations_of_zeros_keep_their_derivatives(name):
+    run = layers(ACTIVATIONS[name])  # at zero, the derivatives are 1/2, 0, 0 and 1/2
     args = jnp.zeros((T, D)).at[1:].set(array(T - 1, D, seed=1)), *(array(2, D, 12, seed=n) for n in (2, 3))
     args = (*args, array(2, 12, D, seed=4) * 0.3)
     compared = step(run, args, (0, 1, 2, 3))
@@ -187,6 +192,22 @@ def test_almost_a_softplus_is_read_as_what_it_is():
 
     args = array(T, D, seed=1), array(2, D, 12, seed=2), array(2, D, 12, seed=3), array(2, 12, D, seed=4) * 0.3
     assert step(layers(almost), args, (0, 1, 2, 3)).complaints == []
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 12), (T, 12), (1, 12)])
+def test_a_bias_whose_layout_changes_in_checkpointed_steps(shape):
+    def loss(x, gate, bias, up, down):
+        def example(total, x):
+            added = jnp.broadcast_to(bias, shape) if shape[0] == T else bias.reshape(shape)
+            return total + jnp.sin((jax.nn.silu(x @ gate + added) * (x @ up)) @ down).sum(), None
+
+        return lax.scan(jax.checkpoint(example), jnp.float32(0), x)[0]
+
+    shapes = ((3, B, T, D), (D, 12), (12,), (D, 12), (12, D))
+    compared = step(loss, [array(*shape, seed=n) for n, shape in enumerate(shapes)], (0, 1, 2, 3, 4))
+    assert compared.complaints == []
+    assert compared.counts("gated_mlp") == 1
+    assert not compared.report.near_misses
 
 
 def test_tokens_in_a_row_that_a_router_reads_too():

@@ -10,7 +10,7 @@ from autopallas.graph.labels import Atom, is_product
 from autopallas.patterns.expressions import Scope, operation
 from autopallas.patterns.forward import rectified
 from autopallas.patterns.gated_mlp.candidates import MOVES, is_elementwise
-from autopallas.patterns.inlined_softplus import inlined_softplus
+from autopallas.patterns.inlined_rules import inlined_call
 from autopallas.patterns.match import Mismatch
 from autopallas.sites.elementwise import Constant, ElementwiseProgram, Input, Instruction, Score, Side, parameters
 
@@ -43,8 +43,8 @@ class Units:
     Attributes:
       products: the uses of the two contractions, in the order in which they were met.
       vectors: the uses of the other arrays.
-      rectified: whether each ``max(x, 0)`` is read as ``jax.nn.relu``, and what a softplus computes as its call, which
-        they may have been before JAX differentiated a loop around them.
+      rectified: whether each ``max(x, 0)`` is read as ``jax.nn.relu``, and what a softplus or ``jax.nn.relu6`` computes
+        as its call, which they may have been before JAX differentiated a loop around them.
     """
 
     def __init__(self, scope: Scope, rectified: bool = False):
@@ -110,9 +110,9 @@ class Units:
         operands = self.space.uses(ref)
         if operands is None or node.equation.effects or is_product(node):
             raise Unlike(f"it passes through {node.name}")
-        if self.rectified and (called := inlined_softplus(graph, node)) is not None:
+        if self.rectified and (called := inlined_call(graph, node)) is not None:
             node = Node(called[0], called[1], node.outputs, node.body)
-            operands = [Ref(called[1][0], ref.view), Ref(called[1][1], ())]
+            operands = [Ref(called[1][0], ref.view), *(Ref(number, ()) for number in called[1][1:])]
         elif self.rectified and (equation := rectified(node.equation)) is not node.equation:
             node = Node(equation, node.inputs, node.outputs, node.body)
             operands = [operand for operand in operands if self.scope.number(operand) is None]

@@ -22,7 +22,7 @@ from autopallas.graph.custom_rules import is_elementwise_call, rule_key
 from autopallas.graph.extract import closed, copied
 from autopallas.graph.keys import literal_key
 from autopallas.graph.loop_slices import is_zero
-from autopallas.patterns.inlined_softplus import inlined_softplus
+from autopallas.patterns.inlined_rules import inlined_call
 from autopallas.patterns.recurrence.rules import restored
 from autopallas.patterns.recurrence.step import Scan, Step, is_inexact
 
@@ -539,9 +539,9 @@ class Pairing:
         return Lead(left, tuple(every[number] for number in sorted(every)))
 
     def _activation(self, last: Node) -> list[Node]:
-        """Returns the nodes that stand for a call of ``jax.nn.softplus``, of which one is the last; none if it is no
-        such call."""
-        found = inlined_softplus(self.graph, last)
+        """Returns the nodes that stand for a call of ``jax.nn.softplus`` or ``jax.nn.relu6``, of which one is the last;
+        none if it is no such call."""
+        found = inlined_call(self.graph, last)
         nodes: dict[int, Node] = {}
         todo = [] if found is None else [last.outputs[0]]
         while todo:
