@@ -19,7 +19,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections import ChainMap
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -31,6 +32,7 @@ from autopallas import compat
 from autopallas.compat import JaxprEqn, Var
 from autopallas.faults import contained
 from autopallas.graph.flatten import Body, is_contraction
+from autopallas.graph.given_integers import GivenIntegers
 from autopallas.graph.known_integers import known_array
 from autopallas.graph.label_sets import gathered, label_set, scattered
 from autopallas.graph.label_windows import Column, Cut, Window, summed_axes
@@ -62,11 +64,13 @@ def move_selections(root: Body, assume_finite: bool = True, divided: bool = Fals
         merged axes would have to be gathered from all devices.
     """
     choices: set[tuple[Hashable, ...]] = set()
+    integers: GivenIntegers | None = None
     for body in root.walk():
         if _may_select(body, choices):
+            integers = integers or GivenIntegers(root)
             with contained("a selection of rows", "cross_entropy", "graph"):
-                if not _Mover(body, choices, assume_finite, divided).run():
-                    _Mover(body, choices, assume_finite, divided, stay=True).run()
+                if not _Mover(body, choices, integers, assume_finite, divided).run():
+                    _Mover(body, choices, integers, assume_finite, divided, stay=True).run()
     return root
 
 
@@ -128,12 +132,19 @@ class _Mover(SpreadRows):
 
     Args:
       body, choices, assume_finite, divided: as for :class:`SpreadRows`.
+      integers: what makes integers that the body is given.
       stay: whether rows stay where they are, as where the product would be computed twice, of some rows and of all:
         then only labels that are picked of some rows are picked of all.
     """
 
     def __init__(
-        self, body: Body, choices: set[tuple[Hashable, ...]], assume_finite: bool, divided: bool, stay: bool = False
+        self,
+        body: Body,
+        choices: set[tuple[Hashable, ...]],
+        integers: GivenIntegers,
+        assume_finite: bool,
+        divided: bool,
+        stay: bool = False,
     ):
         super().__init__(body, choices, assume_finite, divided)
         self.stay = stay
@@ -141,7 +152,10 @@ class _Mover(SpreadRows):
         """Slices of logits that stay where they are."""
         self.pieces: dict[Var, tuple[Atom, Rows]] = {}
         """Slices of logits, by the variable that is read in their place."""
-        self._constants = dict(zip(body.constvars, body.consts, strict=True))
+        given, arrays = integers.of(body)
+        self._makers: Mapping[Var, JaxprEqn] = ChainMap(self.definitions, given)
+        """What makes integers: equations of other bodies among them, which this one cannot read from."""
+        self._constants = dict(zip(body.constvars, body.consts, strict=True)) | arrays
         self._integers: dict[Var, np.ndarray | None] = {
             variable: np.asarray(array)
             for variable, array in self._constants.items()
@@ -310,7 +324,7 @@ class _Mover(SpreadRows):
         total = math.prod(indices.aval.shape[:-1])
         if equation.params["unique_indices"] or total == math.prod(indices.aval.shape[axis] for axis in batches):
             return True
-        definition = self.definitions.get(indices) if isinstance(indices, Var) else None
+        definition = self._makers.get(indices) if isinstance(indices, Var) else None
         if definition is None or definition.primitive.name != "concatenate":
             return False
         if definition.params["dimension"] != len(indices.aval.shape) - 1:
@@ -322,7 +336,7 @@ class _Mover(SpreadRows):
         }
         places = itertools.accumulate((a.aval.shape[-1] for a in definition.invars), initial=0)
         for component, place in zip(definition.invars, places, strict=False):
-            found = known_array(component, self.definitions, {**rows})
+            found = known_array(component, self._makers, {**rows})
             if found is not None and np.array_equal(np.ravel(found), np.arange(total)):
                 if self._is_apart(equation, int(numbers.scatter_dims_to_operand_dims[place]), total):
                     return True
@@ -339,7 +353,7 @@ class _Mover(SpreadRows):
 
     def _counts(self, indices: Atom, components: Sequence[int]) -> bool:
         """Returns whether components of indices count one by one."""
-        definition = self.definitions.get(indices) if isinstance(indices, Var) else None
+        definition = self._makers.get(indices) if isinstance(indices, Var) else None
         if definition is None or definition.primitive.name != "concatenate":
             return False
         last = len(indices.aval.shape) - 1
@@ -349,7 +363,7 @@ class _Mover(SpreadRows):
 
     def _is_count(self, atom: Atom) -> bool:
         for _ in range(DEEPEST):
-            definition = self.definitions.get(atom) if isinstance(atom, Var) else None
+            definition = self._makers.get(atom) if isinstance(atom, Var) else None
             if definition is None:
                 constant = self._constants.get(atom) if isinstance(atom, Var) else None
                 if constant is None or compat.is_tracer(constant):
@@ -385,7 +399,7 @@ class _Mover(SpreadRows):
         """Computes one element of each of some consecutive rows of logits, or the gradient of these, for all rows."""
         first, gathers = equation.invars[0], equation.primitive.name == "gather"
         wanted = isinstance(first, Var) and first in self.logits if gathers else bool(self.choices)
-        window = Window.of(equation, self.definitions, self._integers) if wanted else None
+        window = Window.of(equation, self._makers, self._integers) if wanted else None
         if window is None:
             return None
         if gathers and len(self.names) < _MOST:

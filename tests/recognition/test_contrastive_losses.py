@@ -492,3 +492,41 @@ def one_row_again_and_again(a, b):
 @pytest.mark.parametrize("loss", [rows_backwards, one_row_again_and_again])
 def test_rows_in_another_order_are_not_taken_for_consecutive_ones(loss):
     assert compare(jax.value_and_grad(loss, (0, 1)), arguments()[:2], gradients=False).complaints == []
+
+
+def in_checkpointed_steps(loss):
+    """A loss of several batches, one after the other: what each step computes alike is computed before the loop."""
+
+    def total(batches, b):
+        def one(total, a):
+            return total + loss(a, b), None
+
+        return lax.scan(jax.checkpoint(one), jnp.float32(0), batches)[0]
+
+    return jax.value_and_grad(total, (0, 1))
+
+
+def both_diagonals(a, b):
+    z = of_two_views(a, b)
+    return (logsumexp(z, -1) - jnp.concatenate([jnp.diag(z, N), jnp.diag(z, -N)])).mean()
+
+
+def numbers_that_the_program_holds(a, b):
+    z = of_two_views(a, b)
+    rows = np.arange(N)
+    return logsumexp(z, 1).mean() - z[jnp.asarray(rows), jnp.asarray(rows + N)].mean()
+
+
+@pytest.mark.parametrize("loss", [both_diagonals, numbers_that_the_program_holds])
+def test_indices_that_loops_are_given_are_known_within(loss):
+    compared = compare(in_checkpointed_steps(loss), (array(3, N, D, seed=1), array(N, D, seed=2)), gradients=False)
+    assert compared.complaints == []
+    assert compared.counts("cross_entropy") == 1
+    assert not compared.report.near_misses
+
+
+@pytest.mark.parametrize("loss", [rows_backwards, one_row_again_and_again])
+def test_rows_in_another_order_are_none_within_loops(loss):
+    compared = compare(in_checkpointed_steps(loss), (array(3, N, D, seed=1), array(N, D, seed=2)), gradients=False)
+    assert compared.complaints == []
+    assert compared.counts("cross_entropy") == 0
