@@ -217,6 +217,38 @@ def test_what_is_refused_is_a_near_miss_with_a_reason(name):
         assert all(miss.advice for miss in outcome.report.near_misses)
 
 
+def with_adapter(x, w, a, b):
+    return x @ w + 2.0 * (x @ a) @ b
+
+
+ADAPTERS = (array(K, 2, seed=10), array(2, H, seed=11), array(K, 2, seed=12), array(2, H, seed=13))
+ADAPTED = {
+    "both": lambda x, g, u, d, a, b, e, f: (jax.nn.silu(with_adapter(x, g, a, b)) * with_adapter(x, u, e, f)) @ d,
+    "gate": lambda x, g, u, d, a, b, e, f: (jax.nn.silu(with_adapter(x, g, a, b)) * (x @ u)) @ d,
+    "other": lambda x, g, u, d, a, b, e, f: (jax.nn.silu(x @ g) * with_adapter(x, u, e, f)) @ d,
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_projections_with_adapters_are_a_near_miss(name):
+    outcome = compare(ADAPTED[name], (*PLAIN, *ADAPTERS))
+    assert outcome.complaints == []
+    assert outcome.counts("gated_mlp") == 0
+    (miss,) = outcome.report.near_misses
+    assert "adds up several products" in miss.reason
+    assert "test_gated_mlp.py" in miss.location
+
+
+def test_adapters_that_are_added_to_the_weights_are_none():
+    def merged(x, g, u, d, a, b, e, f):
+        return (jax.nn.silu(x @ (g + 2.0 * a @ b)) * (x @ (u + 2.0 * e @ f))) @ d
+
+    outcome = compare(merged, (*PLAIN, *ADAPTERS))
+    assert outcome.complaints == []
+    assert outcome.counts("gated_mlp") == 1
+    assert not outcome.report.near_misses
+
+
 def lstm(x, weight, state):
     i, f, o, c = jnp.split(x @ weight, 4, -1)
     state = jax.nn.sigmoid(f) * state + jax.nn.sigmoid(i) * jnp.tanh(c)
@@ -229,6 +261,8 @@ LOOK_ALIKES = {
     "a gate for each row": (lambda x, g, u: jax.nn.sigmoid(x @ g[:, :1]) * (x @ u), (X, GATE, UP)),
     "a cell": (lstm, (X, array(K, 4 * H, seed=8), array(H, seed=9))),
     "softmax": (lambda x, g, u: jax.nn.softmax(x @ g) * (x @ u), (X, GATE, UP)),
+    "a condition": (lambda x, y, g, u: jax.nn.silu(x @ g + y @ u) * (x @ u), (X, X + 1, GATE, UP)),
+    "two layers": (lambda x, g, a, b: jax.nn.silu(x @ g) * (jnp.tanh(x @ a) @ b + x @ a @ b), (X, GATE, *ADAPTERS[:2])),
 }
 
 

@@ -19,6 +19,7 @@ from autopallas.patterns.declared_match import declared_match
 from autopallas.patterns.escapes import complete
 from autopallas.patterns.expressions import Scope, precision_of
 from autopallas.patterns.forward import DissolvedApart, RectifiedApart
+from autopallas.patterns.gated_mlp.adapters import with_adapters
 from autopallas.patterns.gated_mlp.candidates import Candidate, candidates, is_joined
 from autopallas.patterns.gated_mlp.factors import roles
 from autopallas.patterns.gated_mlp.units import Units, Unlike, Use
@@ -85,6 +86,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             elif _resembles(own[0][0]):
                 misses.append(first[own[-1][1].outputs[0]])
         waiting = left
+    misses += with_adapters(graph, alive)
     missed_at = {miss.value: number for number, miss in first.items() if miss in misses}
     rectified: list[tuple[Match, Node]] = []
     for number in missed_at.values():
