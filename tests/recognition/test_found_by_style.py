@@ -69,6 +69,39 @@ def test_several_heads_in_a_train_step(loss, dtype):
     assert not compared.report.near_misses
 
 
+SUMS = {
+    "a product": lambda e: e @ jnp.ones(V, e.dtype),
+    "a contraction": lambda e: jnp.einsum("btv,v->bt", e, jnp.ones(V, e.dtype)),
+    "of each row": jax.vmap(jax.vmap(lambda e: jnp.vdot(jnp.ones_like(e), e))),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_exponentials_that_are_products_with_ones(name, dtype):
+    def loss(x, w):
+        z = jnp.tanh(x) @ w
+        z = z - lax.stop_gradient(z.max(-1, keepdims=True))
+        return (jnp.log(SUMS[name](jnp.exp(z))) - picked(z, LABELS)).mean()
+
+    args = array(B, T, D, seed=1).astype(dtype), array(D, V, seed=2).astype(dtype)
+    compared = step(loss, args)
+    assert compared.complaints == []
+    assert compared.counts("cross_entropy") == 1
+    assert not compared.report.near_misses
+
+
+@pytest.mark.parametrize("weights", [jnp.full(V, 2.0), jnp.arange(1.0, V + 1), jnp.ones(V).at[3].set(0.0)])
+def test_other_products_of_exponentials_are_no_sums_of_a_softmax(weights):
+    def loss(x, w):
+        z = jnp.tanh(x) @ w
+        return (jnp.log(jnp.exp(z) @ weights) - picked(z, LABELS)).mean()
+
+    compared = step(loss, (array(B, T, D, seed=1), array(D, V, seed=2)))
+    assert compared.complaints == []
+    assert compared.counts("cross_entropy") == 0
+
+
 def pieces(x, w, labels):
     size = w.shape[1] // 3
 

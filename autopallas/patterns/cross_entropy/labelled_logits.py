@@ -76,12 +76,12 @@ class LabelledLogits:
     def _anchor(self, node: Node) -> bool:
         """Fixes the labels by a sum of exponentials over the axis of one operand; returns whether the end is such a
         sum."""
-        if node.name != "reduce_sum" or not self._sums_exponentials(node.inputs[0]):
+        source, axes = _summed(self.graph, node) or (None, ())
+        if source is None or not self._sums_exponentials(source):
             return False
         self.scope = scope = Scope(self.graph, through=True)
         self.space = space = scope.space
         scope.score = self.logits
-        source = node.inputs[0]
         at = space.full(source)
         score = _seen_from(space, at, {self.logits})
         if score is None:
@@ -89,7 +89,7 @@ class LabelledLogits:
         contraction = space.contraction(score)
         if contraction is None:
             return False
-        reduced = {a for d in node.params["axes"] for a in space.resolve(at.view[d][1])}
+        reduced = {a for d in axes for a in space.resolve(at.view[d][1])}
         left, right, contracted = contraction
         self.hidden = [a for _, atoms in contracted for a in atoms]
         for side, (rows, weight) in enumerate(((left, right), (right, left))):
@@ -279,6 +279,21 @@ class LabelledLogits:
         first = [at.view[d] for d in batch[side]]
         own = [dimension for d, dimension in enumerate(at.view) if d not in (*contracting[side], *batch[side])]
         return (*first, *own), read
+
+
+def _summed(graph: Graph, node: Node) -> tuple[int, Sequence[int]] | None:
+    """Returns the value that a node sums, and along which axes: a product with ones alone is a sum too."""
+    if node.name == "reduce_sum":
+        return node.inputs[0], node.params["axes"]
+    if node.name == "dot_general":
+        contracting, batch = node.params["dimension_numbers"]
+        for side, other in enumerate(reversed(node.inputs)):
+            along = len(contracting[1 - side]) + len(batch[1 - side])
+            if len(graph.shape(other)) == along:
+                scope = Scope(graph)
+                if scope.number(scope.space.full(other)) == 1:
+                    return node.inputs[side], contracting[side]
+    return None
 
 
 def _seen_from(space: Space, at: Ref, wanted: set[int]) -> Ref | None:
