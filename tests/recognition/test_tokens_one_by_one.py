@@ -21,6 +21,23 @@ def matrices_of_each_token(p, x, over):
     return over(one, (x, weights, chosen))
 
 
+def matrices_that_a_step_chooses(p, x, over):
+    def one(x):
+        (w,), (c,) = route(p, x[None])
+        return sum(w[k] * (jax.nn.relu(x @ p["up"][c[k]]) @ p["down"][c[k]]) for k in range(K))
+
+    return over(one, x)
+
+
+def stacks_that_a_step_chooses(p, x, over):
+    def one(x):
+        (w,), (c,) = route(p, x[None])
+        h = jax.nn.silu(jnp.einsum("d,kdf->kf", x, p["gate"][c])) * jnp.einsum("d,kdf->kf", x, p["up"][c])
+        return jnp.einsum("kf,kfd,k->d", h, p["down"][c], w)
+
+    return over(one, x)
+
+
 def branch_of_each_token(p, x, over):
     weights, chosen = route(p, x)
     branches = [lambda x, e=e: expert(at(p, e), x[None])[0] for e in range(E)]
@@ -61,7 +78,10 @@ def mapped(one, tokens):
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "train step"])
-@pytest.mark.parametrize("function", [matrices_of_each_token, branch_of_each_token])
+@pytest.mark.parametrize(
+    "function",
+    [matrices_of_each_token, matrices_that_a_step_chooses, stacks_that_a_step_chooses, branch_of_each_token],
+)
 def test_a_loop_over_tokens_is_named_and_the_advice_is_right(function, backward):
     found = report(lambda p, x: function(p, x, lax.map), backward)
     assert found.counts()["grouped_matmul"] == 0
@@ -82,6 +102,30 @@ def test_a_chain_of_selections_is_named_and_the_advice_is_right(backward):
     found = report(lambda p, x: intervals(p, x, both_ends=True), backward)
     assert found.counts()["grouped_matmul"] == 1
     assert found.near_misses == ()
+
+
+def test_tokens_that_follow_from_those_before_are_not_named():
+    """There is nothing to compute at once, so that the advice would be wrong."""
+
+    def generated(p, x):
+        def one(x, _):
+            (w,), (c,) = route(p, x[None])
+            return x + w[0] * (jax.nn.relu(x @ p["up"][c[0]]) @ p["down"][c[0]]), None
+
+        return lax.scan(one, x[0], None, length=3)[0]
+
+    assert report(generated, backward=False).near_misses == ()
+
+
+def test_layers_that_choose_for_one_token_are_not_named():
+    def layers(p, x):
+        def layer(x, p):
+            (w,), (c,) = route(p, x[None])
+            return x + w[0] * (jax.nn.relu(x @ p["up"][c[0]]) @ p["down"][c[0]]), None
+
+        return lax.scan(layer, x[0], jax.tree.map(lambda w: jnp.stack([w, w / 2]), p))[0]
+
+    assert report(layers, backward=False).near_misses == ()
 
 
 def test_layers_that_a_loop_picks_are_no_experts():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Set
 
 from autopallas import compat, jaxprs
@@ -19,7 +20,8 @@ __all__ = ["one_by_one"]
 _OP = "grouped_matmul"
 _CHOICES = frozenset({"top_k", "approx_top_k", "argmax", "argmin"})
 _LAYOUT = frozenset(
-    "reshape squeeze expand_dims broadcast_in_dim transpose slice dynamic_slice gather concatenate copy".split()
+    """reshape squeeze expand_dims broadcast_in_dim transpose slice split unstack dynamic_slice gather concatenate
+    copy""".split()
 )
 _FURTHEST = 12
 """Most equations between a product and the array from which its matrix comes."""
@@ -37,7 +39,7 @@ _FEWEST = 3
 def one_by_one(graph: Graph, alive: Set[int]) -> Iterator[NearMiss]:
     """Yields a near miss for each loop over tokens that picks their experts, and each chain of selections among
     experts."""
-    elements = _numbers_in_loops(graph) if any(node.name in _CHOICES for node in graph.nodes) else set()
+    elements, within = _numbers_in_loops(graph) if any(n.name in _CHOICES for n in graph.nodes) else (set(), set())
     loops_said: set[Body] = set()
     skipped: dict[Body, list[Node]] = {}
     stacks_said: set[int] = set()
@@ -46,7 +48,7 @@ def one_by_one(graph: Graph, alive: Set[int]) -> Iterator[NearMiss]:
             continue
         if node.name not in _SAID:
             continue
-        stacks = [_picked(graph, n, elements) for n in node.inputs] if node.name == "dot_general" else []
+        stacks = [_picked(graph, n, elements, within) for n in node.inputs] if node.name == "dot_general" else []
         picked = {stack for stack in stacks if stack is not None}
         if picked:
             new = picked.isdisjoint(stacks_said)  # a loop's backward picks the same matrices again
@@ -97,18 +99,24 @@ def _multiplies(body: JaxprLike) -> bool:
     )
 
 
-def _numbers_in_loops(graph: Graph) -> set[int]:
-    """Returns integers inside of loops that are elements of what was chosen before the loop, or computed from these."""
+def _numbers_in_loops(graph: Graph) -> tuple[set[int], set[int]]:
+    """Returns integers inside of loops that are elements of what was chosen before the loop, or computed from these,
+    and those that are computed from what a step chooses itself for one token."""
     scans = [(inner, *held) for inner, held in graph.holders.items()]
     chosen: set[int] = set()
     found: set[int] = set()
+    within: set[int] = set()
     for _ in range(_ROUNDS):
         before = len(chosen)
         for node in graph.nodes:
             if node.name in _CHOICES:
-                chosen.update(n for n in node.outputs if _counts(graph, n))
+                own = [n for n in node.outputs if _counts(graph, n)]
+                chosen.update(own)
+                scores = graph.shape(node.inputs[0])
+                if loops(node.body) and scores and math.prod(scores) == max(scores):
+                    within.update(own)
             elif node.name in _LAYOUT or node.name in ELEMENTWISE:
-                for known in (chosen, found):
+                for known in (chosen, found, within):
                     if any(n in known for n in node.inputs):
                         known.update(n for n in node.outputs if _counts(graph, n))
         for inner, body, position in scans:
@@ -123,19 +131,50 @@ def _numbers_in_loops(graph: Graph) -> set[int]:
                     chosen.add(number)
         if len(chosen) == before:
             break
-    return found
+    return found, within
 
 
 def _counts(graph: Graph, number: int) -> bool:
     return kind_of(graph.dtype(number)) in "iu"
 
 
-def _picked(graph: Graph, number: int, elements: Set[int]) -> int | None:
-    """Returns the stack from which a matrix is picked by the number of an expert inside of a loop, if one is."""
+def _picked(graph: Graph, number: int, elements: Set[int], within: Set[int]) -> int | None:
+    """Returns the stack from which a matrix is picked by the number of an expert inside of a loop, if one is.
+
+    Where a step chooses the expert itself, all steps pick from one stack, for layers have stacks of their own, and no
+    step waits for another.
+    """
     node = _source(graph, number, ("gather", "dynamic_slice"))
     if node is None or loops(node.body) == 0 or len(graph.shape(node.inputs[0])) < 3:
         return None
-    return node.inputs[0] if any(n in elements for n in node.inputs[1:]) else None
+    stack = node.inputs[0]
+    if any(n in elements for n in node.inputs[1:]):
+        return stack
+    own = [n for n in node.inputs[1:] if n in within]
+    shared = loops(graph.bodies_with(stack)[0]) < loops(node.body)
+    return stack if own and shared and not any(_waits(graph, node.body, n) for n in own) else None
+
+
+def _waits(graph: Graph, body: Body, number: int) -> bool:
+    """Returns whether a step computes a number from what the step before carries to it, as where each token follows
+    from the one before; true where that is not known."""
+    carried: set[int] = set()
+    while (held := graph.holders.get(body)) is not None:
+        equation = held[0].equations[held[1]]
+        if equation.primitive.name == "scan":
+            constants, count = compat.scan_parts(equation)
+            inputs = (graph.numbers[body][v] for v in body.invars[constants : constants + count])
+            carried.update(n for n in inputs if not _counts(graph, n))
+        body = held[0]
+    todo, seen = [number], set[int]()
+    while todo and len(seen) < _VISITED:
+        number = todo.pop()
+        if number in carried:
+            return True
+        if number not in seen and (definition := graph.definitions.get(number)) is not None:
+            todo += definition.inputs
+        seen.add(number)
+    return bool(todo)
 
 
 def _source(graph: Graph, number: int, names: tuple[str, ...]) -> Node | None:
