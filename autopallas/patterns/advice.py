@@ -97,6 +97,10 @@ SIDE_INPUT_ONCE = (
     "one array first."
 )
 SINK = "Write a sink as one more column of scores: concatenate it to the scores, take the softmax, drop the column."
+SOFTMAX_AT_ONCE = (
+    "Take the softmax of all scores at once, without the loop, or compute both products within it: the kernel works "
+    "piece by piece itself, and stores no scores."
+)
 STOP_EARLIER = (
     "Stop the gradient of the queries and the keys, before the first product. Inside the softmax, stop that of the "
     "maximum alone, as jax.nn.softmax does."

@@ -336,6 +336,18 @@ def softmax_with_a_derivative_of_its_own(q, k, v):
     return own(q @ k.mT) @ v
 
 
+@refused("a loop computes the softmax piece by piece")
+def softmax_of_each_example_in_a_loop(q, k, v):
+    return lax.map(softmax, q @ k.mT) @ v
+
+
+@refused("a loop computes the softmax piece by piece")
+def softmax_of_each_head_in_a_loop(q, k, v):
+    s = jnp.einsum("bhtd,bhsd->hbts", q, k) * 0.5
+    _, p = lax.scan(lambda _, s: (None, softmax(jnp.where(s > -9, s, -jnp.inf))), None, s)
+    return jnp.einsum("hbts,bhsd->bhtd", p, v)
+
+
 @refused("")
 def scores_printed_on_the_way(q, k, v):
     s = q @ k.mT
@@ -503,6 +515,16 @@ def divergence_of_two_softmaxes(q, k, v):
     return jnp.sum(p * (jnp.log(p + 1e-9) - jnp.log(softmax(-(q @ k.mT)) + 1e-9)), -1)
 
 
+def mapped_entropies(q, k, v):
+    p = lax.map(softmax, q @ k.mT)
+    return -jnp.sum(p * jnp.log(p + 1e-9), -1)
+
+
+def mapped_norms(q, k, v):
+    """Rows that a loop divides by a sum of squares."""
+    return lax.map(lambda x: jnp.tanh(x) / (1 + jnp.sum(x * x, -1, keepdims=True)), q @ k.mT) @ v
+
+
 def random_features(q, k, v):
     """Linear attention with exponentials of products with one matrix."""
     features = jnp.arange(15.0).reshape(5, 3)[: q.shape[-1]] / 20
@@ -524,6 +546,8 @@ def random_features(q, k, v):
         rendered_volume,
         sampled_code,
         divergence_of_two_softmaxes,
+        mapped_entropies,
+        mapped_norms,
         random_features,
     ],
     ids=lambda function: function.__name__,

@@ -24,6 +24,7 @@ from autopallas.graph.proof_cache import ProofCache
 from autopallas.patterns.attention.attempt import CUSTOM_RULES, PASSING, Attempt, Settled, holds_softmax
 from autopallas.patterns.attention.draft import AttentionDraft, Escape, Proved, escape_of, match_of
 from autopallas.patterns.attention.few_keys import few_keys
+from autopallas.patterns.attention.mapped_softmax import mapped_softmaxes
 from autopallas.patterns.attention.other_weights import other_weights
 from autopallas.patterns.attention.resemblance import Normalised
 from autopallas.patterns.attention.taken_over import TakenOver
@@ -103,6 +104,8 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
         missed_at += few_keys(graph, alive)
     with contained():
         missed_at += other_weights(graph, alive)
+    with contained():
+        missed_at += mapped_softmaxes(graph, alive)
     return ordered, missed_at
 
 
