@@ -224,14 +224,14 @@ class Optimized(Generic[P, R]):
             rewritten, live = pipeline.rewritten(program, options, not self._dry, shardings, self._disabled)
         self._watch(options, live)
         self._publish(live)
-        report = live()
+        report = live.unprinted()
         if (report.sites or report.rematerialised or report.failures) and not self._dry:
             reason = disagreement(program, rewritten, arrays, shardings)
             if reason is not None:
                 rewritten = _left(program, live, f"it is run by several processes together: {reason}")
                 pipeline.require(live(), options)
         if not is_bisecting():
-            pipeline.require_certified(rewritten, live(), options)
+            pipeline.require_certified(rewritten, live.unprinted(), options)
         with paused():
             results = _emit(rewritten, program, live, arrays, options.strict)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -253,7 +253,7 @@ class Optimized(Generic[P, R]):
     def _publish(self, report: LiveReport) -> None:
         if is_bisecting():
             return
-        if report.counts() or report().rematerialised:
+        if report.counts() or report.unprinted().rematerialised:
             self._replaced = self._unread = True
         with self._lock:
             self._report = report

@@ -131,6 +131,7 @@ def rewritten(
         return program, LiveReport(report, [])
     result = program
     sites: tuple[Site, ...] = ()
+    originals: tuple[ClosedJaxpr | None, ...] = ()
     misses: list[NearMiss] = []
     decisions: list[Decision] = []
     notes: tuple[str, ...] = ()
@@ -166,6 +167,7 @@ def rewritten(
                 if obstacle and wanted != "fast stacks":
                     notes = (*notes, f"{REMATERIALISATION}: {obstacle}")
             sites = run("rewrite", "record sites", describer.records, matches, decisions)
+            originals = describer.originals(matches, decisions)
             if failures:
                 WARNED.once(str(failures), in_words(failures))
             failures += [failure for failure in _failures(sites) if failure not in failures]
@@ -177,12 +179,12 @@ def rewritten(
         except Exception as error:
             if options.strict:
                 raise
-            result, sites, decisions, again = program, (), [], ()
+            result, sites, originals, decisions, again = program, (), (), [], ()
             failures.append(Failure(run.stage, f"{type(error).__name__}: {error}"))
             warn(f"autopallas left a program as it was: {run.stage} failed with {type(error).__name__}: {error}")
     report = _report(sites, misses, failures, tuner, device, run, notes, again)
     require(report, options)
-    return result, LiveReport(report, [decision.entry for decision in decisions])
+    return result, LiveReport(report, [decision.entry for decision in decisions], originals)
 
 
 def _with_less_kept(

@@ -19,6 +19,7 @@ from autopallas.kernels.attention.schedule import divided, element
 from autopallas.kernels.respelling.block_sizes import BlockSizes
 from autopallas.kernels.respelling.tuned_block_sizes import BUCKETS, TABLE
 from autopallas.patterns import find
+from autopallas.report import live_report
 from autopallas.tuning import key
 from autopallas.tuning.table_files import Files
 
@@ -89,6 +90,26 @@ def test_patterns_are_walked_only_where_a_program_has_their_anchors(monkeypatch,
         monkeypatch.setattr(pattern, "find", spied)
     find(graph_of(function, jnp.ones((4, 4))), None, True)
     assert asked == searched
+
+
+def test_equations_of_sites_are_printed_when_the_report_is_read(monkeypatch):
+    printed = []
+
+    def counted(program, own=live_report._printed):
+        printed.append(program)
+        return own(program)
+
+    monkeypatch.setattr(live_report, "_printed", counted)
+    x = jnp.ones((2, 3, 19, 5))
+    function = autopallas.optimize(lambda x: attend(attend(x, x, x), x, x), objective="always", ops=["attention"])
+    function.trace(x)
+    assert not printed
+    sites = function.report().sites
+    assert len(sites) == 2
+    assert all("dot_general" in site.original for site in sites)
+    before = len(printed)
+    assert function.report().sites == sites
+    assert len(printed) == before
 
 
 def test_kinds_of_respellings_are_known_without_their_samples():

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from autopallas.compat import ClosedJaxpr
 from autopallas.faults import contained
 from autopallas.numerics.classes import Numerics
 from autopallas.report.records import Site, in_order
@@ -22,10 +23,11 @@ __all__ = ["Describer"]
 
 
 class Describer:
-    """Makes the records of sites: everything as text and numbers.  Equal sites share a record, except for the place."""
+    """Makes the records of sites, as text and numbers.  Equal sites share a record, except for the place."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Site] = {}
+        self._originals: dict[Hashable, ClosedJaxpr] = {}
 
     def accountable(self, matches: Sequence[Match], decisions: Sequence[Decision]) -> list[Decision]:
         """Returns the decisions, but keeps the original of each site that the report cannot describe."""
@@ -44,6 +46,16 @@ class Describer:
         """Returns the records of all sites; for one that cannot be described, only its place and its outcome."""
         return tuple(map(self._record_or_less, matches, decisions))
 
+    def originals(self, matches: Sequence[Match], decisions: Sequence[Decision]) -> tuple[ClosedJaxpr | None, ...]:
+        """Returns the equations that were found at each site, equal ones of equal sites; None for a site that cannot be
+        described."""
+        return tuple(map(self._original, matches, decisions))
+
+    def _original(self, match: Match, decision: Decision) -> ClosedJaxpr | None:
+        with contained(match.location, match.op, "report"):
+            return self._originals.get(_key(match, decision))
+        return None
+
     def _record_or_less(self, match: Match, decision: Decision) -> Site:
         with contained(match.location, match.op, "report"):
             return self._record(match, decision)
@@ -54,11 +66,17 @@ class Describer:
 
     def _described(self, match: Match, decision: Decision) -> Site:
         """Returns the record of an equal site, perhaps of one at another place."""
-        key = (match.site, match.direction, match.assumptions, decision)
+        key = _key(match, decision)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = _describe(match, decision)
+            self._originals[key] = match.original
         return found
+
+
+def _key(match: Match, decision: Decision) -> Hashable:
+    """Returns what equal sites have in common."""
+    return match.site, match.direction, match.assumptions, decision
 
 
 def _outcome(match: Match, decision: Decision) -> Site:
@@ -97,7 +115,6 @@ def _describe(match: Match, decision: Decision) -> Site:
         spec=_spec(spec, running or {}, decision.implementation),
         spec_line=str(spec),
         encoded=encoded(match),
-        original=str(match.original),
         replacement=_replacement(match, decision) if decision.verdict == "applied" else "",
     )
 

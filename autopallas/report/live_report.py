@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from autopallas.compat import ClosedJaxpr
 from autopallas.report.records import Canary, Failure, Report, Site, in_order
 
 __all__ = ["Entry", "LiveReport"]
@@ -83,16 +84,26 @@ def without_kernel(site: Site, reason: str, attempts: Sequence[tuple[str, str, s
 
 
 class LiveReport:
-    """A report, and the entries of its sites, in order; None for a site that was not replaced."""
+    """A report, the entries of its sites, in order, None for a site that was not replaced; and the equations that were
+    found at each, which are printed when somebody reads the report: that takes a good part of a trace's time.
+    """
 
-    def __init__(self, report: Report, entries: Sequence[Entry | None] = ()):
+    def __init__(
+        self, report: Report, entries: Sequence[Entry | None] = (), originals: Sequence[ClosedJaxpr | None] = ()
+    ):
         self._report = report
         self._entries = tuple(entries)
+        self._originals = tuple(originals)
         self.canary: Callable[[], Canary] | None = None
         """What compared calls gave so far."""
 
     def __call__(self) -> Report:
         """Returns the current report."""
+        self._print_originals()
+        return self.unprinted()
+
+    def unprinted(self) -> Report:
+        """Returns the current report, whose sites may lack the equations that were found."""
         sites, failures = [], list(self._report.failures)
         entries = self._entries or (None,) * len(self._report.sites)
         for site, entry in zip(self._report.sites, entries, strict=True):
@@ -103,14 +114,23 @@ class LiveReport:
         canary = None if self.canary is None else self.canary()
         return replace(self._report, sites=tuple(sites), failures=tuple(failures), canary=canary)
 
+    def _print_originals(self) -> None:
+        originals = self._originals
+        if originals:
+            texts = {id(program): "" if program is None else _printed(program) for program in originals}
+            pairs = zip(self._report.sites, originals, strict=True)
+            sites = tuple(replace(site, original=texts[id(program)]) for site, program in pairs)
+            self._report, self._originals = replace(self._report, sites=sites), ()
+
     def site_of(self, entry: Entry | None) -> Site | None:
         """Returns the record of the site to which an entry belongs, as it was planned; None for one of no site."""
+        self._print_originals()
         pairs = zip(self._report.sites, self._entries, strict=False)
         return next((site for site, own in pairs if own is entry and own is not None), None)
 
     def counts(self) -> Counter[str]:
         """Returns the counts of the current report."""
-        return self().counts()
+        return self.unprinted().counts()
 
     def add(self, *failures: Failure) -> None:
         """Adds failures of the whole program."""
@@ -122,3 +142,10 @@ class LiveReport:
             without_kernel(site, reason) if site.verdict == "applied" else site for site in self._report.sites
         )
         self._report = replace(self._report, sites=sites, rematerialised=())
+
+
+def _printed(program: ClosedJaxpr) -> str:
+    try:
+        return str(program)
+    except Exception as error:
+        return f"the equations cannot be printed: {type(error).__name__}: {error}"
