@@ -9,9 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType
 from typing import TypedDict
 
 import jax
@@ -127,8 +125,7 @@ def version_of_provided(operation: str, implementation: str) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _version_of_modules(operation: str) -> str:
-    """Returns a hash of what Python makes of kernels' modules, without comments; a table of block sizes is not
-    included.  Python keeps that beside the modules, so that a first step need not read their syntax."""
+    """Returns a hash of the source of kernels' modules, without comments; a table of block sizes is not included."""
     package = Path(__file__).parents[1]
     paths = [*(package / "sites").glob("*.py"), *(package / "kernels").glob("*.py")]
     for folder in operation_folders(operation):
@@ -142,26 +139,15 @@ def _version_of_modules(operation: str) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _version_of_module(path: Path) -> bytes:
-    """Returns a hash of what Python makes of one module: most are part of every operation."""
-    code = SourceFileLoader(path.stem, str(path)).get_code(path.stem)
-    return hashlib.sha256(f"\n{path.name}\n{_without_lines(code)}".encode()).digest()
+    """Returns a hash of the source of one module: most are part of every operation."""
+    return hashlib.sha256(b"\n%s\n%s" % (path.name.encode(), _without_comments(path.read_bytes()))).digest()
 
 
-def _without_lines(constant: object) -> str:
-    """Returns the text of a constant of compiled code, or of such code, without the places in its source."""
-    if isinstance(constant, CodeType):
-        own = (getattr(constant, name) for name in _CODE)
-        return f"{tuple(own)!r} {_without_lines(constant.co_consts)}"
-    if isinstance(constant, tuple):
-        return f"({', '.join(map(_without_lines, constant))})"
-    return repr(sorted(map(_without_lines, constant)) if isinstance(constant, frozenset) else constant)
-
-
-_CODE = tuple(
-    "co_name co_code co_names co_varnames co_freevars co_cellvars co_flags co_argcount co_posonlyargcount "
-    "co_kwonlyargcount co_exceptiontable".split()
-)
-"""What code does, its constants aside."""
+def _without_comments(source: bytes) -> bytes:
+    """Returns source without comments and empty lines.  A first step waits for this, and hundreds of modules would take
+    much longer to parse: a comment with a quotation mark at the end of a line stays."""
+    kept = (line if b'"' in line or b"'" in line else line.partition(b"  #")[0] for line in source.splitlines())
+    return b"\n".join(line for line in map(bytes.rstrip, kept) if line and not line.lstrip().startswith(b"#"))
 
 
 def syntax(source: str) -> str:
