@@ -92,6 +92,25 @@ def test_patterns_are_walked_only_where_a_program_has_their_anchors(monkeypatch,
     assert asked == searched
 
 
+def test_what_reads_mixtures_and_linear_attention_is_imported_by_programs_that_may_have_one():
+    code = (
+        "import sys, jax, jax.numpy as jnp, autopallas\n"
+        "names = [f'autopallas.patterns.{op}.recognise' for op in\n"
+        "         ('grouped_matmul', 'mixture_of_experts', 'linear_attention')]\n"
+        "x = jnp.ones((8, 8))\n"
+        "loss = lambda w, x: (jnp.tanh(x @ w) ** 2).mean()\n"
+        "autopallas.optimize(jax.grad(loss)).trace(x, x)\n"
+        "print(*[name in sys.modules for name in names])\n"
+        "masked = lambda q, k, v: jnp.tril(q @ k.T) @ v\n"
+        "experts = lambda x, w, p: jnp.einsum('tef,te->tf', jnp.einsum('td,edf->tef', x, w), jax.nn.softmax(p))\n"
+        "autopallas.optimize(masked).trace(x, x, x)\n"
+        "autopallas.optimize(experts).trace(x, jnp.ones((8, 8, 8)), x)\n"
+        "print(*[name in sys.modules for name in names])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"] * 3 + ["False", "True", "True"]
+
+
 def test_equations_of_sites_are_printed_when_the_report_is_read(monkeypatch):
     printed = []
 

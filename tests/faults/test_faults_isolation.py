@@ -39,7 +39,7 @@ SET_UP = {
     "patterns.attention.recognise:_reach": ("attention", 0),
     "patterns.attention.recognise:_Proofs.__init__": ("attention", 0),
     "patterns.cross_entropy.recognise:_exponents": ("cross_entropy", 0),
-    "patterns.mixture_of_experts.recognise:_candidates": ("grouped_matmul", 2),
+    "patterns.mixture_of_experts.finder:candidates": ("grouped_matmul", 2),
     "patterns.mixture_of_experts.recognise:choice_axes": ("grouped_matmul", 2),
 }
 

@@ -14,23 +14,20 @@ from typing import Literal, TypeAlias
 from autopallas import jaxprs
 from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node
-from autopallas.graph.edit import surviving
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
-from autopallas.patterns import mixture_of_experts
 from autopallas.patterns.grouped_matmul.epilogue import with_epilogue
 from autopallas.patterns.grouped_matmul.ragged_dot import ragged_dot
 from autopallas.patterns.grouped_matmul.widening import with_widening
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
 
-__all__ = ["find"]
+__all__ = ["grouped"]
 
 Origin: TypeAlias = Literal["forward", "backward", "again"]
 """Whether an equation is computed by the program itself, for its derivative, or a second time for a checkpoint."""
 
 
-def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
-    """Finds every grouped matmul in a graph, and the near misses."""
-    alive = surviving(graph, ())
+def grouped(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list[Match], Sequence[NearMiss]]:
+    """Finds the grouped matmuls among the values that are needed, and the near misses."""
     products = [node for node in graph.nodes if node.name == "ragged_dot_general"]
     origins = _Origins(graph)
     forwards: list[_Forward] = []
@@ -56,12 +53,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             else:
                 forwards.append(_Forward(match))
     alone = _attach(forwards, parts)
-    matches = [*(forward.finished() for forward in forwards), *alone]
-    dense: list[Match] = []
-    missed: list[NearMiss] = []
-    with contained():
-        dense, missed = mixture_of_experts.find(graph, alive, assume_finite)
-    return sorted([*matches, *dense], key=lambda match: match.results[0]), [*misses.values(), *missed]
+    return [*(forward.finished() for forward in forwards), *alone], [*misses.values()]
 
 
 class _Origins:

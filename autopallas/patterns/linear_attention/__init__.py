@@ -1,5 +1,5 @@
 """Finds causal linear attention."""
 
-from autopallas.patterns.linear_attention.recognise import find
+from autopallas.patterns.linear_attention.finder import find
 
 __all__ = ["find"]

@@ -14,28 +14,27 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 
 from autopallas import jaxprs
 from autopallas.faults import contained
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.edit import surviving
 from autopallas.graph.extract import nodes_between
-from autopallas.graph.labels import Atom, Dimension, is_product
+from autopallas.graph.labels import Atom, Dimension
 from autopallas.kernels.linear_attention.operation import OPERATION, LinearAttentionSpec, Spelling
 from autopallas.numerics.casts import is_floating, keeps_range, rounds, widens
 from autopallas.patterns.advice import LINEAR_ROWS, LINEAR_SCORES, LINEAR_STATES
 from autopallas.patterns.declared_match import declared_match
 from autopallas.patterns.escapes import complete
 from autopallas.patterns.expressions import Scope, computed_from
-from autopallas.patterns.forward import COPIES, LAYOUT, in_backward
+from autopallas.patterns.forward import in_backward
 from autopallas.patterns.linear_attention.factors import Factor
-from autopallas.patterns.linear_attention.masks import COMPARISONS, Seen
+from autopallas.patterns.linear_attention.masks import Seen
 from autopallas.patterns.linear_attention.steps import Unread
 from autopallas.patterns.linear_attention.weights import Weights, read_weights
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, describe_reason
 
-__all__ = ["find"]
+__all__ = ["found"]
 
 _DEEPEST = 16
 """Longest chain of elementwise equations that is looked at."""
@@ -58,11 +57,8 @@ class _Parts(NamedTuple):
     spelling: Spelling
 
 
-def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
-    """Finds every causal linear attention in a graph, and the near misses."""
-    nodes = _candidates(graph) if assume_finite else []
-    if not nodes:
-        return [], []
+def found(graph: Graph, nodes: Sequence[Node]) -> tuple[list[Match], list[NearMiss]]:
+    """Finds causal linear attention among the nodes that may give its results, and the near misses."""
     alive = surviving(graph)
     sites: list[tuple[Match, Node]] = []
     misses: list[NearMiss] = []
@@ -91,65 +87,13 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             left = [(match, node) for match, node in sites if (node.name == "div") == quotients]
             left = [(match, node) for match, node in left if not still.isdisjoint(match.results)]
             left = [(match, node) for match, node in left if not (with_backward and in_backward(node))]
-            found, missed = complete(graph, left)
+            whole, missed = complete(graph, left)
             if with_backward:
-                done = {match.results for match in found}
-                found += complete(graph, _as_shared(graph, [own for own in left if own[0].results not in done]))[0]
-            matches += [match for match in found if match.backwards or not with_backward]
+                done = {match.results for match in whole}
+                whole += complete(graph, _as_shared(graph, [own for own in left if own[0].results not in done]))[0]
+            matches += [match for match in whole if match.backwards or not with_backward]
             misses += [] if with_backward or quotients else missed
     return matches, misses
-
-
-_CONTRACTIONS = frozenset({"dot_general", "reduce_sum"})
-_COUNTS = LAYOUT | {"add", "sub", "convert_element_type"}
-_MOVES = COPIES | {"slice", "split", "concatenate", "stack", "unstack", "not"}
-_SCALES = frozenset({"mul", "div", "neg", "select_n"})
-_WEIGHTS = COPIES | {"add", "sub", "exp", "exp2", "pow", "abs", "max", "cumsum"}
-"""Equations by which masks and decays are computed of masks."""
-
-
-def _candidates(graph: Graph) -> list[Node]:
-    """Returns the contractions, and quotients of these, that read running sums or masked products, in one pass over the
-    program.  A mask compares positions here, or is part of the program's text."""
-    positions = {number for number, array in graph.constants.items() if np.ndim(array) > 0}
-    masks = {number for number in positions if np.ndim(graph.constants[number]) > 1}
-    weights = {*masks}  # masks, and decays that are computed of them
-    numbers: set[int] = set()  # arrays that repeat one
-    products: set[int] = set()
-    reached: set[int] = set()
-    results: set[int] = set()
-    found: list[Node] = []
-    for node in graph.nodes:
-        name, given = node.name, [n for n in node.inputs if n not in graph.literals and n not in numbers]
-        scales = name in _SCALES or is_product(node)
-        moves = name in _MOVES or scales
-        contracts = name in _CONTRACTIONS and not scales
-        if given and (name in COMPARISONS and positions.issuperset(given) or moves and masks.issuperset(given)):
-            masks.update(node.outputs)
-            weights.update(node.outputs)
-        elif name == "iota" or (given and name in _COUNTS and positions.issuperset(given)):
-            positions.update(node.outputs)
-        elif not given and name in COPIES:
-            numbers.update(node.outputs)
-        elif name == "cumsum":
-            reached.update(node.outputs)
-        elif not reached.isdisjoint(given):
-            if contracts:
-                found.append(node)
-                results.update(node.outputs)
-            elif moves:
-                reached.update(node.outputs)
-        elif not results.isdisjoint(given) and name == "div":
-            found.append(node)
-        elif not products.isdisjoint(given) and scales and not weights.isdisjoint(given):
-            reached.update(node.outputs)
-        if contracts or (moves and not products.isdisjoint(given)):
-            products.update(node.outputs)
-        if (name in _WEIGHTS or moves) and not weights.isdisjoint(given):
-            weights.update(node.outputs)
-        if name in COPIES and not results.isdisjoint(given):
-            results.update(node.outputs)
-    return found
 
 
 def _match(graph: Graph, node: Node, shared: bool = False) -> Match | None:

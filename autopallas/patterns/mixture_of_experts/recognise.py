@@ -20,10 +20,8 @@ from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.body_links import homes_of
-from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.edit import surviving
 from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
-from autopallas.graph.labels import is_product
 from autopallas.graph.proof_cache import ProofCache
 from autopallas.kernels.mixture_of_experts.operation import OPERATION
 from autopallas.numerics.casts import is_floating, kind_of
@@ -40,22 +38,23 @@ from autopallas.patterns.forward import (
     differentiable,
 )
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss, bounded
-from autopallas.patterns.mixture_of_experts.axes import EVERYTHING, choice_axes, passed_on
+from autopallas.patterns.mixture_of_experts.axes import choice_axes
+from autopallas.patterns.mixture_of_experts.candidates import MOVES, PLAIN
 from autopallas.patterns.mixture_of_experts.loops import added_on_the_way, even_sums, loop_at, selected_on_the_way
 from autopallas.patterns.mixture_of_experts.picks import GATHERED, PICKED
 from autopallas.patterns.mixture_of_experts.readers import read
 from autopallas.patterns.mixture_of_experts.refusals import DENSE, refuse_compared
 from autopallas.patterns.mixture_of_experts.site import NoMixture, Sites
 from autopallas.patterns.mixture_of_experts.slots import DISPATCHED, SCATTERED
-from autopallas.patterns.mixture_of_experts.token_loops import one_by_one
-from autopallas.patterns.mixture_of_experts.written_out import written_out
 from autopallas.patterns.settling import Search, settle
 
-__all__ = ["find"]
+__all__ = ["dense"]
 
 OP = OPERATION.name
 _PARTS = 8
 """Most partial sums of a longer sum that are tried, where the longer sum is no site."""
+_LAYOUTS = 8
+"""Most casts and layouts, one after the other, that are read through."""
 _KINDS = (Merged, Forward, Dissolved, Rectified, DissolvedApart, RectifiedApart)
 """Ways in which a backward is looked for, in order."""
 _REACHES = {
@@ -64,14 +63,16 @@ _REACHES = {
     SCATTERED: ("an expert computes for a slot of which nothing is read", "the gradients"),
 }
 """Per kind of mixture, where an infinity may be that the site leaves out, and what it would reach."""
-_PLAIN = ELEMENTWISE | frozenset(
-    """reshape transpose broadcast_in_dim squeeze expand_dims slice split concatenate stack unstack copy name
-    optimization_barrier reduce_sum reduce_max reduce_or custom_jvp_call dot_general""".split()
-)
 
 
-def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list[Match], list[NearMiss]]:
-    """Finds every such mixture in a graph, and the near misses."""
+def dense(
+    graph: Graph, nodes: Sequence[Node], alive: frozenset[int], assume_finite: bool
+) -> tuple[dict[int, Match], dict[int, NearMiss], set[int]]:
+    """Finds such mixtures among the nodes that may be their sums.
+
+    Returns:
+      The matches and the near misses, by the number of the sum, and the products that the matches compute.
+    """
     matches: dict[int, Match] = {}
     drafts: dict[int, Draft] = {}
     misses: dict[int, NearMiss] = {}
@@ -80,7 +81,7 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
     sites = Sites(graph)
     within: set[int] = set()
     sums, tried = even_sums(graph), Counter[int]()
-    for node in reversed(_candidates(graph, alive)):  # the whole of a written-out sum comes before its parts
+    for node in reversed(nodes):  # the whole of a written-out sum comes before its parts
         with contained(node):
             root, location = _result(graph, node, alive), jaxprs.location(node.equation)
             if root in covered or node.name == "select_n" and root in within:
@@ -134,18 +135,7 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
         _with_loops_again(graph, drafts, alone)
         _with_backwards_beside(graph, drafts, alone)
         matches = alone
-    places: dict[str, NearMiss] = {}  # a sum that is written in parts is one miss
-    for root, miss in misses.items():
-        if root not in matches:
-            places.setdefault(miss.location, miss)
-    with contained():
-        for miss in one_by_one(graph, alive):
-            if miss.value not in matches and not any(miss.value in match.replaced for match in matches.values()):
-                places.setdefault(miss.location, miss)
-    with contained():
-        for miss in written_out(graph, alive, {n for root in matches for n in drafts[root].products}):
-            places.setdefault(miss.location, miss)
-    return [matches[root] for root in sorted(matches)], list(places.values())
+    return matches, misses, {number for root in matches for number in drafts[root].products}
 
 
 def _holders(graph: Graph, body: Body) -> Iterator[JaxprEqn]:
@@ -311,83 +301,6 @@ def _with_backwards_beside(graph: Graph, drafts: dict[int, Draft], matches: dict
                 matches[root] = drafts[root].match_with(search)
 
 
-def _candidates(graph: Graph, alive: frozenset[int]) -> list[Node]:
-    """Returns the nodes that may sum over experts products and compared, scattered or normalised values."""
-    weighs = bytearray(len(graph.avals))
-    product = bytearray(len(graph.avals))
-    gathered = bytearray(len(graph.avals))
-    """Whether a value is gathered, apart from layout and casts."""
-    along = [0] * len(graph.avals)
-    """Per value, a bit for each axis along which it may differ by something compared, scattered or normalised."""
-    found: list[Node] = []
-    avals = graph.avals
-    for node in graph.nodes:
-        name, inputs = node.name, node.inputs
-        weighed = multiplied = False
-        for i in inputs:
-            weighed = weighed or bool(weighs[i])
-            multiplied = multiplied or bool(product[i])
-        if name in _ANCHORS and (name == "scan" or node.outputs[0] in alive):
-            if name == "scan":  # possibly a loop over experts
-                chosen = not alive.isdisjoint(node.outputs)
-            elif name in ("add", "select_n"):
-                chosen = multiplied and (weighed or len(inputs) > 3)
-            else:
-                sums = weighed and multiplied and _sums_along(node, [along[i] for i in inputs])
-                chosen = sums or _may_pick(graph, node, product, gathered)
-            if chosen and not node.body.transposed and not compat.is_transposed(node.equation):
-                found.append(node)
-        starts = name in _STARTS
-        through = starts or weighed and (name == "scan" or name in _PLAIN)
-        multiplied = multiplied or name == "scan" or name == "dot_general" and not is_product(node)
-        moves = name == "gather" or name in _MOVES and gathered[inputs[0]]
-        plain = not starts and name in ELEMENTWISE
-        for output in node.outputs:
-            weighs[output], product[output], gathered[output] = through, multiplied, moves
-            if through and plain:  # what passed_on gives
-                bits = 0
-                for i in inputs:
-                    if along[i]:
-                        bits |= along[i] if avals[i].shape else EVERYTHING
-                along[output] = bits
-            elif through:
-                whole = starts or name == "scan" or name == "custom_jvp_call" and not is_elementwise_call(node.equation)
-                along[output] = -1 if whole else passed_on(graph, node, output, [along[i] for i in inputs])
-    return found
-
-
-def _may_pick(graph: Graph, node: Node, product: Sequence[int], gathered: Sequence[int]) -> bool:
-    """Returns whether a node may pick what experts compute, or add it to tokens, or multiply with gathered matrices."""
-    if not node.outputs or not is_floating(graph.dtype(node.outputs[0])):
-        return False
-    if node.name in ("scatter", "scatter-add"):
-        return bool(product[node.inputs[2]])
-    if node.name == "gather":
-        return bool(product[node.inputs[0]])
-    if node.name != "dot_general" or is_product(node):
-        return False
-    return any(gathered[i] and len(graph.shape(i)) > 2 for i in node.inputs)
-
-
-_LAYOUTS = 8
-"""Most casts and layouts, one after the other, that are read through."""
-_MOVES = frozenset("reshape transpose broadcast_in_dim squeeze expand_dims convert_element_type copy".split())
-_SUMS = frozenset({"dot_general", "reduce_sum", "add", "select_n"})
-_ANCHORS = _SUMS | {"scan", "gather", "scatter", "scatter-add"}
-"""Operations that may be the sum, or pick what experts compute."""
-_STARTS = frozenset({"eq", "ge", "le", "and", "scatter", "scatter-add", "exp", "logistic"})
-
-
-def _sums_along(node: Node, axes: Sequence[int]) -> bool:
-    """Returns whether a node sums along one of the ``axes`` of its operands."""
-    if node.name == "reduce_sum":
-        return any(axes[0] >> int(d) & 1 for d in node.params["axes"])
-    if node.name != "dot_general":
-        return False
-    contracted = node.params["dimension_numbers"][0]
-    return any(mask >> int(d) & 1 for mask, dimensions in zip(axes, contracted, strict=True) for d in dimensions)
-
-
 def _constants(graph: Graph) -> Sequence[Hashable]:
     """Returns, per value, whether it is made of literals and positions alone."""
     if "constant" not in graph.notes:
@@ -395,7 +308,7 @@ def _constants(graph: Graph) -> Sequence[Hashable]:
         for number in graph.literals:
             found[number] = True
         for node in graph.nodes:
-            plain = (node.name in _PLAIN or node.name == "iota") and not node.equation.effects
+            plain = (node.name in PLAIN or node.name == "iota") and not node.equation.effects
             if plain and all(found[i] for i in node.inputs):
                 for output in node.outputs:
                     found[output] = True
@@ -477,7 +390,7 @@ class Draft:
             return False
         if self._constant(number):
             return True
-        if kind_of(graph.dtype(number)) in "iub" and node.name in _PLAIN:
+        if kind_of(graph.dtype(number)) in "iub" and node.name in PLAIN:
             return any(self._constant(i) for i in node.inputs)  # positions and choices on their way to indices
         size = math.prod(graph.shape(number))
         return node.name == "broadcast_in_dim" and size > math.prod(graph.shape(node.inputs[0]))
@@ -487,7 +400,7 @@ class Draft:
         the choices."""
         for _ in range(_LAYOUTS):
             node = self.graph.definitions.get(number)
-            if number in self.kept or node is None or node.name not in _MOVES:
+            if number in self.kept or node is None or node.name not in MOVES:
                 break
             number = node.inputs[0]
         return number in self.kept
