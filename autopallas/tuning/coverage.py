@@ -2,8 +2,8 @@
 
 A table's key names what block sizes depend on.  On CPUs the original's own speed depends on more.  XLA compiles some
 originals to one kernel and others to several, depending on their batch axes and the order of their products, and
-processors differ in how they multiply 16-bit numbers.  A row says nothing about what was not varied when it was
-measured.
+processors and versions of JAX differ in how they multiply 16-bit numbers.  A row says nothing about what was not varied
+when it was measured.
 
 An operation declares what its rows depend on by a function ``conditions(match)`` in its module of tuned block sizes;
 without one its rows depend only on the processor.  On GPUs and TPUs rows are of the operation's cases, and hold for no
@@ -137,11 +137,11 @@ def gap(row: Row[object], match: Workload, device: Device, own_form: bool = Fals
         )
     if asked.unlike and row.assured_gain < asked.unlike_from:
         return f"no row for {asked.unlike}: those of the table gain less than {asked.unlike_from:.3g}x without"
-    here = processor.vector_extensions()
-    if _narrow(match) and not processor.alike(row.measured_with, here):
+    here, running = processor.vector_extensions(), running_jax()
+    narrow, other_line = _narrow(match), row.jax_line != jax_line(running)
+    if narrow and not processor.alike(row.measured_with, here):
         decided = "no row for these vector extensions, which decide the speed of 16-bit numbers"
-    elif asked.with_jax and row.assured_gain < asked.elsewhere_from and row.jax_line != jax_line(running_jax()):
-        running = running_jax()
+    elif other_line and (narrow or (asked.with_jax and row.assured_gain < asked.elsewhere_from)):
         return f"no row for this version of JAX: the table's was measured with {row.versions}, and this is {running}"
     elif row.measured_with != (here or _UNKNOWN) and row.assured_gain < asked.elsewhere_from:
         decided = "no row for these vector extensions, on which the gain depends"

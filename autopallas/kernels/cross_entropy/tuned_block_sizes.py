@@ -68,8 +68,7 @@ def conditions(match: Workload) -> Conditions:
     assert isinstance(spec, CrossEntropySpec)
     slight = _slight(spec)
     if several == 1 or (match.direction == "forward+backward" and not spec.products):
-        summed = match.direction == "forward" and _narrow(spec) and _sums(spec) > 1
-        return Conditions(slight=slight, with_jax=summed, elsewhere_from=math.inf if summed else 0.0)
+        return Conditions(slight=slight)
     passes = f"of {several} passes over the logits"
     return Conditions(spelling=passes, holds_from=math.inf, form="several passes", beyond=passes, slight=slight)
 
@@ -92,17 +91,6 @@ def _slight(spec: CrossEntropySpec) -> str:
 
 def _narrow(spec: CrossEntropySpec) -> bool:
     return any(head.row_dtype.itemsize <= 2 for head in spec.heads)
-
-
-def _sums(spec: CrossEntropySpec) -> int:
-    """Returns how many sums over the vocabulary the rows' original lacks, such as of one-hot labels times logarithms.
-
-    Labels that are one-hot come to two: of what is labelled, and of the labels.  Without a gradient, XLA of JAX 0.12
-    makes one kernel of these and the logsumexp, and rows of 16-bit numbers that were measured with JAX 0.10 had 0.77 to
-    0.95 of the original's speed there, where they gain 1.4 to 2.1 with JAX 0.10 (N 300 and 1,000, D 100 to 512, V 1,000
-    to 5,003, AVX-512, medians of 11 paired processor times).
-    """
-    return sum(statistic.kind == "sum" for statistic in spec.statistics)
 
 
 TABLE = Table(OPERATION, BUCKETS, _filed, BlockSizes)
