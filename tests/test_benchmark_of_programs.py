@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,13 @@ def test_means_are_geometric_and_leave_out_what_failed() -> None:
     assert said.startswith("2 programs, geometric means: 1.00 times as fast; temporary memory 1.00, and 0.50")
     assert "2 of 2 sites are replaced" in said
     assert measure.summary([row(failure="no")]) == "no program ran"
+
+
+def test_recorded_places_name_no_folder_of_a_machine() -> None:
+    recorded = json.loads((Path(programs_cli.__file__).parents[1] / "results" / "programs-cpu.json").read_text())
+    reasons = [reason for row in recorded for _, reason in row.get("near_misses", [])]
+    assert reasons
+    assert not [reason for reason in reasons if re.search(r"(?<![\w.])/", reason)]
 
 
 def test_of_a_steps_state_the_change_is_compared() -> None:

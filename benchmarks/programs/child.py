@@ -13,11 +13,13 @@ import faulthandler
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -127,12 +129,22 @@ def _smallest(built: Built) -> int | None:
     return analysis and int(analysis.temp_size_in_bytes)
 
 
+def _without_folders(text: str) -> str:
+    """Returns text without the folders of this machine in which packages and the project lie.
+
+    Example:
+      >>> _without_folders("read at /home/me/env/lib/python3.11/site-packages/flax/linen/recurrent.py:168")
+      'read at flax/linen/recurrent.py:168'
+    """
+    return re.sub(r"/\S*?/site-packages/", "", text).replace(f"{Path(__file__).parents[2]}/", "")
+
+
 def _of_report(report: Report) -> dict[str, Any]:
     """What a report says of sites, and of the time that passes took: the search is in that of the plan."""
     found: Any = report.to_dict()
     return {
         "sites": [{name: site[name] for name in _OF_SITE} | {"spec": site["spec_line"]} for site in found["sites"]],
-        "near_misses": [[miss["op"], miss["reason"]] for miss in found["near_misses"]],
+        "near_misses": [[miss["op"], _without_folders(miss["reason"])] for miss in found["near_misses"]],
         "failures": found["failures"],
         "tuning": found["tuning"],
         "passes": {one.name: round(one.seconds, 3) for one in report.trace if one.seconds >= 0.01},
