@@ -25,9 +25,10 @@ ORACLE_LIMIT = 8 * 4096 * 4096
 LIBRARY_LIMIT = 8 * 2048 * 2048
 """How many scores there may be for JAX's own function to be run: beyond, it takes long and says nothing new."""
 
-_CAUSAL = ("causal", "causal32", "window", "window32", "causal_padded", "masked")
-_WINDOWS = ("window", "window32")
-_PADDED = ("padded", "causal_padded", "masked")
+_WINDOWS = ("window", "window32", "window_padded")
+_CAUSAL = ("causal", "causal32", "causal_padded", "masked", *_WINDOWS)
+_OF_LENGTHS = ("padded", "causal_padded", "window_padded")
+_PADDED = ("masked", *_OF_LENGTHS)
 
 
 def live_keys(length: int) -> int:
@@ -37,17 +38,17 @@ def live_keys(length: int) -> int:
 
 def library(mask: str, query: jax.Array, key: jax.Array, value: jax.Array, *rest: jax.Array) -> jax.Array:
     """The same by JAX's own function, for orientation."""
-    extra: dict[str, Any] = {}
-    if mask in ("causal", "causal32"):
-        extra = {"is_causal": True}
-    elif mask in _WINDOWS:
-        extra = {"is_causal": True, "local_window_size": (window_size(key.shape[1]) - 1, 0)}
-    elif mask in ("padded", "causal_padded"):
-        extra = {"key_value_seq_lengths": rest[0], "is_causal": mask == "causal_padded"}
-    elif mask == "bias":
+    extra: dict[str, Any]
+    if mask == "bias":
         extra = {"bias": rest[0]}
     elif mask == "masked":
         extra = {"mask": rest[0]}
+    else:
+        extra = {"is_causal": mask in _CAUSAL}
+        if mask in _WINDOWS:
+            extra["local_window_size"] = (window_size(key.shape[1]) - 1, 0)
+        if mask in _OF_LENGTHS:
+            extra["key_value_seq_lengths"] = rest[0]
     result: jax.Array = jax.nn.dot_product_attention(query, key, value, **extra)
     return result
 
@@ -88,7 +89,7 @@ def arguments(case: Case) -> tuple[jax.Array, ...]:
         return jnp.asarray(random.standard_normal(shape, np.float32), case.dtype)
 
     given = [normal(batch, length, heads, head_size) for length in (queries, keys, keys)]
-    if case.mask in ("padded", "causal_padded"):
+    if case.mask in _OF_LENGTHS:
         given.append(jnp.full((batch,), live_keys(keys), jnp.int32))
     elif case.mask == "bias":
         given.append(normal(1, heads, queries, keys))

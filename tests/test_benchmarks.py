@@ -199,6 +199,7 @@ def test_arithmetic_is_counted_over_live_pairs() -> None:
         "window32": 28,
         "padded": 48,
         "causal_padded": 36,
+        "window_padded": 24,
         "masked": 36,
     }
     assert attention.operations(Case("attention", "forward+backward", "float32", "full", sizes)) == 3.5 * 64
@@ -281,7 +282,7 @@ def test_table_has_a_case_for_every_bucket_and_kind_of_mask() -> None:
             spec = table.Place.of(attention.original(case), shapes).match.spec
             filed.add(tuned_block_sizes.table_key(spec, "xla", case.direction)[3:])
     squares = [b.name for b in tuned_block_sizes.BUCKETS if b.name.startswith("T")]
-    given = ("causal and dynamic", "dynamic, T x S input", "full, T x S input")
+    given = ("causal and dynamic", "static and dynamic", "dynamic, T x S input", "full, T x S input")
     assert filed == {
         *((bucket, mask) for bucket in squares for mask in ("full", "causal", "static", "dynamic")),
         *((bucket, mask) for bucket in ("decode", "other") for mask in ("full", "dynamic")),

@@ -70,6 +70,15 @@ def causal_padded(query: jax.Array, key: jax.Array, value: jax.Array, lengths: j
     return _weighted(scores + jnp.where(mask, 0, jnp.finfo(scores.dtype).min).astype(scores.dtype), value)
 
 
+def window_padded(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Computes attention of a window with the padding of its sequences, as language models' trainers do."""
+    scores = jnp.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(query.shape[-1]).astype(query.dtype)
+    distance = jnp.arange(scores.shape[-2])[:, None] - jnp.arange(scores.shape[-1])[None, :]
+    near = (distance >= 0) & (distance < window_size(scores.shape[-1]))
+    mask = near & (jnp.arange(key.shape[1]) < lengths[:, None])[:, None, None, :]
+    return _weighted(jnp.where(mask, scores, jnp.finfo(scores.dtype).min), value)
+
+
 def bias(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array) -> jax.Array:
     scores = jnp.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(query.shape[-1]).astype(query.dtype)
     return _weighted(scores + bias, value)
@@ -92,6 +101,7 @@ ORIGINALS: dict[str, Callable[..., jax.Array]] = {
     "window": window,
     "padded": padded,
     "causal_padded": causal_padded,
+    "window_padded": window_padded,
     "bias": bias,
     "masked": masked,
     "full32": full32,
@@ -177,7 +187,7 @@ def table_grid(platform: str = "cpu") -> tuple[Case, ...]:
             for head_size in (64, 128)
             for length, heads, batch in sizes
         )
-    masks, given = ("full", "causal", "window", "padded"), ("causal_padded", "masked", "bias")
+    masks, given = ("full", "causal", "window", "padded"), ("causal_padded", "window_padded", "masked", "bias")
     squares = ((256, 8), (512, 8), (1024, 8), (2048, 8), (4096, 4), (8192, 2), (16384, 2))
     return tuple(
         case
