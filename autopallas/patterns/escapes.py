@@ -238,6 +238,17 @@ def _gradients(backward: Backward, numbers: Sequence[int], beside: Beside) -> li
     return gradients
 
 
+def _widens(graph: Graph, node: Node) -> bool:
+    """Returns whether a node gives floats more digits, and no greater range, beyond which a sum would be infinite."""
+    if node.name != "convert_element_type":
+        return False
+    dtypes = graph.dtype(node.inputs[0]), graph.dtype(node.outputs[0])
+    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+        return False
+    before, after = map(jnp.finfo, dtypes)
+    return bool(before.maxexp == after.maxexp and before.nmant <= after.nmant)
+
+
 @dataclass(frozen=True, slots=True)
 class Beside:
     """What is computed beside a site: the values that the program still computes, and those that other kernels read.
@@ -264,7 +275,11 @@ class Beside:
 
     def meet(self, number: int, every: Sequence[int]) -> bool:
         """Returns whether values go into one sum and into nothing else before it, each as often as it is among them,
-        and ``number`` is so once."""
+        and ``number`` is so once.
+
+        Each may be widened first, as where layers cast what they read one by one: their sum, which the kernel rounds
+        once, is as near then as theirs after a rounding each.
+        """
         wanted = Counter(every)
         if wanted[number] != 1 or len(wanted) == 1:
             return wanted[number] == 1
@@ -276,6 +291,9 @@ class Beside:
             readers = self._readers(first)
             if first in self.graph.returned or self._another_reads(first):
                 return False
+            if len(readers) == 1 and _widens(self.graph, readers[0]):
+                terms[readers[0].outputs[0]] = terms.pop(first)
+                continue
             if not readers or any(node.name != "add_any" for node in readers):
                 return False
             added = terms.pop(first)

@@ -140,6 +140,43 @@ def test_numbers_are_right_at_every_scale_of_activations(dtype, scale):
     assert outcome.counts("gated_mlp") == 1
 
 
+def cast_one_by_one(narrow):
+    """A train step of layers with weights in float32 that cast what they read themselves, as Flax's do with a dtype:
+    the cotangents of what both projections read are added up in float32."""
+
+    def dense(x, w):
+        return x.astype(narrow) @ w.astype(narrow)
+
+    def loss(x, gate, up, down):
+        x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+        return jnp.mean(dense(jax.nn.silu(dense(x, gate)) * dense(x, up), down).astype(jnp.float32) ** 2)
+
+    return jax.value_and_grad(loss, (0, 1, 2, 3))
+
+
+def test_layers_that_cast_what_they_read_one_by_one_are_found_and_no_further_from_the_truth():
+    arguments = (array(64, 32), array(32, 48, seed=1), array(32, 48, seed=2), array(48, 24, seed=3))
+    step = cast_one_by_one(jnp.bfloat16)
+    optimized = autopallas.optimize(step, objective="always", ops="gated_mlp", strict=True)
+    ours, theirs = optimized(*arguments), jax.jit(step)(*arguments)
+    (site,) = optimized.report().sites
+    assert (site.verdict, site.direction) == ("applied", "forward+backward")
+    for own, other, truth in zip(*map(jax.tree.leaves, (ours, theirs, in_float64(step, arguments))), strict=True):
+        largest = np.abs(truth).max()
+        error, before = (np.abs(np.asarray(x, np.float64) - truth).max() / largest for x in (own, other))
+        assert own.dtype == other.dtype
+        assert error <= 2 * before + 2**-9, "a rounding to bfloat16 of the largest number"
+
+
+def test_sums_of_widened_cotangents_stay_where_the_narrow_sum_may_be_infinite():
+    """Two cotangents of 40,000 are 80,000 in float32, and infinite in float16."""
+    arguments = (array(64, 32), array(32, 48, seed=1), array(32, 48, seed=2), array(48, 24, seed=3))
+    report = autopallas.explain(
+        autopallas.optimize(cast_one_by_one(jnp.float16), objective="always", ops="gated_mlp"), *arguments
+    )
+    assert not report.sites
+
+
 def test_blocks_of_rows_give_what_all_rows_give():
     from autopallas.kernels.gated_mlp import gated_mlp
     from autopallas.kernels.gated_mlp.operation import OPERATION
