@@ -34,6 +34,10 @@ class SiteSpec(Protocol):
 
     __dataclass_fields__: ClassVar[dict[str, Field[object]]]
 
+    @property
+    def widest_dtype(self) -> Dtype:
+        """Dtype under which tables file the site."""
+
     def assumptions(self) -> tuple[str, ...]:
         """Returns in words what has to hold for the result to equal the original's."""
 

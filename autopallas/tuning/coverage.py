@@ -138,10 +138,12 @@ def gap(row: Row[object], match: Workload, device: Device, own_form: bool = Fals
     if asked.unlike and row.assured_gain < asked.unlike_from:
         return f"no row for {asked.unlike}: those of the table gain less than {asked.unlike_from:.3g}x without"
     here, running = processor.vector_extensions(), running_jax()
-    narrow, other_line = _narrow(match), row.jax_line != jax_line(running)
-    if narrow and not processor.alike(row.measured_with, here):
+    other_line = row.jax_line != jax_line(running)
+    if _narrow(match) and not processor.alike(row.measured_with, here):
         decided = "no row for these vector extensions, which decide the speed of 16-bit numbers"
-    elif other_line and (narrow or (asked.with_jax and row.assured_gain < asked.elsewhere_from)):
+    elif other_line and (
+        _is_narrow(match.spec.widest_dtype) or (asked.with_jax and row.assured_gain < asked.elsewhere_from)
+    ):
         return f"no row for this version of JAX: the table's was measured with {row.versions}, and this is {running}"
     elif row.measured_with != (here or _UNKNOWN) and row.assured_gain < asked.elsewhere_from:
         decided = "no row for these vector extensions, on which the gain depends"
@@ -218,4 +220,8 @@ def _narrow(match: Workload) -> bool:
     so that products may be of such numbers."""
     values = (getattr(match.spec, field.name) for field in dataclasses.fields(match.spec))
     dtypes = [value for value in values if isinstance(value, np.dtype)] or [a.dtype for a in match.original.in_avals]
-    return any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2 for dtype in dtypes)
+    return any(map(_is_narrow, dtypes))
+
+
+def _is_narrow(dtype: np.dtype) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize <= 2

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, Literal, Protocol, TypeVar, cast
+from typing import Generic, Literal, TypeVar, cast
 
-from autopallas.compat import Dtype
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Operation
-from autopallas.sites.spec import BlockSizes
+from autopallas.sites.spec import BlockSizes, SiteSpec
 from autopallas.tuning.row import DEVICES, LEAST_MEMORY, MEMORY_SLOWDOWN, Bucket, Evidence, Key, Row, Rows
 from autopallas.tuning.table_files import Files
 
@@ -146,14 +145,7 @@ def of_form(key: Key, form: str) -> Key:
     return (*key[:4], f"{key[4]}, {form}") if form else key
 
 
-class Spec(Protocol):
-    """Interface of an operation's specs for a table."""
-
-    @property
-    def widest_dtype(self) -> Dtype: ...
-
-
-S = TypeVar("S", bound=Spec)
+S = TypeVar("S", bound=SiteSpec)
 B = TypeVar("B", bound=BlockSizes)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from autopallas.compat import Dtype
 from autopallas.sites.elementwise import ElementwiseProgram, Score
-from autopallas.sites.spec import plain_fields
+from autopallas.sites.spec import SiteSpec, plain_fields
 
 __all__ = ["GroupedMatmulSpec", "ProductSpec", "Use"]
 
@@ -25,7 +25,7 @@ Use: TypeAlias = Literal["forward", "dlhs", "drhs"]
 a train step; each may stand alone in a program."""
 
 
-class ProductSpec(Protocol):
+class ProductSpec(SiteSpec, Protocol):
     """What block sizes and tables ask of a spec: that of a grouped matmul, or of a part of the operation that computes
     several products, the largest of which it describes."""
 
@@ -53,9 +53,6 @@ class ProductSpec(Protocol):
 
     @property
     def accumulation_dtype(self) -> Dtype: ...
-
-    @property
-    def widest_dtype(self) -> Dtype: ...
 
     @property
     def original_form(self) -> str:
