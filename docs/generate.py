@@ -36,7 +36,7 @@ FOR_MEMORY = "scan_checkpoint"
 """Kind of respelling that is used for its memory."""
 
 
-EXTENSIONS = {"avx2": "AVX2", "avx512_bf16": "AVX-512"}
+EXTENSIONS = {"avx2": "AVX2", "avx512_bf16": "AVX-512", "avx512_fp16": "AVX-512"}
 """The vector extensions that respellings were measured with, and how the table names them."""
 
 
@@ -46,14 +46,16 @@ def respellings() -> str:
     for (*_, invariants), row in TABLE.files.read("cpu"):
         kind, form, *_ = invariants.split(", ")
         if kind != FOR_MEMORY:
-            found.setdefault((kind, form), {}).setdefault(str(row.extensions), []).append(row.speedup)
+            extensions = EXTENSIONS[str(row.extensions)]
+            found.setdefault((kind, form), {}).setdefault(extensions, []).append(row.speedup)
+    names = list(dict.fromkeys(EXTENSIONS.values()))
     rows = [
-        f"| kind | form | {' | '.join(f'median gain with {name} (from, to)' for name in EXTENSIONS.values())} | rows "
+        f"| kind | form | {' | '.join(f'median gain with {name} (from, to)' for name in names)} | rows "
         "| of these left alone |",
         "|---|---|---|---|---|---|",
     ]
     for (kind, form), by_extensions in sorted(found.items()):
-        cells = [gains_in_words(by_extensions.get(extensions, [])) for extensions in EXTENSIONS]
+        cells = [gains_in_words(by_extensions.get(name, [])) for name in names]
         gains = [gain for own in by_extensions.values() for gain in own]
         left = sum(gain < WORTH_IT for gain in gains)
         rows.append(f"| `{kind}` | {form} | {' | '.join(cells)} | {len(gains)} | {left or ''} |")

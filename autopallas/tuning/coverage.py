@@ -145,7 +145,9 @@ def gap(row: Row[object], match: Workload, device: Device, own_form: bool = Fals
         _is_narrow(match.spec.widest_dtype) or (asked.with_jax and row.assured_gain < asked.elsewhere_from)
     ):
         return f"no row for this version of JAX: the table's was measured with {row.versions}, and this is {running}"
-    elif row.measured_with != (here or _UNKNOWN) and row.assured_gain < asked.elsewhere_from:
+    elif not processor.alike_in_float32(row.measured_with, here or _UNKNOWN) and (
+        row.assured_gain < asked.elsewhere_from
+    ):
         decided = "no row for these vector extensions, on which the gain depends"
     else:
         return ""

@@ -263,8 +263,8 @@ def _for_processor(
     rows: Sequence[tuple[Key, Row[BlockSizes]]], here: str | None, line: str
 ) -> dict[Key, Row[BlockSizes]]:
     """Chooses among rows that differ only in their vector extensions and version of JAX: those of this processor, else
-    of processors that multiply alike, else those of AVX2; of these, those of this minor version.  The rows of both
-    objectives were measured together.
+    of processors that multiply float32 alike, else of such as multiply 16-bit numbers alike, else those of AVX2; of
+    these, those of this minor version.  The rows of both objectives were measured together.
 
     A minor version without rows that lies between two with rows has those of the lesser gain: where they disagree,
     either may be right.  One before or after all of them has those of the nearest.
@@ -276,7 +276,8 @@ def _for_processor(
         gains[own] = row.assured_gain if key == place else gains.get(own, row.assured_gain)
 
     def rank(extensions: str) -> tuple[object, ...]:
-        return extensions == here, processor.alike(extensions, here), extensions == "avx2", extensions
+        near = processor.alike_in_float32(extensions, here), processor.alike(extensions, here)
+        return extensions == here, *near, extensions == "avx2", extensions
 
     best: dict[Key, tuple[str, str]] = {}
     for place, gains in measured.items():

@@ -19,6 +19,7 @@ from autopallas.kernels.attention.operation import OPERATION
 from autopallas.sites.operation import Unsupported
 from autopallas.tuning import processor
 from autopallas.tuning.entry import Entry
+from autopallas.tuning.row import running_jax
 from autopallas.tuning.table import Row
 from autopallas.workbench import tune
 
@@ -35,7 +36,7 @@ def two(monkeypatch):
 
 def row(speed=2.0, memory=2.0, evidence="measured"):
     """A kernel that is ``speed`` times as fast as the original, which needs ``memory`` times its memory."""
-    return Row(SIZES, 100.0, 100.0 * speed, 1000, int(1000 * memory), evidence, "2026-11-21", "jax")
+    return Row(SIZES, 100.0, 100.0 * speed, 1000, int(1000 * memory), evidence, "2026-11-21", running_jax())
 
 
 def result(match, name, found):

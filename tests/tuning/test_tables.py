@@ -238,6 +238,7 @@ def test_a_cpus_vector_extensions_are_a_second_key(files, monkeypatch):
 
     assert here("avx2") == here("avx512") == here("neon_bf16") == {"full": 8, "full, least memory": 4}
     assert here("amx") == here("avx512_bf16") == {"full": 16}
+    assert here("avx512_fp16")["full"] == 8, "those with float16 arithmetic multiply 16-bit numbers otherwise"
     assert here("neon") == {"full": 32}
     assert here(None) == here("avx2"), "what is not known multiplies like none of them"
     files.write("cpu", {key("a"): row(64, 64)})
