@@ -6,6 +6,7 @@ from typing import Any
 
 from autopallas.tuning.entry import Entry, Rejected
 from autopallas.tuning.key import TuningKey, digest_of
+from autopallas.tuning.row import running_jax
 from autopallas.tuning.table import Row
 
 
@@ -30,7 +31,7 @@ def key(number: int = 0, **changes: Any) -> TuningKey:
 def tuned(number: int = 0, query_block: int = 256, **changes: Any) -> Entry:
     """An entry with block sizes."""
     sizes = {"query_block": query_block, "key_block": 256}
-    row = Row(sizes, 100.0, 250.0, 1000, 4000, "measured", "2026-11-21", "jax 0.12.0")
+    row = Row(sizes, 100.0, 250.0, 1000, 4000, "measured", "2026-11-21", running_jax())
     wrong = Rejected({"query_block": 8, "key_block": 8}, "compare", "differs by 0.5")
     return Entry(key(number, **changes).description, "tuned", sizes, row, "", (wrong,), 30.0)
 

@@ -15,6 +15,7 @@ from autopallas.patterns import Match, find
 from autopallas.sites.device import Device
 from autopallas.tuning.entry import Entry
 from autopallas.tuning.key import TuningKey, key_of
+from autopallas.tuning.row import running_jax
 from autopallas.tuning.table import Row
 
 CPU = Device("cpu", "cpu")
@@ -57,5 +58,5 @@ def key_for(match: Match, implementation: str = "xla") -> TuningKey:
 
 def entry_for(match: Match, sizes: BlockSizes, kernel_us: float = 10.0, original_us: float = 30.0) -> Entry:
     """A positive entry of the site."""
-    row = Row(sizes.to_dict(), kernel_us, original_us, 100, 200, "measured", "2026-11-21", "jax")
+    row = Row(sizes.to_dict(), kernel_us, original_us, 100, 200, "measured", "2026-11-21", running_jax())
     return Entry(key_for(match).description, "tuned", sizes.to_dict(), row, seconds=30.0)
