@@ -183,3 +183,30 @@ def test_numbers_with_a_fraction_inside_of_an_object_are_none_of_its_arrays(qkv)
     assert len(traces) == before
     module = Module(jnp.ones((D, D)), jnp.float32(0.25))
     same(wrapped(module, x, 2.0), gradients_of_parameters(module, x, 2.0))
+
+
+def test_a_number_of_a_state_that_changes_from_call_to_call_is_traced(qkv):
+    """A rate of learning had the program compiled for 32 values, and then run as it is."""
+    x = qkv[0][0, 0]
+    traces = []
+
+    def step(state, x):
+        traces.append(None)
+        gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(state.weight)
+        return Module(state.weight - state.rate * gradient, state.rate)
+
+    wrapped = autopallas.optimize(step)
+    state = Module(jnp.ones((D, D)), 0.1)
+    for n in range(40):
+        state = Module(state.weight, 0.1 / (1 + n))
+        expected = step(state, x)
+        state = wrapped(state, x)
+        same(state.weight, expected.weight)
+    assert len(traces) - 40 <= 4
+
+
+def test_a_number_that_the_function_looks_at_stays_one(qkv):
+    x = qkv[0][0, 0]
+    wrapped = autopallas.optimize(lambda module, x: x @ module.weight if module.rate > 0.2 else x)
+    for rate in (0.1, 0.3, 0.15, 0.4):
+        same(wrapped(Module(2 * jnp.ones((D, D)), rate), x), x @ (2 * jnp.ones((D, D))) if rate > 0.2 else x)
