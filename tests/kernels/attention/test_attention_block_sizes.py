@@ -123,7 +123,7 @@ def test_the_table_is_well_formed():
             if implementation == "pallas_tpu":
                 mask = mask.removesuffix(", D64")
             mask = mask.removesuffix(", T x S input")
-            assert mask in ("full", "causal", "static", "dynamic", "causal and dynamic")
+            assert mask in ("full", "causal", "static", "dynamic", "causal and dynamic", "static and dynamic")
             assert isinstance(row.block_sizes, BlockSizes)
             assert row.evidence in ("measured", "simulated", "estimated")
             assert row.kernel_us > 0
