@@ -45,16 +45,12 @@ def causal32(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 
 def window(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     scores = jnp.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(query.shape[-1]).astype(query.dtype)
-    distance = jnp.arange(scores.shape[-2])[:, None] - jnp.arange(scores.shape[-1])[None, :]
-    mask = (distance >= 0) & (distance < window_size(scores.shape[-1]))
-    return _weighted(jnp.where(mask, scores, -jnp.inf), value)
+    return _weighted(jnp.where(_near(scores), scores, -jnp.inf), value)
 
 
 def window32(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     scores = jnp.einsum("btnd,bsnd->bnts", query, key, preferred_element_type=jnp.float32)
-    distance = jnp.arange(scores.shape[-2])[:, None] - jnp.arange(scores.shape[-1])[None, :]
-    mask = (distance >= 0) & (distance < window_size(scores.shape[-1]))
-    return _weighted(jnp.where(mask, scores / np.sqrt(query.shape[-1]).astype(np.float32), -jnp.inf), value)
+    return _weighted(jnp.where(_near(scores), scores / np.sqrt(query.shape[-1]).astype(np.float32), -jnp.inf), value)
 
 
 def padded(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array) -> jax.Array:
@@ -73,9 +69,7 @@ def causal_padded(query: jax.Array, key: jax.Array, value: jax.Array, lengths: j
 def window_padded(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array) -> jax.Array:
     """Computes attention of a window with the padding of its sequences, as language models' trainers do."""
     scores = jnp.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(query.shape[-1]).astype(query.dtype)
-    distance = jnp.arange(scores.shape[-2])[:, None] - jnp.arange(scores.shape[-1])[None, :]
-    near = (distance >= 0) & (distance < window_size(scores.shape[-1]))
-    mask = near & (jnp.arange(key.shape[1]) < lengths[:, None])[:, None, None, :]
+    mask = _near(scores) & (jnp.arange(key.shape[1]) < lengths[:, None])[:, None, None, :]
     return _weighted(jnp.where(mask, scores, jnp.finfo(scores.dtype).min), value)
 
 
@@ -88,6 +82,12 @@ def masked(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) 
     """Computes attention with a mask that the program is given, [B, 1, T, S], as language models' trainers do."""
     scores = jnp.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(query.shape[-1]).astype(query.dtype)
     return _weighted(jnp.where(mask, scores, jnp.finfo(scores.dtype).min), value)
+
+
+def _near(scores: jax.Array) -> jax.Array:
+    """Returns which keys the rows of scores see in a window, [T, S]."""
+    distance = jnp.arange(scores.shape[-2])[:, None] - jnp.arange(scores.shape[-1])[None, :]
+    return (distance >= 0) & (distance < window_size(scores.shape[-1]))
 
 
 def _weighted(scores: jax.Array, value: jax.Array) -> jax.Array:

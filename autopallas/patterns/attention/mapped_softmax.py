@@ -39,8 +39,13 @@ def _normalises(node: Node) -> bool:
     """Returns whether a step exponentiates and sums, and multiplies no matrices."""
     names: set[str] = set()
     todo = [body for _, _, body in jaxprs.bodies(node.equation)]
+    seen: set[int] = set()  # calls of one function share its body
     while todo:
-        for equation in jaxprs.open_jaxpr(todo.pop())[0].eqns:
+        jaxpr, _ = jaxprs.open_jaxpr(todo.pop())
+        if id(jaxpr) in seen:
+            continue
+        seen.add(id(jaxpr))
+        for equation in jaxpr.eqns:
             names.add(equation.primitive.name)
             todo += [body for _, _, body in jaxprs.bodies(equation)]
     return not names.isdisjoint(_EXPONENTIALS) and "reduce_sum" in names and "dot_general" not in names
