@@ -52,6 +52,8 @@ class Conditions:
       holds_from: the gain from which a row holds for another batch size or spelling than its own: 0.0 for all of
         them, infinity for none.
       elsewhere_from: the gain from which a row holds for other vector extensions than its own.
+      mixed_from: the gain from which a row holds for a site of whose floats some have 16 bits and the widest have more,
+        on another processor that multiplies the latter alike.
       form: what the invariants of a row end in that was measured for originals which compile as this one does; empty
         if they compile as the operation's cases at batch size 1.  Such a row holds for all of these originals; another
         one is asked for where there is none.
@@ -69,6 +71,7 @@ class Conditions:
     spelling: str = ""
     holds_from: float = 0.0
     elsewhere_from: float = 0.0
+    mixed_from: float = math.inf
     form: str = ""
     form_on_gpus: bool = False
     with_jax: bool = False
@@ -139,15 +142,15 @@ def gap(row: Row[object], match: Workload, device: Device, own_form: bool = Fals
         return f"no row for {asked.unlike}: those of the table gain less than {asked.unlike_from:.3g}x without"
     here, running = processor.vector_extensions(), running_jax()
     other_line = row.jax_line != jax_line(running)
-    if _narrow(match) and not processor.alike(row.measured_with, here):
+    alike_in_float32 = processor.alike_in_float32(row.measured_with, here or _UNKNOWN)
+    mixed = alike_in_float32 and not _is_narrow(match.spec.widest_dtype) and row.assured_gain >= asked.mixed_from
+    if _narrow(match) and not mixed and not processor.alike(row.measured_with, here):
         decided = "no row for these vector extensions, which decide the speed of 16-bit numbers"
     elif other_line and (
         _is_narrow(match.spec.widest_dtype) or (asked.with_jax and row.assured_gain < asked.elsewhere_from)
     ):
         return f"no row for this version of JAX: the table's was measured with {row.versions}, and this is {running}"
-    elif not processor.alike_in_float32(row.measured_with, here or _UNKNOWN) and (
-        row.assured_gain < asked.elsewhere_from
-    ):
+    elif not alike_in_float32 and row.assured_gain < asked.elsewhere_from:
         decided = "no row for these vector extensions, on which the gain depends"
     else:
         return ""

@@ -40,6 +40,8 @@ FIRST_GATED = 320_000
 """From here on loops multiply slices, or what they give, and compute gates of slices."""
 FIRST_COMPLEX = 350_000
 """From here on there are products of complex matrices."""
+FIRST_INTEGERS = 360_000
+"""From here on there are products of integers and booleans."""
 
 
 def operands(w: Writer, at: str) -> tuple[dict[str, int], list[str]]:
@@ -88,6 +90,8 @@ def body(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
         steps["gated loop"] = loops.gated_loop
     if c.seed >= FIRST_COMPLEX:
         steps["complex products"] = _complex_products
+    if c.seed >= FIRST_INTEGERS:
+        steps["integer products"] = _integer_products
     for n in range(c.pick(f"{at}.count", [1, 2, 3], 0.6)):
         name = c.pick(f"{at}.step {n}", {name: name for name in steps}, 0.8)
         w.features.add(f"step: {name}")
@@ -177,6 +181,28 @@ def _complex_products(w: Writer, at: str, size: dict[str, int], x: str, ids: str
     read = c.pick(f"{at}.part", parts, 0.7).format(product, product)
     w.features.add("complex products")
     return f"{x} + {read}.reshape(8, *{x}.shape, 64).mean((0, -1)).astype({x}.dtype)"
+
+
+def _integer_products(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """Multiplies 16 rows of integers or booleans for each element by 64 columns, in any layout."""
+    c = w.choices
+    dtype = c.pick(f"{at}.dtype", ["int8", "uint8", "bool", "int16", "uint32"], 0.7)
+    waves = "100 * jnp.cos(jnp.arange(64 * {}) * {}).reshape({}, 64)"
+    signs = f"jnp.sign({x}).reshape(-1, 1, 1)"
+    own = w.set("integers", f"({waves.format(16, 1.7, 16)} * {signs}).astype(jnp.int32)")
+    other = w.set("matrix", f"({waves.format(64, 0.3, 64)}).astype(jnp.int32)")
+    left, right = (
+        w.set("operand", f"{y} > 0" if dtype == "bool" else f"{y}.astype(jnp.{dtype})") for y in (own, other)
+    )
+    wide = ".astype(jnp.int32)" if c.chance(f"{at}.converted", 0.3) else ""
+    forms = ["erk,kc->erc", "erk,ck->erc", "ekr,ekc->erc"]
+    form = c.pick(f"{at}.form", forms, 0.7)
+    if form == "ekr,ekc->erc":
+        left, right = f"{left}.swapaxes(1, 2)", f"jnp.tile({right}[None], ({left}.shape[0], 1, 1))"
+    given = ", preferred_element_type=jnp.int32" if c.chance(f"{at}.wide result", 0.5) else ""
+    product = w.set("product", f"jnp.einsum('{form}', {left}{wide}, {right}{wide}{given})")
+    w.features.add("integer products")
+    return f"{x} + jnp.sin({product}.astype(jnp.float32)).mean((1, 2)).reshape({x}.shape).astype({x}.dtype)"
 
 
 def _triangular_solve(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:

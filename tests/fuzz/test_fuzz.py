@@ -25,6 +25,7 @@ from .respellings import (
     FIRST_COMPLEX,
     FIRST_EXPONENTIALS,
     FIRST_GATED,
+    FIRST_INTEGERS,
     FIRST_NETWORK,
     FIRST_OF_EVERY_KIND,
     FIRST_SPREAD,
@@ -157,6 +158,7 @@ _DRAWN = {
     "elementwise": "step: elementwise",
     "gates_of_slices": "step: gated loop",
     "indexed_loop": "step: indexed loop",
+    "integer_product": "step: integer products",
     "looped_bfloat16": "step: looped bfloat16",
     "looped_convolution": "step: looped convolution",
     "one_hot": "step: one-hot",
@@ -192,6 +194,7 @@ def test_a_respelling_is_found_in_programs_that_are_drawn_for_it(kind):
     later = {
         "broadcast_product": FIRST_BROADCAST,
         "complex_product": FIRST_COMPLEX,
+        "integer_product": FIRST_INTEGERS,
         "summed_products": FIRST_NETWORK,
         "repeated_steps": FIRST_UNROLLED,
         "python_loop": FIRST_WRITTEN,

@@ -312,6 +312,28 @@ def test_16_bit_values_beside_float32_count_too(machine):
     assert not of_table(match, "xla", CPU).exact
 
 
+@pytest.mark.parametrize(
+    ("narrow", "gain", "here", "holds"),
+    [
+        ("value", 1.35, "avx512_fp16", True),
+        ("value", 1.3, "avx512_fp16", False),
+        ("key", 3.0, "avx512_fp16", False),
+        ("value", 3.0, "avx512", False),
+        ("value", 3.0, "avx2", False),
+    ],
+)
+def test_float32_rows_of_large_gains_hold_for_scores_of_float32_and_16_bit_values(machine, narrow, gain, here, holds):
+    """On processors that differ in how they multiply 16-bit numbers alone: the scores are most of the work."""
+    case = match_of_case(square("forward+backward", "float32", "causal", 1024))
+    spec = replace(case.spec, **{f"{narrow}_dtype": np.dtype(jnp.bfloat16)})
+    match = SimpleNamespace(op="attention", direction="forward+backward", original=case.original, spec=spec)
+    row = replace(_row_of_gain(gain), extensions="avx512_bf16", batch=1)
+    machine(here)
+    assert (gap(row, match, CPU) == "") == holds
+    machine("avx512_bf16")
+    assert gap(row, match, CPU) == ""
+
+
 @pytest.mark.usefixtures("rows_of_this_jax")
 @pytest.mark.parametrize(
     ("tables", "case"),
