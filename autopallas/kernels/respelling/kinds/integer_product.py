@@ -181,7 +181,7 @@ def _samples() -> Iterator[tuple[str, Sample]]:
             found = _sample(form, layout, count, shape)
             if found is not None:
                 name = f"{count}x" * bool(count) + "x".join(map(str, shape))
-                yield f"{'-'.join(form)}-{name}-{'rc'[layout[0]]}{'rc'[layout[1]]}", found
+                yield f"{'-'.join(form)}-{name}-{'cr'[layout[0]]}{'cr'[layout[1]]}", found
 
 
 def _sample(form: tuple[str, str, str], layout: tuple[bool, bool], count: int, shape: _Axes) -> Sample | None:
