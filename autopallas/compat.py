@@ -313,6 +313,13 @@ def is_transposed(equation: JaxprEqn) -> bool:
     return bool(stack) and any(isinstance(s, source_info_util.Transform) and s.name == "transpose" for s in stack)
 
 
+def times_differentiated(equation: JaxprEqn) -> int:
+    """Returns how many derivatives an equation belongs to: 2 in the gradient of a gradient, forward and backward."""
+    return sum(
+        isinstance(s, source_info_util.Transform) and s.name == "jvp" for s in equation.source_info.name_stack.stack
+    )
+
+
 def scan_parts(equation: JaxprEqn) -> tuple[int, int]:
     """Returns how many of a scan's operands are loop constants, and how many are carried; the rest are slices."""
     if "num_consts" in equation.params:

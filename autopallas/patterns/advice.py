@@ -238,6 +238,11 @@ EXPERTS_APART = (
     "Compute what else needs the results of the experts in a separate function, called only where its result is "
     "needed: the kernel gives their weighted sum alone."
 )
+WEIGHTS_APART = (
+    "Compute what else needs the weights, such as a loss of balance, from the router's probabilities or from the "
+    "weights of the chosen experts alone: jnp.zeros(experts).at[chosen].add(weights) sums them for each. Where "
+    "its gradient is not needed, put jax.lax.stop_gradient around the weights that it reads."
+)
 GROUP_SIZES = "Give group sizes as int32 that sum to at most the number of rows, without an offset."
 NUMBER_SLOTS = (
     "Number the slots by jnp.cumsum of the one-hot mask along the tokens, in int32 or float32, times that mask; count "

@@ -21,6 +21,7 @@ from autopallas.graph.edit import surviving
 from autopallas.graph.extract import with_further_inputs
 from autopallas.patterns.backward import Backward, Lookup
 from autopallas.patterns.carry import is_available
+from autopallas.patterns.derivatives import DERIVATIVES, further_derivative
 from autopallas.patterns.examples import of_examples
 from autopallas.patterns.forward import COPIES, Forward, PerExample, RectifiedApart
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss
@@ -116,6 +117,8 @@ def _escape(graph: Graph, match: Match) -> tuple[str, str]:
     others = [user for user in readers if not (user.body.transposed or compat.is_transposed(user.equation))]
     user = (others or readers)[0]
     reason = f"a value in the middle of it is also used by {user.name} at {jaxprs.location(user.equation)}"
+    if (derivative := further_derivative(graph, user, match.equations)) is not None:
+        return f"{reason}, in {derivative}", DERIVATIVES
     if others:
         return reason, _APART
     return f"{reason}, in a backward that is not as JAX's differentiation writes it", _DIFFERENTIATED

@@ -10,6 +10,8 @@ from jax import lax
 from support.compare import compiled, optimized_like_a_user
 from support.mixtures import ONE_SITE, D, E, K, P, T, X, expert, hidden, normal, one_einsum
 
+import autopallas
+
 OP = "grouped_matmul"
 
 
@@ -272,3 +274,48 @@ def test_a_loop_over_data_is_no_loop_over_experts(function, loop, gradient):
     count, _ = same(with_gradient(whole) if gradient else whole, (P, PARTS))
     if function in ONE_SITE and not gradient:
         assert count == 1
+
+
+# ---------------------------------------------------------------------- weights that a loss of balance reads too
+
+
+def scattered(chosen, weights):
+    return jnp.zeros((T, E)).at[jnp.arange(T)[:, None], chosen].set(weights)
+
+
+def one_hots(chosen, weights):
+    return jnp.sum(jax.nn.one_hot(chosen, E) * weights[..., None], 1)
+
+
+def balanced(written, importance):
+    """The gradient of a mixture and of the variance of how much each expert is used."""
+
+    def loss(p, x):
+        scores, chosen = lax.top_k(x @ p["router"], K)
+        weights = jax.nn.softmax(scores)
+        every = written(chosen, weights)
+        y = jnp.einsum("tef,efd,te->td", hidden(p, x), p["down"], every)
+        return jnp.sum(jnp.sin(y)) + jnp.var(importance(every, chosen, weights))
+
+    return jax.value_and_grad(loss)
+
+
+@pytest.mark.parametrize("written", [scattered, one_hots])
+def test_a_loss_that_reads_the_weights_of_all_experts_is_named(written):
+    """And not the experts' own activation, whose derivative the backward reads."""
+    optimized = optimized_like_a_user(balanced(written, lambda every, *_: every.sum(0)))
+    (miss,) = (miss for miss in autopallas.explain(optimized, P, X).near_misses if miss.op == OP)
+    assert "the weights of all experts are also used by reduce_sum" in miss.reason
+
+
+@pytest.mark.parametrize(
+    "importance",
+    [
+        lambda every, chosen, weights: jnp.zeros(E).at[chosen].add(weights),
+        lambda every, chosen, weights: lax.stop_gradient(every).sum(0) * weights.mean(),
+    ],
+)
+@pytest.mark.parametrize("written", [scattered, one_hots])
+def test_a_mixture_is_a_site_beside_a_loss_of_balance_as_the_advice_has_it(written, importance):
+    count, _ = same(balanced(written, importance))
+    assert count == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from autopallas.patterns.attention.score_terms import Product
 from autopallas.patterns.attention.site import ProvedAttention
 from autopallas.patterns.backward import Backward, Level
 from autopallas.patterns.carry import fewest_side_elements, is_available, not_passed_in
+from autopallas.patterns.derivatives import DERIVATIVES, further_derivative
 from autopallas.patterns.expressions import computed_from
 from autopallas.patterns.forward import LAYOUT, Forward, differentiable
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, refuse_quantised
@@ -46,13 +47,15 @@ class Escape(Mismatch):
     """Reports that an intermediate value of a proved site is used outside it."""
 
 
-def escape_of(graph: Graph, number: int, rows: int, user: Node | None = None) -> Escape:
-    """Returns the report of a value that ``user`` uses, or that the program returns.
+def escape_of(graph: Graph, number: int, rows: int, user: Node | None = None, own: Iterable[Node] = ()) -> Escape:
+    """Returns the report of a value of the equations ``own`` that ``user`` uses, or that the program returns.
 
     A value with no more elements than there are ``rows`` is a statistic of these.
     """
     what, advice = _ROW_STATISTICS if math.prod(graph.shape(number)) <= rows else _PROBABILITIES
     where = "returned" if user is None else f"used by {user.name} at {jaxprs.location(user.equation)}"
+    if user is not None and (derivative := further_derivative(graph, user, own)) is not None:
+        return Escape(f"the {what} are also {where}, in {derivative}", advice=DERIVATIVES)
     return Escape(f"the {what} are also {where}", advice=advice)
 
 
@@ -149,7 +152,7 @@ def _refuse_escapes(graph: Graph, proved: Proved, nodes: Sequence[Node], alive: 
             users = (u for u in graph.users[number] if not alive.isdisjoint(u.outputs) or u.equation.effects)
             other = next((u for u in users if id(u) not in inside), None)
             if other is not None:
-                raise escape_of(graph, number, rows, other)
+                raise escape_of(graph, number, rows, other, nodes)
 
 
 class AttentionDraft(ProvedAttention):

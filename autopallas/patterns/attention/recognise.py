@@ -190,7 +190,8 @@ def _used_in_forward(graph: Graph, search: Search, given: Set[int], rows: int) -
     for number in sorted((own - {search.root}) & alive):
         for user in graph.users[number]:
             if own.isdisjoint(user.outputs) and not alive.isdisjoint(user.outputs):
-                return escape_of(graph, number, rows, user)
+                nodes = (node for n in own if (node := graph.definitions.get(n)) is not None)
+                return escape_of(graph, number, rows, user, nodes)
     return None
 
 

@@ -38,6 +38,7 @@ from autopallas.patterns.cross_entropy.further_sums import summed_further
 from autopallas.patterns.cross_entropy.intent import Intent, changes
 from autopallas.patterns.cross_entropy.labelled_logits import HeadLogits, LabelledLogits
 from autopallas.patterns.cross_entropy.row_statistics import CANCELS, MASK_LOGITS, WEIGHTED, RowStatistics
+from autopallas.patterns.derivatives import DERIVATIVES, further_derivative
 from autopallas.patterns.expressions import (
     Apply,
     Computed,
@@ -490,10 +491,10 @@ class Region(LabelledLogits):
                     f"a product of the forward reads what is computed from the logits, at {where}",
                     advice=NO_FURTHER_PRODUCT,
                 )
-            raise Mismatch(
-                "the logits' gradient is multiplied by something else than the weight or the activations",
-                advice=LOSS_PER_ROW,
-            )
+            reason = "the logits' gradient is multiplied by something else than the weight or the activations"
+            if (derivative := further_derivative(self.graph, node, [self.dot])) is not None:
+                raise Mismatch(f"{reason}, in {derivative}", advice=DERIVATIVES)
+            raise Mismatch(reason, advice=LOSS_PER_ROW)
         if precision_of(self.graph, node) != precision_of(self.graph, self.dot):
             raise Mismatch("the products of the backward ask for another precision than the forward", advice=PRECISION)
         first = [at.view[d] for d in batch[side]]

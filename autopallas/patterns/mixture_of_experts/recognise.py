@@ -25,7 +25,7 @@ from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
 from autopallas.graph.proof_cache import ProofCache
 from autopallas.kernels.mixture_of_experts.operation import OPERATION
 from autopallas.numerics.casts import is_floating, kind_of
-from autopallas.patterns.advice import AT_HAND, EXPERTS_APART, SIDE_EFFECTS, WHOLE_GRADIENT
+from autopallas.patterns.advice import AT_HAND, EXPERTS_APART, SIDE_EFFECTS, WEIGHTS_APART, WHOLE_GRADIENT
 from autopallas.patterns.backward import Backward, Lookup
 from autopallas.patterns.carry import is_available
 from autopallas.patterns.forward import (
@@ -36,6 +36,7 @@ from autopallas.patterns.forward import (
     Rectified,
     RectifiedApart,
     differentiable,
+    in_backward,
 )
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss, bounded
 from autopallas.patterns.mixture_of_experts.axes import choice_axes
@@ -231,9 +232,7 @@ def _with_backward(
             with contained(drafts[root].root):
                 try:
                     if search not in complete:
-                        raise Mismatch(
-                            f"only a part of its backward was recognised; {drafts[root].escaped}", advice=EXPERTS_APART
-                        )
+                        raise drafts[root].without_backward()
                     with bounded(graph):
                         matches[root] = drafts[root].match_with(search)
                 except Mismatch as mismatch:
@@ -457,6 +456,24 @@ class Draft:
                     where = jaxprs.location(other.equation)
                     self.escaped = f"{self.what}, and what they compute is also used by {other.name} at {where}"
                     return
+
+    def without_backward(self) -> Mismatch:
+        """Returns why only a part of the backward was recognised: what else reads the weights of all experts adds its
+        own gradient to theirs before that comes back to the choice."""
+        graph, alive = self.graph, surviving(self.graph)
+        reason = f"only a part of its backward was recognised; {self.escaped}"
+        for node in self._parts()[0]:
+            for number in node.outputs:
+                weighs = number in alive and is_floating(graph.dtype(number)) and self.depends(number)
+                if not weighs or self.depends(number, on_products=True):
+                    continue
+                for user in graph.users[number]:
+                    outside = id(user.equation) not in self.equations and not self.holds(user.body)
+                    if outside and not in_backward(user) and not alive.isdisjoint(user.outputs):
+                        where = jaxprs.location(user.equation)
+                        reason = f"{self.what}, and the weights of all experts are also used by {user.name} at {where}"
+                        return Mismatch(f"{reason}, whose gradient is added to theirs", advice=WEIGHTS_APART)
+        return Mismatch(reason, advice=EXPERTS_APART)
 
     # ------------------------------------------------------------------ sites
 

@@ -1,0 +1,30 @@
+"""Tells which equations belong to a derivative that no site stands in for: a second one, or one in forward mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autopallas import compat, jaxprs
+from autopallas.graph import Graph, Node
+from autopallas.patterns.forward import in_backward
+
+__all__ = ["DERIVATIVES", "further_derivative"]
+
+DERIVATIVES = (
+    "Nothing has to be changed: derivatives in forward mode (jax.jvp, jax.jacfwd) and second ones (jax.hessian, a "
+    "gradient of a gradient) read what kernels do not keep, and are those of the original."
+)
+
+
+def further_derivative(graph: Graph, reader: Node, own: Iterable[Node]) -> str | None:
+    """Returns which derivative of the equations ``own`` a reader of their values belongs to, beside the gradient that
+    sites take: JAX's differentiation writes each at the place of the equation that it differentiates.
+
+    Returns None for other readers, such as what the function itself computes from these values.
+    """
+    times = compat.times_differentiated(reader.equation)
+    if not times or jaxprs.location(reader.equation) not in {jaxprs.location(node.equation) for node in own}:
+        return None
+    if times > 1:
+        return "a second derivative"
+    return None if any(map(in_backward, graph.nodes)) else "a derivative in forward mode"
