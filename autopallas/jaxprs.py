@@ -40,6 +40,7 @@ __all__ = [
     "is_wide",
     "live_equations",
     "location",
+    "moved_equation",
     "name_stack",
     "name_stacks",
     "open_jaxpr",
@@ -277,6 +278,17 @@ def repeated_equation(variable: Var, axis: int, size: int, of_one: bool) -> Jaxp
     dimensions = [d + (d >= axis and not of_one) for d in range(len(before))]
     equation: JaxprEqn
     (equation,) = jax.make_jaxpr(lambda x: jax.lax.broadcast_in_dim(x, shape, dimensions))(np.zeros(before, bool)).eqns
+    result = Var(array_types.array_type(shape, variable.aval.dtype, [variable.aval]))
+    return equation.replace(invars=[variable], outvars=[result])
+
+
+def moved_equation(variable: Var, source: int, target: int) -> JaxprEqn:
+    """Returns an equation that moves one axis of an array to another place."""
+    order = [d for d in range(len(variable.aval.shape)) if d != source]
+    order.insert(target, source)
+    equation: JaxprEqn
+    (equation,) = jax.make_jaxpr(lambda x: jax.lax.transpose(x, order))(np.zeros(variable.aval.shape, bool)).eqns
+    shape = tuple(variable.aval.shape[d] for d in order)
     result = Var(array_types.array_type(shape, variable.aval.dtype, [variable.aval]))
     return equation.replace(invars=[variable], outvars=[result])
 

@@ -62,6 +62,8 @@ class Backward:
       spread: per use that all examples of a ``vmap`` share, each with a cotangent of its own: the axis along which
         these lie.
       lacking: the uses whose cotangent follows from the result's and is none of the program's.
+      moved: per use whose cotangent has the axis of a ``vmap``'s examples at another place than the use itself has it:
+        the axis of the use, and that of the cotangent.
     """
 
     cotangent: int
@@ -69,6 +71,7 @@ class Backward:
     mapped: int | None = None
     spread: dict[int, int] = field(default_factory=dict)
     lacking: frozenset[int] = frozenset()
+    moved: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def gradients(self) -> list[int]:
@@ -175,8 +178,9 @@ class Lookup:
         for backward in found.values():
             backward.lacking = frozenset(flowing - backward.levels.keys())
             backward.spread = {i: axis for i, axis in derivative.spread.items() if i in backward.levels}
+            backward.moved = {i: axes for i, axes in derivative.moved.items() if i in backward.levels}
             for i, levels in backward.levels.items():
-                if i not in backward.spread:
+                if i not in backward.spread and i not in backward.moved:
                     self._extend(forward, forward.uses[i], levels, frame, mapped)
         parts = _parts_of_others(forward, found, followed)
         shape = tuple(cotangent.aval.shape)
@@ -184,7 +188,8 @@ class Lookup:
 
     def per_example(self, forward: Forward, wanted: Sequence[int]) -> PerExample | None:
         """Returns the forward as one of examples, where the program has an array for each of the uses in ``wanted``
-        that all examples share, with as many as these are; None where it has none."""
+        that all examples share, with as many as these are; or where they share none of these, of which some have the
+        examples along another axis than the result; None where it is neither."""
         sizes: dict[int, None] = {}
         for i in wanted:
             aval = forward.uses[i].variable.aval
@@ -196,6 +201,11 @@ class Lookup:
         for axis in (axis for axis, size in enumerate(forward.root.aval.shape) if size > 1 and size in sizes):
             example = OneExample.of(forward.jaxpr(), axis)
             if example is not None and any(example.axes[i] is None for i in wanted):
+                return PerExample(forward, example)
+        for axis in (axis for axis, size in enumerate(forward.root.aval.shape) if size > 1):
+            example = OneExample.of(forward.jaxpr(), axis)
+            axes = () if example is None else [example.axes[i] for i in wanted]
+            if example is not None and None not in axes and {*axes} - {axis}:
                 return PerExample(forward, example)
         return None
 
@@ -222,7 +232,8 @@ class Lookup:
                 pattern = flatten(derivative, forward.body.path)
                 self._children.update((id(pattern.equations[i]), own) for i, own in pattern.children.items())
                 shared = forward.shared if isinstance(forward, PerExample) else ()
-                known = self._derivatives[key] = _Derivative(pattern, wanted, shared)
+                axes = forward.example.axes if isinstance(forward, PerExample) else ()
+                known = self._derivatives[key] = _Derivative(pattern, wanted, shared, axes)
         return known
 
     def _extend(
@@ -265,6 +276,7 @@ class Lookup:
                     steps = levels.get(other, ())
                     ends = [step.cotangent for step in steps if step.operand == level.operand]
                     alike = ends and other != use and backward.spread.get(other) == backward.spread.get(use)
+                    alike = alike and backward.moved.keys().isdisjoint((use, other))
                     total = self._sum(level.cotangent, ends[0]) if alike else None
                     if total is not None:
                         break
@@ -274,7 +286,7 @@ class Lookup:
                 del levels[other]
                 levels[use] = [Level(level.operand, total)]
                 frame = self.graph.frames[forward.body]
-                if use not in backward.spread:
+                if use not in backward.spread and use not in backward.moved:
                     self._extend(forward, forward.uses[use], levels[use], frame, backward.mapped)
                 todo.append(use)
                 break
@@ -544,18 +556,25 @@ class _Path(NamedTuple):
 class _Derivative:
     """A derivative, from (cotangent, uses) to cotangents of ``wanted`` uses: its paths, those of the site first.
 
-    ``spread`` gives, for each use in ``shared``, the axis along which its cotangents of all examples lie.
+    ``spread`` gives, for each use in ``shared``, the axis along which its cotangents of all examples lie. Where all
+    uses have examples of their own, along ``axes``, ``moved`` gives the axes of each use whose cotangent has them at
+    another place: that of the use, and that of its cotangent.
     """
 
-    def __init__(self, body: Body, wanted: Sequence[int], shared: Sequence[int] = ()):
+    def __init__(self, body: Body, wanted: Sequence[int], shared: Sequence[int] = (), axes: Sequence[int | None] = ()):
         self.body = body
         self.spread: dict[int, int] = {}
+        self.moved: dict[int, tuple[int, int]] = {}
         cotangent, *others = body.invars
         given = set(others)
         paths = []
         for i, result in zip(wanted, body.outvars, strict=True):
             if i in shared:
-                result, self.spread[i] = _before_moved(body, result)
+                result, self.spread[i] = _before_moved(body, result, 0)
+            elif axes and (own := axes[i]) is not None and not {*shared} & {*wanted}:
+                result, there = _before_moved(body, result, own)
+                if there != own:
+                    self.moved[i] = own, there
             if isinstance(result, Var):
                 path = _leading_to(body.equations, result)
                 read = {atom for e in path for atom in e.invars if isinstance(atom, Var)}
@@ -564,14 +583,15 @@ class _Derivative:
         self.paths = sorted(paths, key=lambda path: not path.of_site)
 
 
-def _before_moved(body: Body, result: JaxprAtom) -> tuple[JaxprAtom, int]:
-    """Returns a value as it was before one of its axes was moved to the front, and that axis."""
+def _before_moved(body: Body, result: JaxprAtom, to: int) -> tuple[JaxprAtom, int]:
+    """Returns a value as it was before one of its axes was moved to the place ``to``, and that axis."""
     position = body.defined.get(result) if isinstance(result, Var) else None
     if position is not None and body.equations[position].primitive.name == "transpose":
         order = body.equations[position].params["permutation"]
-        if order[0] and sorted(order[1:]) == [*order[1:]]:
-            return body.equations[position].invars[0], int(order[0])
-    return result, 0
+        others = [*order[:to], *order[to + 1 :]]
+        if order[to] != to and sorted(others) == others:
+            return body.equations[position].invars[0], int(order[to])
+    return result, to
 
 
 def _leading_to(equations: Sequence[JaxprEqn], result: Var) -> list[JaxprEqn]:

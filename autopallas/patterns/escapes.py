@@ -174,6 +174,8 @@ def _with_backward(match: Match, search: Search, beside: Beside) -> Match | None
     numbers += further
     homes = _homes(graph, match, numbers)
     backwards = []
+    if any(backward.moved for backward in search.found):
+        return None
     for backward in search.found:
         cotangents = _gradients(backward, numbers, beside)
         places = homes_of(graph, backward.cotangent, [number for _, number in cotangents]) if cotangents else []

@@ -25,6 +25,8 @@ def of_examples(match: Match, forward: PerExample, found: Sequence[Backward]) ->
     Raises:
       Mismatch: the site cannot be read so.
     """
+    if not any(backward.spread for backward in found):
+        return match
     axes: dict[int, int] = {}
     for backward in found:
         for use, axis in backward.spread.items():

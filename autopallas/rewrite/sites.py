@@ -150,7 +150,13 @@ class _Splicer:
             edit.added.append(forward)
             outputs[body] = variables
         operands = self._operands_in(body, match)
-        gradients = [Var(self.graph.avals[number]) for _, number in backward.gradients]
+        moved = {number: axes for number, *axes in backward.moved}
+        gradients = []
+        for position, number in backward.gradients:
+            aval = self.graph.avals[number]
+            if number in moved:
+                aval = array_types.array_type(operands[position].aval.shape, aval.dtype, [aval])
+            gradients.append(Var(aval))
         given = [*operands, *variables, *(known[number][1] for number in backward.cotangents)]
         full = params | {"active": tuple(position for position, _ in backward.gradients)}
         source = compat.scoped(like.source_info, scope(match.op, match.location))
@@ -159,7 +165,12 @@ class _Splicer:
         else:
             edit.added += [e.replace(source_info=source) for e in _mapped(given, gradients, full)]
         for (_, number), gradient in zip(backward.gradients, gradients, strict=True):
-            self._give(body, number, gradient)
+            given_back = gradient
+            if number in moved:
+                equation = jaxprs.moved_equation(gradient, *moved[number])
+                edit.added.append(equation)
+                (given_back,) = equation.outvars
+            self._give(body, number, given_back)
 
     def _is_before(self, number: int, body: Body, position: int, given: bool) -> bool:
         """Returns whether a body knows a value before one of its equations or, with ``given``, lacks it and can be

@@ -220,3 +220,51 @@ def test_functions_whose_derivatives_call_them_are_read():
     found = autopallas.optimize(step, objective="always", strict=True)(*arguments)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(step)(*arguments)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+# --- Models with parameters of their own that share their data -------------------------------------------------------
+
+
+def one_head(p, x):
+    return jax.nn.softmax((x @ p[0]) @ (x @ p[1]).mT / 4) @ (x @ p[2])
+
+
+def several_heads(p, x):
+    q, k, v = (jnp.einsum("btd,dnh->btnh", x, w.reshape(D, N, H)) for w in p[:3])
+    scores = jnp.where(jnp.tril(jnp.ones((T, T), bool)), jnp.einsum("bqnh,bknh->bnqk", q, k), -1e9)
+    return x + jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(scores), v).reshape(B, T, D)
+
+
+def keys_that_are_values(p, x):
+    q, k = x @ p[0], x @ p[1]
+    return jax.nn.softmax(q @ k.mT / 4) @ k
+
+
+def a_bias_of_each(p, x):
+    return jax.nn.softmax((x @ p[0]) @ (x @ p[1]).mT + p[3]) @ (x @ p[2])
+
+
+@pytest.mark.parametrize("program", [one_head, several_heads, keys_that_are_values, a_bias_of_each])
+def test_models_that_share_their_data_have_their_own_gradients(program):
+    """JAX puts the axis of models elsewhere in their gradients than in queries, keys and values."""
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin(program(p, x)))
+
+    parameters = (*(array(E, D, D, seed=i) / 4 for i in range(3)), array(E, T, T, seed=4))
+    step = jax.vmap(jax.value_and_grad(loss), (0, None))
+    compared = compare(step, (parameters, array(B, T, D, seed=5)), gradients=False)
+    assert compared.complaints == []
+    assert sites(compared.report) == {"attention": "forward+backward"}
+
+
+@pytest.mark.parametrize("given_back", [0, (1, 2, 0), (2, 0, 1)])
+def test_examples_along_other_axes_of_each_operand(given_back):
+    def loss(q, k, v):
+        return jnp.sum(jnp.sin(jax.nn.softmax(q @ k.T / 4) @ v))
+
+    step = jax.vmap(jax.grad(loss, (0, 1, 2)), (1, 2, 0), given_back)
+    arguments = array(T, E, D, seed=1), array(T, D, E, seed=2), array(E, T, H, seed=3)
+    compared = compare(step, arguments, gradients=False)
+    assert compared.complaints == []
+    assert sites(compared.report) == {"attention": "forward+backward"}

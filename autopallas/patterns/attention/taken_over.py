@@ -99,6 +99,8 @@ class TakenOver:
         if model.matched is None:
             return None
         first, found, match = model.matched
+        if isinstance(first, PerExample):
+            return None
         if [one.forward for one in model.searched].index(first) != self._forwards.index(forward):
             return None
         roles = model.role_uses(first)  # the same places, since the forwards are equal
