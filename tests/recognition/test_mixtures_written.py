@@ -216,6 +216,15 @@ def test_stacked_programs(own):
         found(jax.vmap(function, (axes, 0)), (p, x))
 
 
+def test_models_that_share_their_tokens_are_told_as_such():
+    """Where each has tokens of its own, they are a site."""
+    models = jax.tree.map(lambda a: jnp.stack([a, 0.5 * a, -a]), P)
+    compared = compare(jax.vmap(one_einsum, (0, None)), (models, X))
+    assert compared.complaints == []
+    assert any("share the tokens" in reason for reason in compared.reasons())
+    found(jax.vmap(one_einsum), (models, jnp.stack([X, 2 * X, X + 1])))
+
+
 def test_rectifiers_in_differentiated_loops():
     """Where a value is exactly zero, a rectifier has another derivative than a maximum."""
     x = X.at[::3].set(0)

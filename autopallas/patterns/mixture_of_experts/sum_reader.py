@@ -77,6 +77,8 @@ class SumReader:
         self.tokens: frozenset[Atom] = frozenset()
         self.choosing: frozenset[Atom] = frozenset()
         self._examples: frozenset[Atom] = frozenset()
+        self._shares_tokens = False
+        """Whether rows may lack the labels of examples that have experts of their own."""
         self._known: dict[Hashable, int] = {}
         self._holds: dict[Hashable, bool] = {}
         self._inside = 0
@@ -108,6 +110,7 @@ class SumReader:
                     if not self.choosing:
                         raise Mismatch(f"{DENSE}, and there is one token alone", advice=ONE_TOKEN)
                     raise Mismatch(f"{DISPATCHED}, in no form that is known", advice=NUMBER_SLOTS)
+            self._refuse_shared_tokens()
             refuse_hidden(self.scope, self.factors, self.expert, self.tokens)
             return None
         if not any(choices.off(factor) == 0 for factor in self.factors):
@@ -239,7 +242,8 @@ class SumReader:
 
     def _are_examples(self, shared: frozenset[Atom], rows: frozenset[Atom], inner: Sequence[Atom]) -> bool:
         """Returns whether labels that matrices share with the rows they multiply are those of examples."""
-        return not shared or shared <= self.tokens & rows - set(inner) and bool(rows & self.rows - shared)
+        given = rows | shared if self._shares_tokens else rows
+        return not shared or shared <= self.tokens & given - set(inner) and bool(rows & self.rows - shared)
 
     def holds_product(self, ref: Ref, depth: int = 0) -> bool:
         """Returns whether a value is computed from a product of tokens with a matrix of each expert."""
@@ -284,6 +288,18 @@ class SumReader:
                     "products with one-hot vectors cost more. Each expert computes its own tokens alone either way, "
                     "and no kernel of this library does that better.",
                 )
+
+    def _refuse_shared_tokens(self) -> None:
+        """Refuses experts of several models that all compute the same tokens, as where ``vmap`` maps parameters
+        alone."""
+        self._shares_tokens, self._holds = True, {}
+        if any(map(self.holds_product, self.factors)):
+            raise Mismatch(
+                f"{DENSE}, and several models, each with experts of its own, share the tokens",
+                advice="Give each model tokens of its own, as an argument that has an axis of models too: "
+                "jax.vmap(model, (0, 0)).",
+            )
+        self._shares_tokens, self._holds = False, {}
 
     def _refuse_narrow(self, choices: Choices) -> None:
         """Refuses experts that are counted in a type too narrow for their numbers."""
