@@ -18,6 +18,7 @@ __all__ = [
     "Exponential",
     "Factor",
     "InBlocks",
+    "KeysOfEachQuery",
     "LogSumExp",
     "NoNormaliser",
     "SeveralBlocks",
@@ -53,6 +54,20 @@ class SeveralBlocks(Mismatch):
             "would be one attention",
             advice="Concatenate the keys, the values and the masks along the keys, and write one softmax over all of "
             "them.",
+        )
+
+
+class KeysOfEachQuery(SeveralBlocks):
+    """Reports that one softmax runs over several blocks of scores whose queries are others: each has keys of its
+    own."""
+
+    def __init__(self) -> None:
+        Mismatch.__init__(
+            self,
+            "the softmax runs over several blocks of scores whose keys lie along different axes, such as the row and "
+            "the column of each pixel, so that each query has keys of its own",
+            advice="Nothing has to be changed: concatenated keys would be as many for each query. An attention to rows "
+            "and one to columns, each with a softmax of its own, are recognised.",
         )
 
 

@@ -38,6 +38,7 @@ from autopallas.patterns.softmax import Softmax
 from autopallas.patterns.softmax_terms import (
     Exponential,
     InBlocks,
+    KeysOfEachQuery,
     LogSumExp,
     NoNormaliser,
     SeveralBlocks,
@@ -111,9 +112,14 @@ class Attempt:
             return found if found is None else self._with_other_blocks(node, found)
         except Mismatch as mismatch:
             first = self.scope
+            told: Mismatch = mismatch
             if isinstance(mismatch, (SeveralBlocks, NoNormaliser)):
-                with contextlib.suppress(Mismatch):
+                try:
                     return self._in_blocks(node)
+                except KeysOfEachQuery as apart:
+                    told = apart
+                except Mismatch:
+                    pass
             if isinstance(mismatch, SeveralMaps):
                 with contextlib.suppress(SeveralMaps):
                     return self._as_a_sum(node, side)
@@ -125,7 +131,7 @@ class Attempt:
                 with contextlib.suppress(Mismatch):
                     return self._with_division(node, side)
             self.scope = first
-            raise mismatch from None
+            raise told from None
 
     def _with_division(self, node: Node, side: int) -> AttentionDraft | None:
         try:

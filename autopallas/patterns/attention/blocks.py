@@ -32,7 +32,7 @@ from autopallas.patterns.forward import LAYOUT, Forward
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.program_builder import InstructionParams, ProgramBuilder, Register
 from autopallas.patterns.softmax import Softmax
-from autopallas.patterns.softmax_terms import SeveralBlocks, Term
+from autopallas.patterns.softmax_terms import KeysOfEachQuery, SeveralBlocks, Term
 from autopallas.sites.elementwise import Constant, ElementwiseProgram, Index, Input, Instruction, Side
 from autopallas.sites.index_notation import Operand, Positions
 
@@ -286,7 +286,7 @@ class BlockDraft(SeveralDraft):
             roles = [part._roles() for part in self.parts]
         sinks = self._agree()
         if any(role != roles[0] for role in roles):
-            raise SeveralBlocks
+            raise KeysOfEachQuery
         query_axis, value_axis = roles[0]
         heads = [space.resolve(part.head_axis) for part in self.parts]
         uses = [first.query, *(ref for part in self.parts for ref in (part.key, part.value))]
