@@ -315,6 +315,10 @@ SCANNED = (
     "Combine a decay and an input alone, (a, b) and (c, d) to (a * c, c * b + d). A state that is reset has a decay of "
     "0 there: jnp.where(reset, 0, decay) before the scan."
 )
+SCANNED_LOGARITHMS = (
+    "Where the numbers themselves stay in range, scan these and not their logarithms: a pair (a, b) and the next one "
+    "(c, d) to (a * c, c * b + d), for h[t] = a[t] h[t-1] + b[t]. Without a gradient, jax.lax.cumlogsumexp is replaced."
+)
 STEP_ALONE = "Keep in the loop what depends on the state, and compute everything else before it, for all steps at once."
 FIRST_VARIES = (
     "Give the loop a first value that varies as its steps do, such as an argument of the function in the shard_map, or "

@@ -11,7 +11,8 @@ from autopallas.graph import Graph, Node
 from autopallas.graph.edit import surviving
 from autopallas.kernels.respelling.doubling import scans_of
 from autopallas.kernels.respelling.operation import OPERATION
-from autopallas.patterns.advice import SCANNED
+from autopallas.patterns.advice import SCANNED, SCANNED_LOGARITHMS
+from autopallas.patterns.logarithms_of_sums import is_logaddexp
 from autopallas.patterns.match import NearMiss
 
 __all__ = ["unknown_scans"]
@@ -19,6 +20,7 @@ __all__ = ["unknown_scans"]
 _LEVELS = 3
 """Fewest levels of a tree that is called a scan: that of eight steps has so many."""
 _REASON = "this associative scan, or its gradient, is not shown to be h[t] = a[t] h[t-1] + b[t]"
+_LOGARITHMS = "this associative scan adds up exponentials of what it scans, as the gradient of cumlogsumexp does"
 
 
 def unknown_scans(graph: Graph) -> Iterator[NearMiss]:
@@ -38,7 +40,15 @@ def unknown_scans(graph: Graph) -> Iterator[NearMiss]:
     for place, own in candidates.items():
         last = [number for number in own[max(own)] if number in alive]  # a program may read one of several results
         if place not in known and last:
-            yield NearMiss(OPERATION.name, place, _REASON, last[-1], SCANNED)
+            adds = _adds_exponentials(graph, place)
+            reason, advice = (_LOGARITHMS, SCANNED_LOGARITHMS) if adds else (_REASON, SCANNED)
+            yield NearMiss(OPERATION.name, place, reason, last[-1], advice)
+
+
+def _adds_exponentials(graph: Graph, place: str) -> bool:
+    """Returns whether ``jnp.logaddexp`` is called at a place in the source."""
+    own = (node for node in graph.nodes if node.name == "custom_jvp_call" and is_logaddexp(node.equation))
+    return any(jaxprs.location(node.equation) == place for node in own)
 
 
 def _between(graph: Graph, node: Node) -> int | None:

@@ -570,6 +570,15 @@ def test_an_associative_scan_of_another_form_is_a_near_miss(form):
     assert "reset" in misses[0].advice
 
 
+@pytest.mark.parametrize("sums", [lax.cumlogsumexp, lambda x: lax.associative_scan(jnp.logaddexp, x)])
+def test_the_gradient_of_sums_of_exponentials_is_told_as_such(sums):
+    """As minGRUs have it, that are written with logarithms: JAX makes an associative scan of the gradient."""
+    gradient = jax.grad(lambda x: jnp.sum(jnp.sin(sums(x))))
+    report = autopallas.explain(autopallas.optimize(gradient, objective="always", strict=True), random(T, D))
+    (miss,) = (miss for miss in report.near_misses if miss.op == "respelling")
+    assert "adds up exponentials" in miss.reason
+
+
 def test_its_advice_makes_it_a_site():
     a, b = random(T, D), random(T, D, seed=1)
     reset = (jnp.arange(T) % 6 == 5)[:, None]
