@@ -764,3 +764,23 @@ def test_the_advice_for_a_filter_of_the_second_order_is_followed_and_recognised(
     assert "filter of the second order" in miss.reason
     assert "g = p * g + x" in miss.advice
     assert [site.op for site in autopallas.explain(cascade, x).sites] == ["recurrence", "recurrence"]
+
+
+def test_a_loop_that_adds_up_a_likelihood_is_no_near_miss():
+    """A hidden Markov model: each state is divided by its sum, and the sum of logarithms is no recurrence."""
+
+    def likelihood(transitions, first, given):
+        def step(carried, given):
+            total, state = carried
+            state = state * jnp.exp(given)
+            size = state.sum()
+            size = jnp.where(size == 0, 1.0, size)
+            state = state / size
+            return (total + jnp.log(size), transitions.T @ state), state
+
+        return lax.scan(step, (0.0, first), given)[0][0]
+
+    keys = jax.random.split(jax.random.key(0))
+    transitions = jax.nn.softmax(jax.random.normal(keys[0], (4, 4)))
+    arguments = transitions, jnp.full(4, 0.25), jax.random.normal(keys[1], (T, 4))
+    assert reasons_of(jax.grad(likelihood, (0, 1, 2)), *arguments) == []

@@ -63,22 +63,32 @@ class Intent:
       ends: the computations that read them.
       touches: tells whether a value is computed from the logits.
       read: the operands of the products that give the logits.
+      around: how many loops are around these products.
     """
 
     def __init__(
-        self, graph: Graph, inside: Set[int], ends: Sequence[Node], touches: Callable[[int], bool], read: Sequence[int]
+        self,
+        graph: Graph,
+        inside: Set[int],
+        ends: Sequence[Node],
+        touches: Callable[[int], bool],
+        read: Sequence[int],
+        around: int,
     ):
         self.graph, self.inside, self.ends, self.touches, self.read = graph, inside, ends, touches, read
+        self.around = around
 
     @property
     def labelled(self) -> bool:
         """Whether labels pick from the logits, so that the program's author meant a loss.
 
-        A router's choice is no label: it is computed from the logits themselves.
+        A router's choice is no label: it is computed from the logits themselves.  Nor is it a loss where each step of a
+        loop normalises all of the logits, as Sinkhorn's iterations do.
         """
+        once = (node for node in self.ends if loops(node.body) <= self.around)
         return (
             self._has_labels
-            or any(takes_logarithm(self.graph, node) for node in self.ends)
+            or any(takes_logarithm(self.graph, node) for node in once)
             or any(map(self._is_logarithm_of_shares, self.inside))
         )
 

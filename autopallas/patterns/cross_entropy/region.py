@@ -129,7 +129,7 @@ class Region(LabelledLogits):
         self.terminals: list[Terminal] = []
         self._levels: dict[int, int] = {} if other is None else other._levels
         read = [number for node in (dot, *(node for node, _ in others)) for number in node.inputs]
-        self.intent = Intent(graph, inside, ends, self.touches, read)
+        self.intent = Intent(graph, inside, ends, self.touches, read, loops(dot.body))
         self.anchored = any(self._anchor(node) for node in ends)
         if self.anchored:
             self._flow: Flow = flows.add(self.every, inside, ends) if other is None else other._flow

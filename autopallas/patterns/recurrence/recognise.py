@@ -48,6 +48,8 @@ class _Candidate:
       backwards: the reversed loops that read what depends on its carried values.
       others: those that read no more than other loops may have too, such as its slices; the most likely backward first.
       stacks: whether one of the others reads what the loop computes of its slices, and stacks.
+      gated: whether a state is multiplied from step to step; of a loop that only adds up, as that of a likelihood, no
+        near miss is told.
     """
 
     scan: Scan
@@ -55,6 +57,7 @@ class _Candidate:
     backwards: list[Scan]
     others: list[Scan]
     stacks: bool
+    gated: bool
 
     def without_counters(self, wanted: Sequence[int]) -> tuple[_Candidate, list[int]]:
         """Returns the loop without numbers of steps that nothing needs, and the places of the results that are
@@ -89,7 +92,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                         raise Mismatch("how often it runs is not known while the program is traced", advice=COUNTED)
                     if scan.length and (may_be_affine or gated):
                         analyses.check(whole)
-                        candidates.append(_Candidate(scan, step, *readers.of(scan, step)))
+                        candidates.append(_Candidate(scan, step, *readers.of(scan, step), gated))
             except Mismatch as mismatch:
                 if gated:
                     misses.append(_miss(graph, scan, mismatch))
@@ -103,7 +106,8 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 with bounded(graph):
                     matches.append(finder.match(candidate))
             except Mismatch as mismatch:
-                misses.append(_miss(graph, candidate.scan, mismatch))
+                if candidate.gated:
+                    misses.append(_miss(graph, candidate.scan, mismatch))
     return matches, misses
 
 
