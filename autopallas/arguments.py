@@ -104,13 +104,6 @@ _CONTAINERS = (tuple, list, Mapping, collections.deque, functools.partial)
 
 def in_objects(structure: jax.tree_util.PyTreeDef) -> list[bool]:
     """Returns for each leaf whether it lies inside an object that is no container, such as the module of a library."""
-    try:
-        return _known_in_objects(structure)
-    except TypeError:  # what a node keeps beside its leaves has no hash
-        return _in_objects(structure)
-
-
-def _in_objects(structure: jax.tree_util.PyTreeDef) -> list[bool]:
     found: list[bool] = []
     todo = [(structure, False)]
     while todo:
@@ -122,9 +115,6 @@ def _in_objects(structure: jax.tree_util.PyTreeDef) -> list[bool]:
         inside = inside or not issubclass(node[0], _CONTAINERS)
         todo.extend((child, inside) for child in reversed(tree.children()))
     return found
-
-
-_known_in_objects = functools.lru_cache(maxsize=256)(_in_objects)
 
 
 def split(args: Sequence[PyTree], kwargs: Mapping[str, PyTree], numbers: bool = False) -> tuple[list[Array], Static]:

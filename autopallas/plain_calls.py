@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
 import jax
-import numpy as np
 
 from autopallas import compat
 from autopallas.arguments import (
@@ -114,10 +113,6 @@ class PlainCalls:
         self._holder = held_jit(owner._function)
         self._ways: dict[Hashable, tuple[int, Exception | None]] = {}
         """Kinds of calls that jit cannot trace: the way in which they are made, and jit's error until one works."""
-        self._quantities: dict[Hashable, tuple[tuple[object, ...], tuple[object, ...]]] = {}
-        """Kinds of calls that are given objects with numbers: those of the first call, and the form of its result."""
-        self._tried: dict[Hashable, bool] = {}
-        """Kinds of calls whose numbers changed: whether the result has the same form where they are traced."""
         self._held: set[Static] = set()
         self._overfull = False
         self._gives_back = False
@@ -216,16 +211,9 @@ class PlainCalls:
         arrays, fixed = split(args, kwargs)
         kind = _kind(fixed)
         first, failed = self._ways.get(kind, (0, None))  # each trace that fails takes as long as another
-        quantities = _quantities(fixed)
-        changed = bool(quantities) and kind in self._quantities and self._quantities[kind][0] != quantities
-        trial = changed and kind not in self._tried and use is call_jitted
-        traces = trial or self._tried.get(kind, False)
-        for way, static, traced in self._attempts(args, kwargs, arrays, fixed, bool(quantities) and not traces):
-            tries = trial and way == 0
-            if way < first and not tries:
+        for way, static, traced in self._attempts(args, kwargs, arrays, fixed):
+            if way < first:
                 continue
-            if tries:
-                self._tried[kind] = False
             try:
                 if static is None:  # as part of the key: another thread may just call it with a flag in that place
                     with as_jit_traces(True) if may_have_flags(args, kwargs) else contextlib.nullcontext():
@@ -244,12 +232,6 @@ class PlainCalls:
                 failed = error
                 continue
             if kind is not None:
-                if tries:
-                    self._tried[kind] = _form(result) == self._quantities[kind][1]
-                    if not self._tried[kind]:
-                        continue
-                elif quantities and use is call_jitted:
-                    self._quantities.setdefault(kind, (quantities, _form(result)))
                 self._ways[kind] = way, None
             return result
         if failed is not None:
@@ -257,14 +239,17 @@ class PlainCalls:
         return self._uncompiled(use, args, kwargs)
 
     def _attempts(
-        self, args: Args, kwargs: Kwargs, arrays: Sequence[PyTree], fixed: Static, holds: bool
+        self, args: Args, kwargs: Kwargs, arrays: Sequence[PyTree], fixed: Static
     ) -> Iterator[tuple[int, Static | None, Sequence[PyTree]]]:
         """Yields the ways to compile a call, with what each holds fixed (None: nothing) and the arrays that it traces.
 
-        Ways are numbered: by jit, where no argument is a flag and nothing ``holds`` numbers inside of objects; with
-        what jit does not take held fixed, and these; with everything that is not an array held fixed.
+        Ways are numbered: by jit, where no argument is a flag, nor an object has a number with a fraction; with what
+        jit does not take held fixed, and these; with everything that is not an array held fixed.
         """
-        if not holds and not any(map(is_flag, fixed.kinds)):
+        told = any(map(is_quantity, fixed.kinds)) and any(
+            inside and is_quantity(kind) for kind, inside in zip(fixed.kinds, in_objects(fixed.structure), strict=True)
+        )
+        if not told and not any(map(is_flag, fixed.kinds)):
             yield 0, None, ()
         traced, fewer = split(args, kwargs, numbers=True)
         if fewer.kinds != fixed.kinds and any(kind is not None for kind in fewer.kinds):
@@ -350,26 +335,6 @@ class PlainCalls:
             self._owner._report.add(Failure("trace", f"further calls run as they are: {reason}"))
             warn(f"autopallas runs further calls of {self._owner!r} as they are: {reason}")
         return False
-
-
-def _quantities(fixed: Static) -> tuple[object, ...]:
-    """Returns the numbers with a fraction inside of objects that a call is given.
-
-    They are held fixed at first, since a library may tell its parameters from them by ``isinstance``. One that changes
-    from call to call, such as a rate of learning in a state, is traced from then on, unless the result has another form
-    then, such as a gradient more.
-    """
-    if not any(map(is_quantity, fixed.kinds)):
-        return ()
-    leaves = zip(fixed.kinds, fixed.leaves, in_objects(fixed.structure), strict=True)
-    return tuple(leaf for kind, leaf, inside in leaves if inside and is_quantity(kind))
-
-
-def _form(result: PyTree) -> tuple[object, ...]:
-    """Returns the structure of a result, and the shapes and dtypes of its leaves."""
-    leaves, structure = jax.tree.flatten(result)
-    shapes = tuple((np.shape(leaf), str(jax.numpy.result_type(leaf))) if traceable(leaf) else leaf for leaf in leaves)
-    return structure, shapes
 
 
 def _kind(static: Static) -> Hashable:
