@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
+import pickle
+import random
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeAlias, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -20,8 +23,22 @@ _MOST = 10_000
 """How many objects are looked at."""
 _LIBRARIES = sys.stdlib_module_names | {"autopallas", "jax", "jaxlib", "numpy"}
 """Libraries whose objects stay as they are: they hold what was compiled, or belong to several threads."""
-_Content: TypeAlias = "dict[object, object] | list[object] | set[object]"
+_MOST_BYTES = 2**24
+"""Of NumPy arrays that are looked at."""
+_CONTAINERS = (
+    dict,
+    list,
+    set,
+    collections.defaultdict,
+    collections.OrderedDict,
+    collections.Counter,
+    collections.deque,
+)
+_Content: TypeAlias = "dict[object, object] | list[object] | set[object] | collections.deque[object]"
 _Lacks = object()
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None), np.generic, np.ndarray, jax.Array)
+"""Values that tell by themselves whether they are the same."""
+_Random: TypeAlias = "np.random.Generator | np.random.RandomState | random.Random"
 
 
 class ClosedOver:
@@ -41,7 +58,11 @@ class ClosedOver:
     """
 
     def __init__(self, function: Callable[..., object]):
+        self._function = function
         self._kept: list[tuple[_Content, _Content, bool]] = []
+        self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
+        self._random: list[tuple[_Random, object]] = []
+        self._bytes = 0
         todo, seen = [*_read(function, True)], set[int]()
         for value, is_own in todo:  # which grows meanwhile
             if id(value) not in seen and len(seen) < _MOST:
@@ -56,7 +77,16 @@ class ClosedOver:
             return [(part, is_own and its) for part, its in _read(cast("Callable[..., object]", value), False)]
         if kind in (tuple, frozenset):
             return [(part, is_own) for part in cast("Iterable[object]", value)]
-        if kind in (dict, list, set):
+        if isinstance(value, np.ndarray) and kind is np.ndarray:
+            if is_own and value.flags.writeable and self._bytes + value.nbytes <= _MOST_BYTES:
+                self._bytes += value.nbytes
+                self._arrays.append((value, value.copy()))
+            return []
+        if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random)):
+            if is_own:
+                self._random.append((value, _state(value)))
+            return []
+        if kind in _CONTAINERS:
             held = value
         elif isinstance(value, (type, types.ModuleType)) or kind.__module__.partition(".")[0] in _LIBRARIES:
             return [(value.__wrapped__, False)] if callable(value) and hasattr(value, "__wrapped__") else []
@@ -65,7 +95,7 @@ class ClosedOver:
                 held = getattr(value, "__dict__", None)
             except Exception:  # an object that stands for another one, which is not there, may raise anything
                 return []
-        if type(held) not in (dict, list, set):
+        if type(held) not in _CONTAINERS:
             return []
         content = cast(_Content, held)
         now = content.copy()  # code that runs beside the trace may add to the other one
@@ -74,19 +104,18 @@ class ClosedOver:
 
     def changed(self) -> bool:
         """Returns whether an object has what is traced in the place of what it had; or the objects of a method or of a
-        partial function have it anywhere, or another number or array.
+        partial function have it anywhere, or another number, text or array, or more or fewer parts.
 
         Where the function is called as it is written, they have the array or the number of that call then.
         """
-        for content, before, is_own in self._kept:
-            now = content.copy()
-            if isinstance(now, dict) and isinstance(before, dict):
-                if any(_is_lost(before.get(name, _Lacks), one, is_own) for name, one in now.items()):
-                    return True
-            elif isinstance(now, list) and isinstance(before, list):
-                if any(_is_lost(*pair, is_own) for pair in itertools.zip_longest(before, now, fillvalue=_Lacks)):
-                    return True
-        return False
+        had = {id(content): before for content, before, _ in self._kept}
+        changed = {
+            id(content) for content, before, is_own in self._kept if _is_changed(before, content.copy(), is_own, had)
+        }
+        if changed and not changed.isdisjoint(id(content) for content, *_ in ClosedOver(self._function)._kept):
+            return True  # what an object does not hold any more may have become anything
+        arrays = any(now.tobytes() != before.tobytes() for now, before in self._arrays)
+        return arrays or any(pickle.dumps(_state(now)) != pickle.dumps(before) for now, before in self._random)
 
     def restore(self) -> None:
         """Gives the objects of a method or of a partial function what they had, and others, which code that runs beside
@@ -110,6 +139,14 @@ class ClosedOver:
             elif is_own and isinstance(content, set) and isinstance(before, set) and content != before:
                 content.clear()
                 content.update(before)
+            elif is_own and isinstance(content, collections.deque) and isinstance(before, collections.deque):
+                content.clear()
+                content.extend(before)
+        for array, elements in self._arrays:
+            if array.tobytes() != elements.tobytes():
+                array[...] = elements
+        for generator, state in self._random:
+            _set_state(generator, state)
 
 
 def _read(function: object, named: bool) -> Iterator[tuple[object, bool]]:
@@ -136,14 +173,32 @@ def _read(function: object, named: bool) -> Iterator[tuple[object, bool]]:
         yield function, not any(compat.jit_settings(value) is not None for value in held)
 
 
+def _is_changed(before: _Content, now: _Content, is_own: bool, had: Mapping[int, object]) -> bool:
+    """Returns whether a container has lost, by what was written to it, what it had or what it would have been given.
+
+    ``had`` has what containers had, by their identities.  One that makes what it lacks where it is read is not changed
+    by that.
+    """
+    if isinstance(before, set):
+        return is_own and now != before
+    if isinstance(before, dict) and isinstance(now, dict):
+        names = now if type(now) is collections.defaultdict else before | now
+        pairs = [(before.get(name, _Lacks), now.get(name, _Lacks)) for name in names]
+        if type(now) is collections.defaultdict:
+            pairs = [(one, other) for one, other in pairs if one is not _Lacks or _is_traced(other)]
+    else:
+        pairs = [*itertools.zip_longest(before, now, fillvalue=_Lacks)]
+    return any(_is_lost(had.get(id(one), one), other, is_own) for one, other in pairs if one is not other)
+
+
 def _is_lost(before: object, now: object, is_own: bool) -> bool:
     """Returns whether what a function wrote while it was traced is not what it writes where it is called."""
-    if now is before or (before is _Lacks and not is_own):
-        return False
+    if before is _Lacks or now is _Lacks:
+        return is_own
     if _is_traced(now):
         return not _is_traced(before)
     pairs = itertools.zip_longest(_leaves(before), _leaves(now), fillvalue=_Lacks) if is_own else ()
-    return any(_is_number(one) and _is_number(other) and not _is_same(one, other) for one, other in pairs)
+    return any(_is_other(*pair) for pair in pairs)
 
 
 def _is_traced(value: object) -> bool:
@@ -159,15 +214,33 @@ def _leaves(value: object) -> list[object]:
     return leaves
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (float, complex, np.generic, np.ndarray, jax.Array)) or type(value) is int
-
-
-def _is_same(one: object, other: object) -> bool:
-    """Returns whether a number was replaced by an equal one, as where a scale is computed anew in each call."""
-    if one is other:
-        return True
-    if type(one) is not type(other) or isinstance(one, jax.Array):
+def _is_other(before: object, now: object) -> bool:
+    """Returns whether something is in the place of another value: not where an object that tells no values is in the
+    place of another one, or an equal number, as where a scale is computed anew in each call."""
+    if before is now:
         return False
-    a, b = np.asarray(one), np.asarray(other)
-    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    tells = [isinstance(one, _SIMPLE) for one in (before, now)]
+    if not all(tells):
+        return any(tells) or before is _Lacks or now is _Lacks
+    if type(before) is not type(now) or isinstance(before, jax.Array):
+        return True
+    if isinstance(before, (str, bytes)):
+        return before != now
+    a, b = np.asarray(before), np.asarray(now)
+    return a.shape != b.shape or a.dtype != b.dtype or a.tobytes() != b.tobytes()
+
+
+def _state(generator: _Random) -> object:
+    """Returns what the next numbers of a generator follow from."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
+
+
+def _set_state(generator: _Random, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)

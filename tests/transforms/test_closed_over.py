@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopallas
@@ -193,3 +195,98 @@ def test_what_a_function_keeps_in_containers_is_not_lost(make):
     given, wanted = autopallas.optimize(make()), make()
     for _ in range(3):
         assert jnp.array_equal(given(X), wanted(X))
+
+
+class Changing:
+    """Keeps other things for its next call than numbers and arrays in attributes."""
+
+    def __init__(self):
+        self.seen, self.log, self.found, self.last = set(), [], {}, collections.deque(maxlen=2)
+        self.table, self.random, self.mode, self.on = np.zeros(3), np.random.default_rng(0), "a", None
+
+    def with_a_set(self, x):
+        self.seen.add(len(self.seen))
+        return x * len(self.seen)
+
+    def with_a_list(self, x):
+        self.log.append("called")
+        return x * len(self.log)
+
+    def with_a_list_made_anew(self, x):
+        self.log = [*self.log, 1]
+        return x * len(self.log)
+
+    def with_a_stack(self, x):
+        self.log = self.log or [1.0, 2.0, 3.0, 4.0]
+        return x * self.log.pop()
+
+    def with_a_dictionary(self, x):
+        self.found[len(self.found)] = 1
+        return x * len(self.found)
+
+    def with_a_queue(self, x):
+        self.last.append(sum(self.last) + 1)
+        return x * sum(self.last)
+
+    def with_a_new_attribute(self, x):
+        self.count = getattr(self, "count", 0) + 1
+        return x * self.count
+
+    def with_a_text(self, x):
+        self.mode = "b" if self.mode == "a" else "a"
+        return x * (2 if self.mode == "a" else 3)
+
+    def with_a_flag(self, x):
+        self.on = not self.on
+        return x * (2 if self.on else 3)
+
+    def with_nothing(self, x):
+        self.on = object() if self.on is None else None
+        return x * (2 if self.on is None else 3)
+
+    def with_an_array_of_numpy(self, x):
+        self.table += 1
+        return x * self.table
+
+    def with_random_numbers(self, x):
+        return x * self.random.integers(100)
+
+
+@pytest.mark.filterwarnings("ignore:autopallas runs")
+@pytest.mark.parametrize("name", [name for name in vars(Changing) if name.startswith("with")])
+def test_whatever_an_object_keeps_for_its_next_call_is_not_lost(name):
+    """What a trace changed was the object's from then on, and no later call changed it again."""
+    given, wanted = autopallas.optimize(getattr(Changing(), name)), getattr(Changing(), name)
+    for _ in range(4):
+        assert jnp.array_equal(given(X), wanted(X))
+    assert "which would be lost" in given.report().failures[0].error
+
+
+class Scoped:
+    """Takes names in a scope, and is given another scope at the end, as the modules of a library are."""
+
+    def __init__(self):
+        self.scope, self.used = collections.defaultdict(set), {}
+
+    def __call__(self, x):
+        self.used["layer"] = 1
+        assert "layer" not in self.scope["names"]
+        self.scope["names"].add("layer")
+        self.scope, self.used = collections.defaultdict(set), {}
+        return x * 2
+
+
+def test_an_object_that_puts_in_order_what_it_used_is_compiled():
+    given = autopallas.optimize(Scoped())
+    for _ in range(3):
+        assert jnp.array_equal(given(X), X * 2)
+    assert given._as_it_is is None
+    assert not given.report().failures
+
+
+@pytest.mark.filterwarnings("ignore:autopallas runs")
+def test_the_scope_of_an_object_is_put_together_again():
+    scoped = Scoped()
+    given = autopallas.optimize(functools.partial(lambda scoped, x: (scoped(x), "a text"), scoped))
+    for _ in range(2):
+        assert jnp.array_equal(given(X)[0], X * 2)
