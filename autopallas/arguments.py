@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import types
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TypeAlias, cast
 
@@ -244,7 +245,7 @@ class Watched:
         try:
             states = tuple(parts.state(leaf, 0) for leaf in leaves if not traceable(leaf))
             hash(states)
-        except TypeError:  # what it is made of cannot be seen, and it is not held fixed either
+        except (TypeError, ValueError):  # what it is made of cannot be seen, and it is not held fixed either
             return None
         return structure, leaves, states
 
@@ -280,7 +281,10 @@ def told_apart(static: Static) -> Static:
     """
     parts = _Parts()
     told = replace(static, states=tuple(parts.state(leaf, 0) for leaf in static.leaves))
-    hash(told)
+    try:
+        hash(told)
+    except ValueError as error:  # as of what shows the memory of something else
+        raise Untraceable(str(error)) from error
     return told
 
 
@@ -309,6 +313,50 @@ def _held(value: object) -> Mapping[str, object]:
 
 _TOLD = (int, float, complex, str, bytes, tuple, frozenset, jax.Array)
 """Attributes by which objects that are equal by a rule of their own are told apart."""
+
+
+_DEEPEST_READ, _MOST_READ = 4, 256
+"""How deep what a function closes over lies in other functions and containers, and how much of it is looked at."""
+
+
+class _Read:
+    """Reads what functions, classes and modules hold, where that tells by itself what it is: numbers, texts and arrays,
+    in containers and further functions too."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_READ
+
+    def state(self, value: object, depth: int = 0) -> Hashable:
+        kind = type(value)
+        self._left -= 1
+        if value is None or kind in (bool, int, str, bytes):
+            return kind, value
+        if isinstance(value, (float, complex, np.generic)):
+            return kind, np.asarray(value).tobytes()
+        if isinstance(value, jax.Array):
+            return kind, _Same(value)
+        found = []
+        for part in self._parts(value, depth) if depth <= _DEEPEST_READ else ():
+            if self._left <= 0:
+                break
+            found.append(self.state(part, depth + 1))
+        return kind, tuple(found)
+
+    @staticmethod
+    def _parts(value: object, depth: int) -> Iterator[object]:
+        if isinstance(value, (type, types.ModuleType)):
+            if depth == 0:  # others read functions of it, and change numbers at most
+                held = _held(value).items()
+                yield from (x for name, x in held if name[:2] != "__" and isinstance(x, (*_TOLD, list, dict)))
+        elif type(value) in (tuple, list, set, frozenset):
+            yield from cast("Iterable[object]", value)
+        elif type(value) is dict:
+            yield from (part for item in value.items() for part in item)
+        elif _is_code(value):
+            yield from _held(value).values()
+            for cell in getattr(value, "__closure__", None) or ():
+                with contextlib.suppress(ValueError):  # nothing was written to it yet
+                    yield cell.cell_contents
 
 
 class _Plain:
@@ -355,7 +403,12 @@ class _Parts:
             if kind.__basicsize__ > _Plain.__basicsize__ or not hasattr(value, "__dict__"):
                 raise Untraceable(f"a {kind.__name__} among its arguments may change without notice")
             return kind, _Same(value), self.state(vars(value), depth + 1)
-        return kind, value, () if _is_code(value) else self._hidden(value, depth + 1)
+        return kind, value, self._read(value) if _is_code(value) else self._hidden(value, depth + 1)
+
+    def _read(self, code: object) -> Hashable:
+        """Returns what a function, a class or a module reads of its own: its attributes, and what a function closes
+        over, where that tells by itself what it is.  What a trace does to these is none of its arguments' changes."""
+        return _Read().state(code) if self._kept is None else ()
 
     def _hidden(self, value: object, depth: int) -> tuple[Hashable, ...]:
         """Returns the attributes of an object that is equal to others by a rule of its own.
@@ -367,7 +420,7 @@ class _Parts:
         found: list[Hashable] = []
         for name, part in held.items():
             if part is None or isinstance(part, _TOLD) or (
-                type(part).__hash__ not in (None, object.__hash__)
+                type(part) in (list, dict, set) or type(part).__hash__ not in (None, object.__hash__)
             ):  # fmt: skip
                 try:
                     state = self.state(part, depth)

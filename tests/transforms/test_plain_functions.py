@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import random
 import threading
+import types
 import warnings
 
 import jax
@@ -503,3 +504,116 @@ def test_a_function_that_returns_an_object_of_its_own_runs_as_it_is(qkv):
         model, result = autopallas.optimize(function)(model_of(jnp.tanh, 1), qkv[0])
     assert model["activation"] is jnp.tanh
     same(result.value, qkv[0] * 2)
+
+
+class Named:
+    """An object that stands for a function."""
+
+    __name__ = "named"
+
+    def __init__(self):
+        self.scale = 2.0
+
+    def __call__(self, x):
+        return x * self.scale
+
+
+class EqualByName:
+    """Compares neither of what it holds."""
+
+    def __init__(self, scales):
+        self.scales = scales
+
+    def __eq__(self, other):
+        return isinstance(other, EqualByName)
+
+    def __hash__(self):
+        return 1
+
+
+def _attribute_of_a_function():
+    def function(x):
+        return x * function.scale
+
+    return function, lambda value: setattr(function, "scale", value)
+
+
+def _attribute_of_an_object():
+    named = Named()
+    return named, lambda value: setattr(named, "scale", value)
+
+
+def _number_closed_over():
+    scale = 2.0
+
+    def change(value):
+        nonlocal scale
+        scale = value
+
+    return (lambda x: x * scale), change
+
+
+def _container_closed_over_by_another():
+    scales = {"scale": [2.0]}
+
+    def inner(x):
+        return x * scales["scale"][0]
+
+    return (lambda x: inner(x)), lambda value: scales["scale"].__setitem__(0, value)
+
+
+def _attribute_of_a_class():
+    kind = type("Kind", (), {"scale": 2.0, "__call__": None})
+    return kind, lambda value: setattr(kind, "scale", value)
+
+
+def _attribute_of_a_module():
+    module = types.ModuleType("module")
+    return module, lambda value: setattr(module, "scale", value)
+
+
+def _list_of_an_object_that_compares_something_else():
+    one = EqualByName([2.0])
+    return one, lambda value: one.scales.__setitem__(0, value)
+
+
+def _scaled(function, x):
+    if isinstance(function, EqualByName):
+        return x * function.scales[0]
+    return x * function.scale if isinstance(function, (type, types.ModuleType)) else function(x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _attribute_of_a_function,
+        _attribute_of_an_object,
+        _number_closed_over,
+        _container_closed_over_by_another,
+        _attribute_of_a_class,
+        _attribute_of_a_module,
+        _list_of_an_object_that_compares_something_else,
+    ],
+)
+def test_what_an_argument_that_is_held_fixed_reads_may_change(make):
+    x, traces = jnp.arange(3.0), []
+
+    def function(held, x):
+        traces.append(None)
+        return _scaled(held, x)
+
+    held, change = make()
+    wrapped = autopallas.optimize(function)
+    for value in (2.0, 3.0, 2.0, 3.0):
+        change(value)
+        assert jnp.array_equal(wrapped(held, x), x * value)
+    assert len(traces) <= 3
+
+
+@pytest.mark.filterwarnings("ignore:autopallas runs")
+def test_an_argument_whose_hash_fails_runs_as_written():
+    data = bytearray(b"a")
+    wrapped = autopallas.optimize(lambda view, x: x * view[0])
+    for value in (1, 2):
+        data[0] = value
+        assert jnp.array_equal(wrapped(memoryview(data), jnp.arange(3.0)), jnp.arange(3.0) * value)
