@@ -30,6 +30,7 @@ from autopallas.graph import (
     part_columns,
     part_gradients,
     select_fills,
+    sizes,
     take_logits_apart,
 )
 from autopallas.numerics.classes import allows
@@ -73,6 +74,9 @@ __all__ = [
 
 _LEAST_LOGITS = 2**16
 """Fewest logits for which a product of several readers is taken apart, unless sites are replaced without evidence."""
+_MOST_EQUATIONS, _MOST_COPIES = 2**19, 16
+"""Equations of a program with its calls written out, and how many times as many as it is written in, from which on it
+is left as it is: functions that call one another twice are twice as many with each of them."""
 _ALL = Parting.SUMS | Parting.COLUMNS
 
 
@@ -125,8 +129,8 @@ def rewritten(
     options = lockfile.pinned(options)
     tuner = Tuner(device, options, probes)
     run = Passes(program, checked=options.strict)
-    if unknown := _unknown_sizes(program):
-        report = _report((), (), (), tuner, device, run, (f"the program stays as it was: {size_unknown(unknown)}",))
+    if obstacle := _too_large(program) or _unknown_sizes(program):
+        report = _report((), (), (), tuner, device, run, (f"the program stays as it was: {obstacle}",))
         require(report, options)
         return program, LiveReport(report, [])
     result = program
@@ -197,9 +201,18 @@ def _with_less_kept(
 
 
 def _unknown_sizes(program: ClosedJaxpr) -> str:
-    """Returns the sizes of a program's arguments that are expressions, joined by commas."""
-    sizes = (size for aval in program.in_avals for size in getattr(aval, "shape", ()))
-    return ", ".join(dict.fromkeys(str(size) for size in sizes if not isinstance(size, int)))
+    """Returns why a program cannot be rewritten some of whose arguments' sizes are expressions; nothing for others."""
+    every = (size for aval in program.in_avals for size in getattr(aval, "shape", ()))
+    unknown = ", ".join(dict.fromkeys(str(size) for size in every if not isinstance(size, int)))
+    return size_unknown(unknown) if unknown else ""
+
+
+def _too_large(program: ClosedJaxpr) -> str:
+    """Returns why a program is not looked at whose functions call each other so often that it would take minutes."""
+    written, flat = sizes(program)
+    if flat <= max(_MOST_EQUATIONS, _MOST_COPIES * written):
+        return ""
+    return f"its {written} equations are {flat} where each call is written out"
 
 
 def _report(

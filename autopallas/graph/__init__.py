@@ -3,7 +3,7 @@
 from autopallas.graph.checkpoint_heads import move_heads_out
 from autopallas.graph.column_fills import select_fills
 from autopallas.graph.equation_keys import Node
-from autopallas.graph.flatten import Body, flatten
+from autopallas.graph.flatten import Body, flatten, sizes
 from autopallas.graph.joined_logits import take_logits_apart
 from autopallas.graph.labels import Ref, Space, View
 from autopallas.graph.numbering import Graph
@@ -28,5 +28,6 @@ __all__ = [
     "part_columns",
     "part_gradients",
     "select_fills",
+    "sizes",
     "take_logits_apart",
 ]

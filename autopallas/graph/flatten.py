@@ -86,6 +86,31 @@ class Body:
                 yield from child.body.walk()
 
 
+def sizes(program: JaxprLike) -> tuple[int, int]:
+    """Returns the number of a program's equations as they are written, and as they are with a copy of each body at each
+    place that has it: functions that call each other twice double it with each of them."""
+    written, flat = 0, dict[int, int]()
+    todo = [jaxprs.open_jaxpr(program)[0]]
+    while todo:
+        jaxpr = todo[-1]
+        if id(jaxpr) in flat:
+            todo.pop()
+            continue
+        inner = [
+            jaxprs.open_jaxpr(body)[0]
+            for equation in jaxpr.eqns
+            if not jaxprs.is_leaf(equation) and may_hold_bodies(equation)
+            for _, _, body in jaxprs.bodies(equation)
+        ]
+        if missing := [one for one in inner if id(one) not in flat]:
+            todo += missing
+            continue
+        flat[id(jaxpr)] = len(jaxpr.eqns) + sum(flat[id(one)] for one in inner)
+        written += len(jaxpr.eqns)
+        todo.pop()
+    return written, flat[id(jaxprs.open_jaxpr(program)[0])]
+
+
 def flatten(jaxpr: JaxprLike, path: tuple[str, ...] = ()) -> Body:
     """Returns the tree of bodies of a jaxpr, open or closed, as if it stood at ``path`` in another one.
 

@@ -15,6 +15,7 @@ from support.catalogue import array
 
 import autopallas
 from autopallas import jaxprs
+from autopallas.graph import sizes
 from transforms.test_transforms import attend, optimized, primitives, same
 
 T, S, D = 5, 7, 3
@@ -269,3 +270,27 @@ def test_attributes_of_an_object_take_the_place_of_no_method(qkv):
     assert wrapped.report().counts()["attention"] == 1
     assert autopallas.explain(Layer(), *qkv).sites[0].op == "attention"
     assert wrapped.lower(*qkv).out_info.shape == qkv[0].shape
+
+
+def test_functions_that_call_one_another_twice_are_left_where_they_would_be_millions_of_equations():
+    """Each of 40 functions calls the one before it twice, and is traced once."""
+
+    def calls(function):
+        return jax.jit(lambda x: function(function(x) + 1))
+
+    function = jax.jit(lambda x: jnp.tanh(x @ x))
+    for _ in range(40):
+        function = calls(function)
+    looped = autopallas.optimize(lambda x: jax.lax.scan(lambda x, _: (function(x), None), x, None, 10)[0])
+    assert looped.eval_shape(jax.ShapeDtypeStruct((4, 4), jnp.float32)).shape == (4, 4)
+    assert "where each call is written out" in looped.report().notes[0]
+
+
+def test_layers_that_share_a_function_are_not_too_many():
+    layer = jax.jit(lambda x: jnp.tanh(x @ x))
+
+    def function(x):
+        return layer(layer(x)) + jax.lax.fori_loop(0, 3, lambda _, x: layer(x), x)
+
+    written, flat = sizes(jax.make_jaxpr(function)(jnp.ones((4, 4))))
+    assert (written, flat) == (8, 12)
