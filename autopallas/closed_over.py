@@ -10,6 +10,7 @@ import random
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import jax
@@ -63,6 +64,7 @@ class ClosedOver:
         self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
         self._random: list[tuple[_Random, object]] = []
         self._bytes = 0
+        self._variables = [(variable, variable.read()) for variable in _variables(function)]
         todo, seen = [*_read(function, True)], set[int]()
         for value, is_own in todo:  # which grows meanwhile
             if id(value) not in seen and len(seen) < _MOST:
@@ -103,11 +105,13 @@ class ClosedOver:
         return [(part, is_own) for part in (now.values() if isinstance(now, dict) else now)]
 
     def changed(self) -> bool:
-        """Returns whether an object has what is traced in the place of what it had; or the objects of a method or of a
-        partial function have it anywhere, or another number, text or array, or more or fewer parts.
+        """Returns whether a variable, an object or a container has what is traced and had not; or the objects of a
+        method or of a partial function have another number, text or array, or more or fewer parts.
 
         Where the function is called as it is written, they have the array or the number of that call then.
         """
+        if any(_is_lost(before, variable.read(), False) for variable, before in self._variables):
+            return True
         had = {id(content): before for content, before, _ in self._kept}
         changed = {
             id(content) for content, before, is_own in self._kept if _is_changed(before, content.copy(), is_own, had)
@@ -120,25 +124,30 @@ class ClosedOver:
     def restore(self) -> None:
         """Gives the objects of a method or of a partial function what they had, and others, which code that runs beside
         the trace may have changed too, what they lost or what is traced now."""
+        for variable, one in self._variables:
+            if one is not _Lacks and _is_traced(variable.read()):
+                variable.write(one)
         for content, before, is_own in self._kept:
             if isinstance(content, dict) and isinstance(before, dict):
-                for name in [*content] if is_own else ():
-                    if name not in before:
+                for name in [*content]:
+                    if name not in before and (is_own or _is_traced(content[name])):
                         del content[name]
                 for name, one in before.items():
                     now = content.get(name, _Lacks)
                     if now is not one and (is_own or now is _Lacks or _is_traced(now)):
                         content[name] = one
             elif isinstance(content, list) and isinstance(before, list):
+                if not is_own and len(content) > len(before):
+                    content[:] = [one for one in content if not _is_traced(one) or any(one is x for x in before)]
                 alike = len(content) == len(before)
                 if is_own and not (alike and all(a is b for a, b in zip(content, before, strict=True))):
                     content[:] = before
                 for place, (one, now) in enumerate(zip(before, content, strict=False) if alike else ()):
                     if now is not one and _is_traced(now):
                         content[place] = one
-            elif is_own and isinstance(content, set) and isinstance(before, set) and content != before:
-                content.clear()
-                content.update(before)
+            elif isinstance(content, set) and isinstance(before, set):
+                content.difference_update([one for one in content - before if is_own or _is_traced(one)])
+                content.update(before if is_own else ())
             elif is_own and isinstance(content, collections.deque) and isinstance(before, collections.deque):
                 content.clear()
                 content.extend(before)
@@ -166,11 +175,45 @@ def _read(function: object, named: bool) -> Iterator[tuple[object, bool]]:
                 continue
         for name in function.__code__.co_names if named else ():
             value = function.__globals__.get(name)
-            if not isinstance(value, (dict, list, set, types.FunctionType)):
+            if not isinstance(value, types.FunctionType):
                 yield value, False
     else:  # one that holds a jit function is given another one while it is called, perhaps by another thread
         held = getattr(function, "__dict__", {}).values()
         yield function, not any(compat.jit_settings(value) is not None for value in held)
+
+
+@dataclass(frozen=True, slots=True)
+class _Variable:
+    """A variable that a function closes over, or a global one that it names."""
+
+    place: types.CellType | dict[str, object]
+    name: str
+
+    def read(self) -> object:
+        if isinstance(self.place, dict):
+            return self.place.get(self.name, _Lacks)
+        try:
+            return self.place.cell_contents
+        except ValueError:  # nothing is in it
+            return _Lacks
+
+    def write(self, value: object) -> None:
+        if isinstance(self.place, dict):
+            self.place[self.name] = value
+        else:
+            self.place.cell_contents = value
+
+
+def _variables(function: object) -> Iterator[_Variable]:
+    """Yields the variables around a function to which it may write."""
+    while isinstance(function, (functools.partial, types.MethodType)):
+        function = function.func if isinstance(function, functools.partial) else function.__func__
+    if isinstance(function, types.FunctionType):
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            yield _Variable(cell, name)
+        for name in function.__code__.co_names:
+            if name in function.__globals__:
+                yield _Variable(function.__globals__, name)
 
 
 def _is_changed(before: _Content, now: _Content, is_own: bool, had: Mapping[int, object]) -> bool:
@@ -180,7 +223,7 @@ def _is_changed(before: _Content, now: _Content, is_own: bool, had: Mapping[int,
     by that.
     """
     if isinstance(before, set):
-        return is_own and now != before
+        return now != before and (is_own or any(map(_is_traced, now - before)))
     if isinstance(before, dict) and isinstance(now, dict):
         names = now if type(now) is collections.defaultdict else before | now
         pairs = [(before.get(name, _Lacks), now.get(name, _Lacks)) for name in names]
@@ -194,7 +237,7 @@ def _is_changed(before: _Content, now: _Content, is_own: bool, had: Mapping[int,
 def _is_lost(before: object, now: object, is_own: bool) -> bool:
     """Returns whether what a function wrote while it was traced is not what it writes where it is called."""
     if before is _Lacks or now is _Lacks:
-        return is_own
+        return is_own or _is_traced(now)
     if _is_traced(now):
         return not _is_traced(before)
     pairs = itertools.zip_longest(_leaves(before), _leaves(now), fillvalue=_Lacks) if is_own else ()

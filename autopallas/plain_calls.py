@@ -159,8 +159,8 @@ class PlainCalls:
                 )
             if around.changed():
                 raise _Changing(
-                    "it changes the object that it belongs to, which would be lost; let it return what is new, or "
-                    "optimize what jax.jit makes of it"
+                    "it changes the object that it belongs to, or keeps what it computes in what it closes over, which "
+                    "would be lost; let it return what is new, or optimize what jax.jit makes of it"
                 )
         except Exception:
             watched.restore()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import autopallas
+from autopallas import compat
 
 X = jnp.arange(3.0)
 
@@ -290,3 +291,62 @@ def test_the_scope_of_an_object_is_put_together_again():
     given = autopallas.optimize(functools.partial(lambda scoped, x: (scoped(x), "a text"), scoped))
     for _ in range(2):
         assert jnp.array_equal(given(X)[0], X * 2)
+
+
+LOG = []
+LAST = None
+
+
+def in_a_global_list(x):
+    LOG.append(jnp.sin(x))
+    return x * len(LOG)
+
+
+def in_a_global_variable(x):
+    global LAST
+    before, LAST = LAST, jnp.sin(x)
+    return x if before is None else x * before
+
+
+def keeping(write):
+    """Returns a function that keeps what it computes by ``write(held, value)``."""
+    held = {"list": [], "dictionary": {}}
+
+    def function(x):
+        value = jnp.sum(x) + len(held["list"]) + len(held["dictionary"])
+        write(held, value)
+        return x * value
+
+    return function
+
+
+def in_a_variable():
+    last = None
+
+    def function(x):
+        nonlocal last
+        before, last = last, jnp.sin(x)
+        return x if before is None else x * before
+
+    return function
+
+
+KEEPING = {
+    "list": lambda: keeping(lambda held, value: held["list"].append(value)),
+    "dictionary": lambda: keeping(lambda held, value: held["dictionary"].update({len(held["dictionary"]): value})),
+    "variable": in_a_variable,
+    "global list": lambda: LOG.clear() or in_a_global_list,
+    "global variable": lambda: globals().update(LAST=None) or in_a_global_variable,
+}
+
+
+@pytest.mark.filterwarnings("ignore:autopallas runs")
+@pytest.mark.parametrize("name", KEEPING)
+def test_what_a_function_keeps_in_what_it_closes_over_is_not_lost(name):
+    """What was traced stood in the list from then on, of no use to anybody, and no later call added to it."""
+    function = KEEPING[name]()
+    wanted = [function(X) for _ in range(3)]
+    wrapped = autopallas.optimize(KEEPING[name]())
+    for one in wanted:
+        assert jnp.array_equal(wrapped(X), one)
+    assert not any(map(compat.is_tracer, [*LOG, LAST]))
