@@ -222,7 +222,7 @@ def _is_changed(before: _Content, now: _Content, is_own: bool, had: Mapping[int,
     ``had`` has what containers had, by their identities.  One that makes what it lacks where it is read is not changed
     by that.
     """
-    if isinstance(before, set):
+    if isinstance(before, set) and isinstance(now, set):
         return now != before and (is_own or any(map(_is_traced, now - before)))
     if isinstance(before, dict) and isinstance(now, dict):
         names = now if type(now) is collections.defaultdict else before | now
