@@ -65,11 +65,15 @@ class ClosedOver:
         self._random: list[tuple[_Random, object]] = []
         self._bytes = 0
         self._variables = [(variable, variable.read()) for variable in _variables(function)]
+        globals_ = (value for variable, value in self._variables if isinstance(variable.place, dict))
+        self._shared = {id(value) for value in globals_ if type(value) in _CONTAINERS}
+        """Containers with global names, of which nothing but what is traced is the function's own doing."""
         todo, seen = [*_read(function, True)], set[int]()
         for value, is_own in todo:  # which grows meanwhile
             if id(value) not in seen and len(seen) < _MOST:
                 seen.add(id(value))
-                todo += self._parts(value, is_own)
+                parts = self._parts(value, is_own)
+                todo += parts if id(value) not in self._shared else ()
 
     def _parts(self, value: object, is_own: bool) -> Iterable[tuple[object, bool]]:
         """Returns what a value holds, of which it keeps a copy."""
@@ -134,7 +138,8 @@ class ClosedOver:
                         del content[name]
                 for name, one in before.items():
                     now = content.get(name, _Lacks)
-                    if now is not one and (is_own or now is _Lacks or _is_traced(now)):
+                    lost = now is _Lacks and id(content) not in self._shared
+                    if now is not one and (is_own or lost or _is_traced(now)):
                         content[name] = one
             elif isinstance(content, list) and isinstance(before, list):
                 if not is_own and len(content) > len(before):

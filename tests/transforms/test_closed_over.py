@@ -350,3 +350,18 @@ def test_what_a_function_keeps_in_what_it_closes_over_is_not_lost(name):
     for one in wanted:
         assert jnp.array_equal(wrapped(X), one)
     assert not any(map(compat.is_tracer, [*LOG, LAST]))
+
+
+JOBS = {"first": 1, "second": 2}
+
+
+@pytest.mark.filterwarnings("ignore:autopallas runs")
+def test_a_global_dictionary_is_given_nothing_back_that_others_took():
+    def function(x):
+        JOBS.pop("first", None)  # as another thread may do meanwhile
+        LOG.append(jnp.sin(x))
+        return x, "a text"
+
+    autopallas.optimize(function)(X)
+    assert JOBS == {"second": 2}
+    assert not any(map(compat.is_tracer, LOG))
