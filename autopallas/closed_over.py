@@ -11,7 +11,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import jax
 import numpy as np
@@ -285,10 +285,10 @@ def _state(generator: _Random) -> object:
     return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
 
 
-def _set_state(generator: _Random, state: Any) -> None:
+def _set_state(generator: _Random, state: object) -> None:
     if isinstance(generator, random.Random):
-        generator.setstate(state)
+        generator.setstate(cast("tuple[object, ...]", state))
     elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
+        generator.bit_generator.state = cast("dict[str, object]", state)
     else:
-        generator.set_state(state)
+        generator.set_state(cast("tuple[object, ...]", state))
