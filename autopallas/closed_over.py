@@ -282,7 +282,7 @@ def _state(generator: _Random) -> object:
     """Returns what the next numbers of a generator follow from."""
     if isinstance(generator, random.Random):
         return generator.getstate()
-    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state(legacy=False)
 
 
 def _set_state(generator: _Random, state: object) -> None:
@@ -291,4 +291,4 @@ def _set_state(generator: _Random, state: object) -> None:
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = cast("dict[str, object]", state)
     else:
-        generator.set_state(cast("tuple[object, ...]", state))
+        generator.set_state(cast("dict[str, object]", state))
