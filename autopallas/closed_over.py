@@ -282,7 +282,9 @@ def _state(generator: _Random) -> object:
     """Returns what the next numbers of a generator follow from."""
     if isinstance(generator, random.Random):
         return generator.getstate()
-    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state(legacy=False)
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=False)
 
 
 def _set_state(generator: _Random, state: object) -> None:
