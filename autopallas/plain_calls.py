@@ -60,6 +60,10 @@ _OF_ARGUMENTS = (TypeError, OverflowError)
 _MOST_HELD = 32
 """For how many values of arguments that are held fixed a function is compiled."""
 
+_FIRST_HELD = 4
+"""For how many numbers inside of objects it is compiled that are others in each call; for further ones, where as many
+calls came back to numbers that it was compiled for."""
+
 
 class _Changing(Untraceable):
     """Raised for a function that changes its object: in each call, or in the first one, which computes and keeps what
@@ -114,7 +118,10 @@ class PlainCalls:
         self._ways: dict[Hashable, tuple[int, Exception | None]] = {}
         """Kinds of calls that jit cannot trace: the way in which they are made, and jit's error until one works."""
         self._held: set[Static] = set()
-        self._overfull = False
+        self._came_back = 0
+        """How many calls had what was held fixed before."""
+        self._told: set[str] = set()
+        """Why calls run as they are that would be compiled for further values: what was said of that."""
         self._gives_back = False
         """Whether results have leaves of the arguments that no trace can follow."""
         self._settles = False
@@ -123,7 +130,8 @@ class PlainCalls:
     def clear_cache(self) -> None:
         """Forgets what calls were compiled for."""
         self._held.clear()
-        self._overfull = False
+        self._told.clear()
+        self._came_back = 0
         if self.inside is not None:
             self.inside.clear_cache()
 
@@ -246,10 +254,7 @@ class PlainCalls:
         Ways are numbered: by jit, where no argument is a flag, nor an object has a number with a fraction; with what
         jit does not take held fixed, and these; with everything that is not an array held fixed.
         """
-        told = any(map(is_quantity, fixed.kinds)) and any(
-            inside and is_quantity(kind) for kind, inside in zip(fixed.kinds, in_objects(fixed.structure), strict=True)
-        )
-        if not told and not any(map(is_flag, fixed.kinds)):
+        if not _has_quantities(fixed) and not any(map(is_flag, fixed.kinds)):
             yield 0, None, ()
         traced, fewer = split(args, kwargs, numbers=True)
         if fewer.kinds != fixed.kinds and any(kind is not None for kind in fewer.kinds):
@@ -321,20 +326,41 @@ class PlainCalls:
         A number that is another one in each call, such as the step of a training, would have the program compiled in
         each of them.
         """
-        if static in self._held or not compat.is_outermost():
+        if static in self._held:
+            self._came_back += 1
             return True
-        if len(self._held) < _MOST_HELD:
+        if not compat.is_outermost():
+            return True
+        many = len(self._held)
+        if many >= _MOST_HELD:
+            self._tell(f"{_MOST_HELD} different values of arguments that are not arrays and that it looks at")
+        elif many >= _FIRST_HELD and self._came_back < many and _has_quantities(static):
+            self._tell("several numbers inside of its arguments, which are others in each call")
+        else:
             self._held.add(static)
             return True
-        if not self._overfull:
-            self._overfull = True
+        return False
+
+    def _tell(self, values: str) -> None:
+        if values not in self._told:
+            self._told.add(values)
             reason = (
-                f"it was compiled for {_MOST_HELD} different values of arguments that are not arrays and that it looks "
-                "at; give it numbers that change as arrays, and compare them by jnp.where or jax.lax.cond"
+                f"it was compiled for {values}; give it numbers that change as arrays, and compare them by jnp.where "
+                "or jax.lax.cond"
             )
             self._owner._report.add(Failure("trace", f"further calls run as they are: {reason}"))
             warn(f"autopallas runs further calls of {self._owner!r} as they are: {reason}")
+
+
+def _has_quantities(fixed: Static) -> bool:
+    """Returns whether a call is given objects with numbers that have a fraction.
+
+    They are held fixed, since a library may tell its parameters from them by ``isinstance``.
+    """
+    if not any(map(is_quantity, fixed.kinds)):
         return False
+    inside = zip(fixed.kinds, in_objects(fixed.structure), strict=True)
+    return any(is_inside and is_quantity(kind) for kind, is_inside in inside)
 
 
 def _kind(static: Static) -> Hashable:

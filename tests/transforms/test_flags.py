@@ -12,6 +12,7 @@ import pytest
 from support.catalogue import array
 
 import autopallas
+from autopallas import AutopallasWarning
 from transforms.test_transforms import optimized, same
 
 T, S, D = 5, 7, 3
@@ -201,6 +202,25 @@ def test_a_number_that_changes_from_call_to_call_is_none_of_the_arrays_either(qk
         module = Module(jnp.ones((D, D)), rate)
         same(wrapped(module, x), norm(module, x))
         assert also(module, x).rate == rate
+
+
+def test_a_function_is_compiled_a_few_times_for_numbers_that_are_others_in_each_call(qkv):
+    """And for more of them, where calls come back to them."""
+    x = qkv[0][0, 0]
+    wrapped = autopallas.optimize(lambda module, x: x @ module.weight * module.rate)
+
+    def call(rate):
+        module = Module(jnp.ones((D, D)), rate)
+        same(wrapped(module, x), x @ module.weight * rate)
+        return wrapped._fixed._cache_size()
+
+    assert [call(0.5 + n) for n in range(4)] == [1, 2, 3, 4]
+    with pytest.warns(AutopallasWarning, match="several numbers inside of its arguments"):
+        assert call(4.5) == 4
+    assert "others in each call" in wrapped.report().failures[-1].error
+    assert [call(5.5), call(6.5)] == [4, 4]
+    assert [call(0.5) for _ in range(4)] == [4] * 4
+    assert [call(6.5), call(7.5)] == [5, 5]
 
 
 def test_a_number_that_the_function_looks_at_stays_one(qkv):
