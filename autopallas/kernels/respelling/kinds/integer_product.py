@@ -33,7 +33,7 @@ _Pair: TypeAlias = tuple[_Axes, _Axes]
 _INT8, _INT32 = jnp.dtype(jnp.int8), jnp.dtype(jnp.int32)
 _LARGEST = {jnp.dtype(jnp.bool_): 1, _INT8: 128, jnp.dtype(jnp.uint8): 255}
 """The largest magnitude of numbers of up to 8 bits."""
-_WIDE = {jnp.dtype(name): name for name in ("int16", "int32", "uint16", "uint32")}
+_WIDE = frozenset(map(jnp.dtype, ("int16", "int32", "uint16", "uint32")))
 _EXACT = 2**24
 """Integers up to this are float32 numbers."""
 _MOST_PARTS = 16
@@ -166,11 +166,12 @@ def _feature(spec: RespellingSpec) -> str:
 
 _FORMS = (
     ("int8", "int8", "int8"), ("int8", "int8", "int32"), ("uint8", "uint8", "uint8"), ("uint8", "uint8", "int32"),
-    ("bool", "bool", "bool"), ("bool", "bool", "int32"), ("bool", "int32", "int32"), ("int8", "int32", "int32"),
-    ("int16", "int16", "int16"), ("uint32", "uint32", "uint32"),
+    ("bool", "bool", "bool"), ("bool", "bool", "int32"), ("int16", "int16", "int16"), ("uint32", "uint32", "uint32"),
 )  # fmt: skip
 """Dtypes of the operands, of what is multiplied, and of the result."""
-_SHAPES = ((64, 64, 64), (16, 512, 1024), (256, 512, 512), (512, 2048, 512))
+_SHAPES = (
+    (64, 64, 64), (16, 256, 256), (128, 128, 128), (16, 512, 1024), (256, 512, 512), (512, 2048, 512)
+)  # fmt: skip
 """Rows, terms and columns of single products."""
 _BATCH = 32, (64, 64, 64)
 
