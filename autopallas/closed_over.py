@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-import pickle
 import random
 import sys
 import types
@@ -123,7 +122,7 @@ class ClosedOver:
         if changed and not changed.isdisjoint(id(content) for content, *_ in ClosedOver(self._function)._kept):
             return True  # what an object does not hold any more may have become anything
         arrays = any(now.tobytes() != before.tobytes() for now, before in self._arrays)
-        return arrays or any(pickle.dumps(_state(now)) != pickle.dumps(before) for now, before in self._random)
+        return arrays or any(not _is_same_state(_state(now), before) for now, before in self._random)
 
     def restore(self) -> None:
         """Gives the objects of a method or of a partial function what they had, and others, which code that runs beside
@@ -285,6 +284,11 @@ def _state(generator: _Random) -> object:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.get_state(legacy=False)
+
+
+def _is_same_state(one: object, other: object) -> bool:
+    own, others = jax.tree.leaves(one), jax.tree.leaves(other)
+    return len(own) == len(others) and all(np.array_equal(a, b) for a, b in zip(own, others, strict=True))
 
 
 def _set_state(generator: _Random, state: object) -> None:

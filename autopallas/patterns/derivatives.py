@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from weakref import WeakKeyDictionary
 
 from autopallas import compat, jaxprs
 from autopallas.graph import Graph, Node
@@ -14,6 +15,9 @@ DERIVATIVES = (
     "Nothing has to be changed: derivatives in forward mode (jax.jvp, jax.jacfwd) and second ones (jax.hessian, a "
     "gradient of a gradient) read what kernels do not keep, and are those of the original."
 )
+
+_HAVE_BACKWARD: WeakKeyDictionary[Graph, bool] = WeakKeyDictionary()
+"""Whether reverse-mode differentiation made any equation of a program."""
 
 
 def further_derivative(graph: Graph, reader: Node, own: Iterable[Node]) -> str | None:
@@ -27,4 +31,6 @@ def further_derivative(graph: Graph, reader: Node, own: Iterable[Node]) -> str |
         return None
     if times > 1:
         return "a second derivative"
-    return None if any(map(in_backward, graph.nodes)) else "a derivative in forward mode"
+    if graph not in _HAVE_BACKWARD:
+        _HAVE_BACKWARD[graph] = any(map(in_backward, graph.nodes))
+    return None if _HAVE_BACKWARD[graph] else "a derivative in forward mode"

@@ -146,6 +146,10 @@ def _holders(graph: Graph, body: Body) -> Iterator[JaxprEqn]:
         yield body.equations[position]
 
 
+_PIECES = frozenset({"slice", "dynamic_slice", "squeeze", "reshape", "transpose", "convert_element_type"})
+"""Equations that give a part of an array, or all of it otherwise."""
+
+
 class _Found(NamedTuple):
     """The parts of a sum over experts that :class:`Draft` keeps."""
 
@@ -465,7 +469,7 @@ class Draft:
         for node in self._parts()[0]:
             for number in node.outputs:
                 weighs = number in alive and is_floating(graph.dtype(number)) and self.depends(number)
-                if not weighs or self.depends(number, on_products=True):
+                if not weighs or self.depends(number, on_products=True) or self._is_given(number):
                     continue
                 for user in graph.users[number]:
                     outside = id(user.equation) not in self.equations and not self.holds(user.body)
@@ -474,6 +478,14 @@ class Draft:
                         reason = f"{self.what}, and the weights of all experts are also used by {user.name} at {where}"
                         return Mismatch(f"{reason}, whose gradient is added to theirs", advice=WEIGHTS_APART)
         return Mismatch(reason, advice=EXPERTS_APART)
+
+    def _is_given(self, number: int) -> bool:
+        """Returns whether a value is a part of an argument, such as the matrix of one expert."""
+        node = self.graph.definitions.get(number)
+        while node is not None and node.name in _PIECES:
+            self.graph.steps.spend()
+            node = self.graph.definitions.get(node.inputs[0])
+        return node is None
 
     # ------------------------------------------------------------------ sites
 
