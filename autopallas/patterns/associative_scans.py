@@ -37,18 +37,14 @@ def unknown_scans(graph: Graph) -> Iterator[NearMiss]:
         return
     alive = surviving(graph)
     known = {jaxprs.location(graph.definitions[number].equation) for number in scans_of(graph)}
+    added = {
+        jaxprs.location(n.equation) for n in graph.nodes if n.name == "custom_jvp_call" and is_logaddexp(n.equation)
+    }
     for place, own in candidates.items():
         last = [number for number in own[max(own)] if number in alive]  # a program may read one of several results
         if place not in known and last:
-            adds = _adds_exponentials(graph, place)
-            reason, advice = (_LOGARITHMS, SCANNED_LOGARITHMS) if adds else (_REASON, SCANNED)
+            reason, advice = (_LOGARITHMS, SCANNED_LOGARITHMS) if place in added else (_REASON, SCANNED)
             yield NearMiss(OPERATION.name, place, reason, last[-1], advice)
-
-
-def _adds_exponentials(graph: Graph, place: str) -> bool:
-    """Returns whether ``jnp.logaddexp`` is called at a place in the source."""
-    own = (node for node in graph.nodes if node.name == "custom_jvp_call" and is_logaddexp(node.equation))
-    return any(jaxprs.location(node.equation) == place for node in own)
 
 
 def _between(graph: Graph, node: Node) -> int | None:

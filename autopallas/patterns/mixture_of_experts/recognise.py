@@ -29,6 +29,7 @@ from autopallas.patterns.advice import AT_HAND, EXPERTS_APART, SIDE_EFFECTS, WEI
 from autopallas.patterns.backward import Backward, Lookup
 from autopallas.patterns.carry import is_available
 from autopallas.patterns.forward import (
+    COPIES,
     Dissolved,
     DissolvedApart,
     Forward,
@@ -146,7 +147,7 @@ def _holders(graph: Graph, body: Body) -> Iterator[JaxprEqn]:
         yield body.equations[position]
 
 
-_PIECES = frozenset({"slice", "dynamic_slice", "squeeze", "reshape", "transpose", "convert_element_type"})
+_PIECES = COPIES | {"slice", "dynamic_slice"}
 """Equations that give a part of an array, or all of it otherwise."""
 
 
