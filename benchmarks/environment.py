@@ -88,4 +88,4 @@ def vector_extensions() -> str:
     except (OSError, StopIteration):
         return ""
     present = set(line.partition(":")[2].split())
-    return " ".join(name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in present)
+    return " ".join(name for name in ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16") if name in present)

@@ -82,33 +82,60 @@ def checkpoints() -> str:
     return "\n".join(rows)
 
 
-def programs() -> str:
-    """What unmodified programs of other libraries gain by default, from the recorded rows of each kind of processor."""
+def machines() -> dict[str, list[dict[str, Any]]]:
+    """The recorded rows of unmodified programs of other libraries, by kind of processor."""
     by_machine: dict[str, list[dict[str, Any]]] = {}
-    for row in json.loads(PROGRAMS.read_text(encoding="utf-8")):
-        versions = row["versions"]
-        machine = f"{row['processor']} ({row['vector_extensions']}), JAX {versions['jax']}"
+    for row in sorted(json.loads(PROGRAMS.read_text(encoding="utf-8")), key=lambda row: str(row["program"])):
+        machine = f"{row['processor']} ({row['vector_extensions']}), JAX {row['versions']['jax']}"
         by_machine.setdefault(machine, []).append(row)
+    return dict(sorted(by_machine.items()))
+
+
+def figures(row: dict[str, Any]) -> tuple[float, float, float, float]:
+    """A program's gain in time, its temporary memory by default and by objective, and its first step, as ratios."""
+    memory, first = row["temporary_bytes"], row["first_step_cpu_seconds"]
+    used, least = (memory[name] / memory["original"] for name in ("optimized", "memory"))
+    return row["cpu_ratio"][0], used, least, first["optimized"] / first["original"]
+
+
+def in_short() -> str:
+    """What programs gain by default on each kind of processor: a line for each program."""
+    by_machine = machines()
+    found: dict[str, dict[str, tuple[float, ...]]] = {}
+    for machine, rows in by_machine.items():
+        for row in rows:
+            gain, used, _, begins = figures(row)
+            found.setdefault(row["program"], {})[machine] = (gain, used, begins)
+    names = [machine.split(",")[0] for machine in by_machine]
+    head = " | ".join(f"{name}: faster | memory | first step" for name in names)
+    lines = [f"| program | {head} |", f"|---{'|---|---|---' * len(names)}|"]
+    for program, own in sorted(found.items()):
+        cells = [" | ".join(f"{value:.2f}" for value in own.get(machine, ())) or " | | " for machine in by_machine]
+        lines.append(f"| {program} | {' | '.join(cells)} |")
+    means = [
+        f"**{statistics.geometric_mean(column):.2f}**"
+        for machine in by_machine
+        for column in zip(*(own[machine] for own in found.values() if machine in own), strict=True)
+    ]
+    return "\n".join([*lines, f"| **geometric mean** | {' | '.join(means)} |"])
+
+
+def programs() -> str:
+    """What each program gains, with quartiles, and under the objective "memory": a table for each processor."""
     lines: list[str] = []
-    for machine, rows in sorted(by_machine.items()):
+    for machine, rows in machines().items():
         dates = sorted({row[name] for row in rows for name in ("date", "first_step_date") if name in row})
         lines += [
             f"{machine}, {' to '.join(sorted({dates[0], dates[-1]}))}:",
             "",
             '| program | faster | temporary memory | of objective "memory" | first step |',
+            "|---|---|---|---|---|",
         ]
-        lines.append("|---|---|---|---|---|")
-        columns: list[list[float]] = [[], [], [], []]
-        for row in sorted(rows, key=lambda row: str(row["program"])):
-            memory, first, (gain, low, high) = row["temporary_bytes"], row["first_step_cpu_seconds"], row["cpu_ratio"]
-            used, least = (memory[name] / memory["original"] for name in ("optimized", "memory"))
-            begins = first["optimized"] / first["original"]
-            for column, value in zip(columns, (gain, used, least, begins), strict=True):
-                column.append(value)
-            lines.append(
-                f"| {row['program']} | {gain:.2f} ({low:.2f}, {high:.2f}) | {used:.2f} | {least:.2f} | {begins:.2f} |"
-            )
-        means = [f"**{statistics.geometric_mean(column):.2f}**" for column in columns]
+        for row in rows:
+            gain, used, least, begins = figures(row)
+            spread = "({:.2f}, {:.2f})".format(*row["cpu_ratio"][1:])
+            lines.append(f"| {row['program']} | {gain:.2f} {spread} | {used:.2f} | {least:.2f} | {begins:.2f} |")
+        means = [f"**{statistics.geometric_mean(column):.2f}**" for column in zip(*map(figures, rows), strict=True)]
         lines += [f"| **geometric mean** | {' | '.join(means)} |", ""]
     return "\n".join(lines[:-1])
 
@@ -132,7 +159,8 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "respellings": ("respellings.md", respellings),
     "checkpoints": ("respellings.md", checkpoints),
     "court": ("in-production.md", court),
-    "programs": ("../README.md", programs),
+    "programs in short": ("../README.md", in_short),
+    "programs": ("benchmarks.md", programs),
 }
 """Per name, the page and what gives the table."""
 

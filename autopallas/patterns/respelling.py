@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence, Set
 from typing import TypeVar, cast
 
 import numpy as np
@@ -38,6 +39,33 @@ T = TypeVar("T")
 def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
     """Finds every respelling in a graph.  An equation that no kind knows is no near miss, but for associative scans; a
     loop that stacks much for its backward is one, where such loops are looked for.
+    """
+    graph.respelt = set()
+    found = [*_pairs_of_loops(graph)]
+    found += _single_equations(graph, found, assume_finite)
+    steps, apart = _equal_steps(graph)
+    chains, misses = _chains(graph, apart)
+    found += [*steps, *chains]
+    if looks_for(tuple(graph.named) or None, OPERATION.name, associative_scan.KIND.name):
+        with contained():
+            misses += unknown_scans(graph)
+    if graph.objective != "memory" and scan_checkpoint.KIND.name not in graph.named:
+        return found, misses
+    taken = {node for match in found for node in match.equations}
+    pairs, missed = checkpointed_scans.find(graph, taken)
+    return [*found, *pairs], [*misses, *missed]
+
+
+def _pairs_of_loops(graph: Graph) -> Iterator[Match]:
+    """Yields loops that sum exponentials, with the loops of their backward."""
+    if _is_looked_for(graph, summed_exponentials_gradient.KIND):
+        for loops in exponential_loops.find(graph):
+            graph.respelt.update((*loops.results, *(n for later in loops.then for n in later.results)))
+            yield loops
+
+
+def _single_equations(graph: Graph, before: Sequence[Match], assume_finite: bool) -> list[Match]:
+    """Returns what kinds find by their primitives, in equations that no match before has.
 
     An equation that was found goes before one that follows it and would hold it: a product with a one-hot matrix before
     the transposition of its result.  Of two kinds that find an equation, one may give way (``Kind.gives_way``).
@@ -47,15 +75,9 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
         with contained(kind.name, OPERATION.name, "recognition"):
             wanted[kind] = _is_looked_for(graph, kind) and (kind.is_in is None or kind.is_in(graph))
     kinds = {name: [kind for kind in own if wanted[kind]] for name, own in kinds_by_primitive().items()}
+    places = {node for match in before for node in match.equations}
     found: list[Match] = []
-    places: set[Node] = set()
     others: list[Match] = []
-    graph.respelt = set()
-    if _is_looked_for(graph, summed_exponentials_gradient.KIND):
-        for loops in exponential_loops.find(graph):
-            found.append(loops)
-            places.update(loops.equations)
-            graph.respelt.update((*loops.results, *(n for later in loops.then for n in later.results)))
     for node in graph.nodes:
         for kind in kinds.get(node.name, ()):
             match = _looked(graph, node, kind)
@@ -74,46 +96,48 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             found.append(match)
             places.update(match.equations)
             graph.respelt.update(match.results)
+    return found
+
+
+def _equal_steps(graph: Graph) -> tuple[list[Match], set[Node]]:
+    """Returns equal elementwise steps that stand one after the other, and the equations of those that stand apart:
+    whether a loop of these gains more is not measured."""
+    found: list[Match] = []
     looped: set[Node] = set()
     apart: set[Node] = set()
-    """Equations of steps apart: whether a loop of these gains more is not measured."""
     if _is_looked_for(graph, repeated_steps.KIND):
         with contained("equal steps one after the other", OPERATION.name, "recognition"):
-            for node, place in runs_of_steps.find(graph):
-                match = _match(graph, node, repeated_steps.KIND, place)
-                found += [] if match is None else [match]
-                looped.update(() if match is None else match.equations)
-            for node, place in steps_apart.find(graph, looped):
-                match = _match(graph, node, repeated_steps.KIND, place)
-                found += [] if match is None else [match]
-                apart.update(() if match is None else match.equations)
+            for places, equations in ((runs_of_steps.find(graph), looped), (steps_apart.find(graph, looped), apart)):
+                for node, place in places:
+                    match = _match(graph, node, repeated_steps.KIND, place)
+                    if match is not None:
+                        found.append(match)
+                        equations.update(match.equations)
+    return found, apart
+
+
+def _chains(graph: Graph, apart: Set[Node]) -> tuple[list[Match], list[NearMiss]]:
+    """Returns loops that Python wrote out, but for those with steps that stand apart."""
+    found: list[Match] = []
     misses: list[NearMiss] = []
     # Until rows say where it gains, looking would cost all other programs a tenth of their trace for nothing.
     asked = graph.objective == "always" or python_loop.KIND.name in graph.named
-    if asked and _is_looked_for(graph, python_loop.KIND):
-        with contained("equal steps in a chain", OPERATION.name, "recognition"):
-            chains: dict[Chain, Found] = {}
-            for chain in chained_steps.find(graph):
-                if isinstance(chain, NearMiss):
-                    misses.append(chain)
-                else:
-                    chains[chain[0]] = chain[1]
-            for own in [own for own in chains if any(not apart.isdisjoint(block) for block in own.blocks)]:
-                del chains[own]
-            for first, second, match in chained_pairs.pairs(graph, [*chains]):
-                del chains[first], chains[second]
-                found.append(match)
-            for own, place in chains.items():
-                match = _match(graph, own.blocks[-1][-1], python_loop.KIND, place)
-                found += [] if match is None else [match]
-    if looks_for(tuple(graph.named) or None, OPERATION.name, associative_scan.KIND.name):
-        with contained():
-            misses += unknown_scans(graph)
-    if graph.objective != "memory" and scan_checkpoint.KIND.name not in graph.named:
+    if not asked or not _is_looked_for(graph, python_loop.KIND):
         return found, misses
-    taken = {node for match in found for node in match.equations}
-    pairs, missed = checkpointed_scans.find(graph, taken)
-    return [*found, *pairs], [*misses, *missed]
+    with contained("equal steps in a chain", OPERATION.name, "recognition"):
+        chains: dict[Chain, Found] = {}
+        for chain in chained_steps.find(graph):
+            if isinstance(chain, NearMiss):
+                misses.append(chain)
+            elif all(apart.isdisjoint(block) for block in chain[0].blocks):
+                chains[chain[0]] = chain[1]
+        for first, second, match in chained_pairs.pairs(graph, [*chains]):
+            del chains[first], chains[second]
+            found.append(match)
+        for own, place in chains.items():
+            last = _match(graph, own.blocks[-1][-1], python_loop.KIND, place)
+            found += [] if last is None else [last]
+    return found, misses
 
 
 def _is_looked_for(graph: Graph, kind: Kind) -> bool:

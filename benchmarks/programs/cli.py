@@ -123,7 +123,7 @@ def main(arguments: Sequence[str]) -> int:
     rows: list[measure.Row] = []
     with tempfile.TemporaryDirectory() as forgotten:
         cache = options.cache or Path(forgotten)
-        machine = environment.vector_extensions() if platform == "cpu" else device
+        machine = f"{environment.processor()} {environment.vector_extensions()}" if platform == "cpu" else device
         for program in chosen:
             if not asked:
                 rows.append(measure.measured(program, effort, cache))
@@ -161,8 +161,9 @@ def _selected(name: str, wanted: Sequence[str]) -> bool:
 
 
 def _machine(row: dict[str, Any]) -> tuple[str, ...]:
-    """The key of a row: program, vector extensions of a CPU or kind of another device, version of JAX."""
-    return row["program"], row.get("vector_extensions", row.get("device", "")), row["versions"]["jax"]
+    """The key of a row: program, CPU with its vector extensions or kind of another device, version of JAX."""
+    machine = f"{row['processor']} {row['vector_extensions']}" if "vector_extensions" in row else row.get("device", "")
+    return row["program"], machine, row["versions"]["jax"]
 
 
 def _read(path: Path) -> dict[tuple[str, ...], measure.Row]:

@@ -62,19 +62,22 @@ def _feature(spec: RespellingSpec) -> str:
     ((shape, dtype),) = spec.operands
     axis = cast(int, spec["axis"])
     where = "last" if axis == len(shape) - 1 else "other"
-    length = "short" if shape[axis] < (32 if where == "last" else 64) else "long"
+    few, many = (32, 32) if where == "last" else (24, 64)
+    length = "short" if shape[axis] < few else "middle" if shape[axis] < many else "long"
     return f"{'floats' if jnp.issubdtype(dtype, jnp.floating) else 'integers'}, {length} {where} axis"
 
 
 def _samples() -> Iterator[tuple[str, Sample]]:
     shapes = ((1, 32000), (64, 512), (4096, 8), (16, 32000), (128, 4096), (65536, 8), (128, 50257), (524288, 16))
-    for shape in shapes:
-        for axis in range(len(shape)):
+    middle = ((32, 48, 48), (256, 48, 48))  # as in Viterbi decoding
+    places = [(shape, axis) for shape in shapes for axis in (0, 1)] + [(shape, 1) for shape in middle]
+    for shape, axis in places:
 
-            def function(x: jax.Array, axis: int = axis) -> jax.Array:
-                return jnp.argmax(x, axis)
+        def function(x: jax.Array, axis: int = axis) -> jax.Array:
+            return jnp.argmax(x, axis)
 
-            yield f"{shape[0]}x{shape[1]}-{axis}", Sample(function, (jax.ShapeDtypeStruct(shape, jnp.float32),))
+        name = f"{'x'.join(map(str, shape))}-{axis}"
+        yield name, Sample(function, (jax.ShapeDtypeStruct(shape, jnp.float32),))
 
 
 KIND = Kind(
