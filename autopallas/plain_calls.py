@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import jax
 
@@ -30,7 +29,7 @@ from autopallas.arguments import (
     with_arguments,
 )
 from autopallas.closed_over import ClosedOver
-from autopallas.compat import ArrayFunction, Jitted, PyTree
+from autopallas.compat import ArrayFunction, PyTree
 from autopallas.errors import one_line, warn
 from autopallas.fallback.rerun import is_users_error, mark_users_error
 from autopallas.faults import MEANT
@@ -39,6 +38,9 @@ from autopallas.held_jit import held_jit
 from autopallas.options import resolve
 from autopallas.report import Failure, Report
 from autopallas.report.live_report import LiveReport
+
+if TYPE_CHECKING:
+    from autopallas.optimized import Optimized
 
 __all__ = ["Args", "Kwargs", "PlainCalls", "call_jitted"]
 
@@ -70,35 +72,6 @@ class _Changing(Untraceable):
     later ones find."""
 
 
-class Owner(Protocol):
-    """Interface of the optimized function whose calls they are."""
-
-    _function: ArrayFunction
-    _inner: ArrayFunction
-    _explicit: dict[str, object]
-    _jit: Jitted
-    _fixed: Jitted
-    _run: ArrayFunction
-    _dry: bool
-    _was_traced: bool
-    _lock: threading.Lock
-    _report: LiveReport
-
-    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree: ...
-
-    def eval_shape(self, *args: PyTree, **kwargs: PyTree) -> PyTree: ...
-
-    def report(self) -> Report: ...
-
-    def clear_cache(self) -> None: ...
-
-    def _called(self, args: Args, kwargs: Kwargs) -> PyTree: ...
-
-    def _publish(self, report: LiveReport) -> None: ...
-
-    def _with_options(self, function: ArrayFunction) -> Owner: ...
-
-
 class PlainCalls:
     """The calls of one plain function.
 
@@ -109,11 +82,11 @@ class PlainCalls:
       inside: what the function holds of jit, optimized, where the whole cannot be traced.
     """
 
-    def __init__(self, owner: Owner):
+    def __init__(self, owner: Optimized[..., PyTree]):
         self._owner = owner
         self.as_it_is: Exception | None = None
         self.knows_names = False
-        self.inside: Owner | None = None
+        self.inside: Optimized[..., PyTree] | None = None
         self._holder = held_jit(owner._function)
         self._ways: dict[Hashable, tuple[int, Exception | None]] = {}
         """Kinds of calls that jit cannot trace: the way in which they are made, and jit's error until one works."""

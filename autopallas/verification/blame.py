@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import jax
 
 from autopallas import compat
 from autopallas.arguments import split
-from autopallas.compat import Array, ArrayFunction, ClosedJaxpr, Params, PyTree
+from autopallas.compat import Array, ClosedJaxpr, PyTree
 from autopallas.fallback.bisect import bisect_failures
 from autopallas.numerics.compare import Comparison
 from autopallas.numerics.promote import quiet
@@ -20,6 +20,9 @@ from autopallas.report.live_report import LiveReport
 from autopallas.sharding import call_shardings
 from autopallas.verification.sites import applied_sites, check_sites
 from autopallas.verification.verify import judged, original_program
+
+if TYPE_CHECKING:
+    from autopallas.optimized import Optimized
 
 __all__ = ["Judgement", "judge"]
 
@@ -37,16 +40,8 @@ class Judgement:
     blamed: Mapping[Place, str]
 
 
-class Judged(Protocol):
-    """Interface of an optimized function whose call is judged."""
-
-    _inner: ArrayFunction
-    _settings: Params | None
-    _disabled: dict[Place, str]
-
-
 def judge(
-    function: Judged,
+    function: Optimized[..., PyTree],
     args: Sequence[PyTree],
     kwargs: Mapping[str, PyTree],
     own: Sequence[jax.Array],

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import jax
 
 from autopallas import compat, pipeline
-from autopallas.compat import Jitted, Params, PyTree
+from autopallas.compat import Jitted, PyTree
 from autopallas.errors import one_line, warn
 from autopallas.fallback.bisect import ALL_SITES, NO_SITES, SEEN, allowing
 from autopallas.fallback.rerun import Recoverable
 from autopallas.options import Options, resolve
 from autopallas.report import at_exit
-from autopallas.report.live_report import LiveReport
 from autopallas.sharding import call_shardings
 from autopallas.tuning.cache import WARNED
 from autopallas.tuning.probe_cache import ProbeResult, ProbeResults
@@ -23,35 +22,17 @@ from autopallas.verification import first_call
 from autopallas.verification.canary import Canary, distances, leaves_named
 from autopallas.verification.sites import applied_sites
 
+if TYPE_CHECKING:
+    from autopallas.optimized import Optimized
+
 __all__ = ["compared"]
 
-R = TypeVar("R", covariant=True)
 T = TypeVar("T")
 Args = tuple[PyTree, ...]
 Kwargs = dict[str, PyTree]
 
 
-class Watched(Protocol[R]):
-    """Interface of an optimized function whose calls are compared."""
-
-    _inner: Callable[..., Any]
-    _explicit: dict[str, object]
-    _settings: Params | None
-    _spread: bool
-    _disabled: dict[pipeline.Place, str]
-    _report: LiveReport
-
-    @property
-    def _as_it_is(self) -> Exception | None: ...
-
-    def __call__(self, *args: PyTree, **kwargs: PyTree) -> R: ...
-
-    def _repeated(self, args: Args, kwargs: Kwargs) -> Recoverable: ...
-
-    def clear_cache(self) -> None: ...
-
-
-def compared(function: Watched[T], canary: Canary, args: Args, kwargs: Kwargs) -> T:
+def compared(function: Optimized[..., T], canary: Canary, args: Args, kwargs: Kwargs) -> T:
     """Makes a call of an optimized function, and compares its result with that of the original.
 
     Args:
@@ -93,7 +74,7 @@ def _copy(leaf: PyTree) -> PyTree:
     return leaf.copy() if isinstance(leaf, jax.Array) else leaf
 
 
-def _obstacle(function: Watched[T], args: Args, kwargs: Kwargs) -> str:
+def _obstacle(function: Optimized[..., PyTree], args: Args, kwargs: Kwargs) -> str:
     """Returns why a call is not compared, or an empty string."""
     if not compat.is_outermost() or any(map(compat.is_tracer, jax.tree.leaves((args, kwargs)))):
         return "it is part of another program that is traced"
@@ -103,7 +84,7 @@ def _obstacle(function: Watched[T], args: Args, kwargs: Kwargs) -> str:
 
 
 def _compare(
-    function: Watched[T], canary: Canary, args: Args, kwargs: Kwargs, result: PyTree, options: Options
+    function: Optimized[..., PyTree], canary: Canary, args: Args, kwargs: Kwargs, result: PyTree, options: Options
 ) -> None:
     """Compares the result of a call with the original's; disables the sites that are to blame if it is wrong."""
     call = function._repeated(args, kwargs)
@@ -129,14 +110,14 @@ def _compare(
         canary.allow(program, judgement.outputs)
 
 
-def _run_original(function: Watched[T], args: Args, kwargs: Kwargs) -> PyTree:
+def _run_original(function: Optimized[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
     """Runs a call as it is written, without consuming its arguments."""
     if function._settings is None:
         return function._repeated(args, kwargs)()
     return _undonated(function)(*args, **kwargs)
 
 
-def _undonated(function: Watched[T]) -> Jitted:
+def _undonated(function: Optimized[..., PyTree]) -> Jitted:
     """Returns the original of a jit function, which donates nothing; it is kept with the function."""
     held: dict[str, object] = function.__dict__
     if "_undonated" not in held:
@@ -145,7 +126,9 @@ def _undonated(function: Watched[T]) -> Jitted:
     return cast(Jitted, held["_undonated"])
 
 
-def _disable(function: Watched[T], canary: Canary, call: Recoverable, blamed: Mapping[pipeline.Place, str]) -> None:
+def _disable(
+    function: Optimized[..., PyTree], canary: Canary, call: Recoverable, blamed: Mapping[pipeline.Place, str]
+) -> None:
     """Keeps the originals of sites from now on, and remembers on disk which implementations were wrong."""
     SEEN.suspects.clear()
     with first_call.unchecked(), allowing(ALL_SITES):
