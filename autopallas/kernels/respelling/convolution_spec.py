@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.compat import JaxprEqn, Params
+from autopallas.kernels.respelling.contractions import has_usual_precision
 from autopallas.kernels.respelling.library_order import ordered
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 
@@ -37,7 +38,7 @@ def is_plain(equation: JaxprEqn) -> bool:
         return False
     if any(v.aval.dtype != jnp.float32 or 0 in v.aval.shape for v in (*equation.invars, *equation.outvars)):
         return False
-    return params["precision"] in (None, (lax.Precision.DEFAULT,) * 2)
+    return has_usual_precision(equation)
 
 
 def padding_of(spec: RespellingSpec) -> tuple[tuple[int, int], ...]:

@@ -13,8 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 import jax
@@ -22,13 +21,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.compat import Dtype, JaxprEqn
+from autopallas.kernels.respelling.contractions import Axes, Contraction, numbers_in
 from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 from autopallas.kernels.respelling.unfused import unfused
 
 __all__ = ["KIND"]
 
-_Axes = tuple[int, ...]
 _DTYPES = frozenset(map(jnp.dtype, ("bfloat16", "float16", "float32", "float64")))
 _PRECISIONS = {one.name: one for one in (lax.Precision.DEFAULT, lax.Precision.HIGH, lax.Precision.HIGHEST)}
 
@@ -43,56 +42,15 @@ _VECTOR = 8
 """Elements of an axis from which XLA computes products on vectors."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Product:
-    """A product, with the axes of its operands.
+class _Product(Contraction):
+    """A product, and the way in which XLA computes it."""
 
-    Attributes:
-      shapes: of both operands.
-      batch, summed, free: for each operand its axes that are shared, contracted, and its own.
-    """
-
-    shapes: tuple[_Axes, _Axes]
-    batch: tuple[_Axes, _Axes]
-    summed: tuple[_Axes, _Axes]
-    free: tuple[_Axes, _Axes]
-
-    @staticmethod
-    def of(shapes: Sequence[Sequence[int]], summed: Sequence[_Axes], batch: Sequence[_Axes]) -> _Product:
-        """Returns the product of a ``dot_general``'s dimension numbers."""
-
-        def pair(part: Callable[[int], Sequence[int]]) -> tuple[_Axes, _Axes]:
-            return tuple(map(int, part(0))), tuple(map(int, part(1)))
-
-        def free(i: int) -> _Axes:
-            return tuple(axis for axis in range(len(shapes[i])) if axis not in (*summed[i], *batch[i]))
-
-        return _Product(pair(lambda i: shapes[i]), pair(lambda i: batch[i]), pair(lambda i: summed[i]), pair(free))
-
-    def sizes(self, axes: tuple[_Axes, _Axes], which: int = 0) -> _Axes:
-        return tuple(self.shapes[which][axis] for axis in axes[which])
-
-    @property
-    def rows(self) -> int:
-        return math.prod(self.sizes(self.free, 0))
-
-    @property
-    def columns(self) -> int:
-        return math.prod(self.sizes(self.free, 1))
-
-    @property
-    def terms(self) -> int:
-        return math.prod(self.sizes(self.summed))
-
-    @property
-    def work(self) -> int:
-        """The number of multiplications of one product of the batch."""
-        return self.rows * self.terms * self.columns
+    __slots__ = ()
 
     @property
     def is_small(self) -> bool:
         """Whether there are many products, each of them small, and none that XLA computes as fast."""
-        if math.prod(self.sizes(self.batch)) < _LEAST_BATCH or 0 in (*self.shapes[0], *self.shapes[1]):
+        if self.count < _LEAST_BATCH or 0 in (*self.shapes[0], *self.shapes[1]):
             return False
         if not 1 < self.terms <= _LONGEST_SUM or self.work > _MOST_WORK:
             return False
@@ -153,11 +111,6 @@ class _Product:
         return all(own == tuple(range(len(own))) for own in self.batch)
 
 
-def _of(spec: RespellingSpec) -> _Product:
-    summed, batch = (cast("tuple[_Axes, _Axes]", spec[name]) for name in ("summed", "batch"))
-    return _Product.of([shape for shape, _ in spec.operands], summed, batch)
-
-
 def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
     """Returns the parameters of a product of many small matrices."""
     params, types = equation.params, [variable.aval for variable in (*equation.invars, *equation.outvars)]
@@ -174,17 +127,17 @@ def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
         if not isinstance(precision, tuple) or any(one not in _PRECISIONS.values() for one in precision):
             return None  # an algorithm that is asked for
         precision = tuple(one.name for one in precision)
-    summed, batch = (tuple(tuple(map(int, own)) for own in pair) for pair in params["dimension_numbers"])
-    if not _Product.of([t.shape for t in types[:2]], summed, batch).is_small:
+    product = _Product.of([t.shape for t in types[:2]], params["dimension_numbers"])
+    if not product.is_small:
         return None
-    return {"batch": batch, "precision": precision, "summed": summed}
+    return {"batch": product.batch, "precision": precision, "summed": product.summed}
 
 
 # ---------------------------------------------------------------------- the two ways
 
 
 def _original(spec: RespellingSpec, first: jax.Array, second: jax.Array) -> list[jax.Array]:
-    numbers = cast("tuple[tuple[_Axes, _Axes], tuple[_Axes, _Axes]]", (spec["summed"], spec["batch"]))
+    numbers = numbers_in(spec)
     names = cast("tuple[str, str] | None", spec["precision"])
     precision = None if names is None else tuple(_PRECISIONS[name] for name in names)
     ((_, dtype),) = spec.results
@@ -192,11 +145,11 @@ def _original(spec: RespellingSpec, first: jax.Array, second: jax.Array) -> list
 
 
 def _respelt(spec: RespellingSpec, first: jax.Array, second: jax.Array) -> list[jax.Array]:
-    product, ((_, dtype),) = _of(spec), spec.results
+    product, ((_, dtype),) = _Product.in_spec(spec), spec.results
     accumulation = jnp.promote_types(dtype, jnp.float32)
     places = list(itertools.product(*map(range, product.sizes(product.summed))))
 
-    def summed(places: Sequence[_Axes], *operands: jax.Array) -> jax.Array:
+    def summed(places: Sequence[Axes], *operands: jax.Array) -> jax.Array:
         total: jax.Array | None = None
         for place in places:
             left, right = (_spread(product, i, x, place, accumulation) for i, x in enumerate(operands))
@@ -231,7 +184,7 @@ def _spread(product: _Product, i: int, x: jax.Array, place: Sequence[int], dtype
 
 def _feature(spec: RespellingSpec) -> str:
     """Returns how much one product is, and which of XLA's ways the original takes."""
-    product = _of(spec)
+    product = _Product.in_spec(spec)
     rows, columns = product.rows, product.columns
     is_matrix = 1 not in (rows, columns)
     limits = (_LITTLE_WORK, _MOST_WORK) if is_matrix else (8, 32, _MOST_WORK)

@@ -8,9 +8,8 @@ parts are enough, forward and in each gradient.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from typing import Literal, TypeAlias, cast
+from collections.abc import Iterator
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +18,12 @@ from jax import lax
 from autopallas.graph import Graph, Node
 from autopallas.graph.edit import surviving
 from autopallas.graph.loop_slices import is_zero
+from autopallas.kernels.respelling.contractions import Axes, Contraction, has_usual_precision, numbers_in
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.spec import RespellingSpec
 
 __all__ = ["KIND"]
 
-_Axes: TypeAlias = tuple[int, ...]
-_Pair: TypeAlias = tuple[_Axes, _Axes]
 _Part: TypeAlias = Literal["real", "imag", ""]
 
 _REAL, _COMPLEX = jnp.dtype(jnp.float32), jnp.dtype(jnp.complex64)
@@ -45,31 +43,22 @@ def _match(graph: Graph, node: Node) -> Found | None:
     dtypes = [graph.dtype(number) for number in node.inputs]
     if graph.dtype(node.outputs[0]) != _COMPLEX or not {*dtypes} <= {_REAL, _COMPLEX}:
         return None
-    params = node.equation.params
-    if params["precision"] not in (None, (lax.Precision.DEFAULT,) * 2) or params.get("out_sharding") is not None:
+    if not has_usual_precision(node.equation) or node.params.get("out_sharding") is not None:
         return None
-    summed, batch = (cast(_Pair, tuple(tuple(map(int, own)) for own in pair)) for pair in params["dimension_numbers"])
-    if not _gains([graph.shape(number) for number in node.inputs], summed, batch):
+    axes = Contraction.of([graph.shape(number) for number in node.inputs], node.params["dimension_numbers"])
+    if not _gains(axes):
         return None
     operands = tuple(_real_source(graph, node, number) for number in node.inputs)
     if any(number in graph.literals for number in operands):
         return None
-    parameters = (("batch", batch), ("part", _part_read(graph, node.outputs[0])), ("summed", summed))
+    parameters = (("batch", axes.batch), ("part", _part_read(graph, node.outputs[0])), ("summed", axes.summed))
     return Found(parameters, operands, node.outputs)
 
 
-def _sizes(shapes: Sequence[Sequence[int]], summed: _Pair, batch: _Pair) -> tuple[int, int, int, int]:
-    """Returns how many products there are, and the rows, terms and columns of one."""
-    products, terms = (math.prod(shapes[0][axis] for axis in own[0]) for own in (batch, summed))
-    rows, columns = (math.prod(shape) // max(1, products * terms) for shape in shapes)
-    return products, rows, terms, columns
-
-
-def _gains(shapes: Sequence[Sequence[int]], summed: _Pair, batch: _Pair) -> bool:
+def _gains(axes: Contraction) -> bool:
     """Returns whether a product is large enough for parts to be faster."""
-    products, rows, terms, columns = _sizes(shapes, summed, batch)
-    least = _NARROW if products == 1 else _WIDE
-    return min(rows, terms, columns) >= least and products * rows * terms * columns >= _LEAST_WORK
+    least = _NARROW if axes.count == 1 else _WIDE
+    return min(axes.rows, axes.terms, axes.columns) >= least and axes.count * axes.work >= _LEAST_WORK
 
 
 def _real_source(graph: Graph, node: Node, number: int) -> int:
@@ -114,12 +103,8 @@ def _is_complex(graph: Graph, number: int) -> bool:
 # ---------------------------------------------------------------------- the two ways
 
 
-def _axes(spec: RespellingSpec) -> tuple[_Pair, _Pair]:
-    return cast("tuple[_Pair, _Pair]", (spec["summed"], spec["batch"]))
-
-
 def _product(spec: RespellingSpec, first: jax.Array, second: jax.Array) -> jax.Array:
-    return lax.dot_general(first, second, _axes(spec), preferred_element_type=jnp.result_type(first, second))
+    return lax.dot_general(first, second, numbers_in(spec), preferred_element_type=jnp.result_type(first, second))
 
 
 def _original(spec: RespellingSpec, first: jax.Array, second: jax.Array) -> list[jax.Array]:
@@ -155,10 +140,10 @@ def _parts(x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
 
 def _feature(spec: RespellingSpec) -> str:
     """Returns how many products of parts there are, and whether one product is narrow, or there are many."""
-    products, *sizes = _sizes([shape for shape, _ in spec.operands], *_axes(spec))
+    axes = Contraction.in_spec(spec)
     real = any(dtype == _REAL for _, dtype in spec.operands)
     parts = (2 if real else 4) // (2 if spec["part"] else 1)
-    form = "a batch" if products > 1 else "narrow" if min(sizes) < _WIDE else "wide"
+    form = "a batch" if axes.count > 1 else "narrow" if min(axes.rows, axes.terms, axes.columns) < _WIDE else "wide"
     return f"{parts} product{'s' * (parts > 1)} of parts, {form}"
 
 
@@ -175,7 +160,7 @@ def _samples() -> Iterator[tuple[str, Sample]]:
             yield f"{count} of {size}, {form}", _sample(form, (count, size, size), (count, size, size))
 
 
-def _sample(form: str, first: _Axes, second: _Axes) -> Sample:
+def _sample(form: str, first: Axes, second: Axes) -> Sample:
     def function(x: jax.Array, y: jax.Array) -> jax.Array:
         found = jnp.matmul(x.astype(_COMPLEX), y.astype(_COMPLEX))
         return jnp.real(found) if "part" in form else found

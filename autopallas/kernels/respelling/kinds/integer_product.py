@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +23,11 @@ from jax import lax
 
 from autopallas.compat import Dtype
 from autopallas.graph import Graph, Node
+from autopallas.kernels.respelling.contractions import Axes, Contraction, Pair, has_usual_precision, numbers_in
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 
 __all__ = ["KIND"]
-
-_Axes: TypeAlias = tuple[int, ...]
-_Pair: TypeAlias = tuple[_Axes, _Axes]
 
 _INT8, _INT32 = jnp.dtype(jnp.int8), jnp.dtype(jnp.int32)
 _LARGEST = {jnp.dtype(jnp.bool_): 1, _INT8: 128, jnp.dtype(jnp.uint8): 255}
@@ -47,8 +45,7 @@ _LEAST_WORK, _FEWEST_TERMS, _FEWEST_ROWS = 2**16, 16, 4
 
 
 def _match(graph: Graph, node: Node) -> Found | None:
-    params = node.equation.params
-    if params["precision"] not in (None, (lax.Precision.DEFAULT,) * 2) or params.get("out_sharding") is not None:
+    if not has_usual_precision(node.equation) or node.params.get("out_sharding") is not None:
         return None
     read, result = tuple(graph.dtype(number) for number in node.inputs), graph.dtype(node.outputs[0])
     if not all(dtype in _LARGEST or dtype in _WIDE for dtype in (*read, result)):
@@ -56,26 +53,24 @@ def _match(graph: Graph, node: Node) -> Found | None:
     if (result == jnp.bool_) != all(dtype == jnp.bool_ for dtype in read) and result != _INT32:
         return None
     shapes = [graph.shape(number) for number in node.inputs]
-    summed, batch = (cast(_Pair, tuple(tuple(map(int, own)) for own in pair)) for pair in params["dimension_numbers"])
-    if not _is_large(shapes, summed, batch):
+    axes = Contraction.of(shapes, node.params["dimension_numbers"])
+    if not _is_large(axes):
         return None
     operands = tuple(_source(graph, node, number) for number in node.inputs)
     if any(number in graph.literals for number in operands):
         return None
     sources = [graph.dtype(number) for number in operands]
-    if _is_fast(shapes, summed, read, result) or _parts(shapes, summed, sources) is None and result == _INT32:
+    if _is_fast(shapes, axes.summed, read, result) or _parts(shapes, axes.summed, sources) is None and result == _INT32:
         return None
     parameters: tuple[tuple[str, Plain], ...] = (
-        ("batch", batch), ("read", tuple(dtype.name for dtype in read)), ("summed", summed)
+        ("batch", axes.batch), ("read", tuple(dtype.name for dtype in read)), ("summed", axes.summed)
     )  # fmt: skip
     return Found(parameters, operands, node.outputs)
 
 
-def _is_large(shapes: Sequence[Sequence[int]], summed: _Pair, batch: _Pair) -> bool:
-    products, terms = (math.prod(shapes[0][axis] for axis in own[0]) for own in (batch, summed))
-    rows, columns = (math.prod(shape) // max(1, products * terms) for shape in shapes)
-    enough = terms >= _FEWEST_TERMS and min(rows, columns) >= _FEWEST_ROWS
-    return products > 0 and enough and rows * terms * columns >= _LEAST_WORK
+def _is_large(axes: Contraction) -> bool:
+    enough = axes.terms >= _FEWEST_TERMS and min(axes.rows, axes.columns) >= _FEWEST_ROWS
+    return axes.count > 0 and enough and axes.work >= _LEAST_WORK
 
 
 def _source(graph: Graph, node: Node, number: int) -> int:
@@ -87,19 +82,19 @@ def _source(graph: Graph, node: Node, number: int) -> int:
     return made.inputs[0] if source in _LARGEST and jnp.can_cast(source, dtype, "safe") else number
 
 
-def _is_fast(shapes: Sequence[Sequence[int]], summed: _Pair, read: Sequence[Dtype], result: Dtype) -> bool:
+def _is_fast(shapes: Sequence[Sequence[int]], summed: Pair, read: Sequence[Dtype], result: Dtype) -> bool:
     """Returns whether XLA multiplies fast: by the library, or along the rows of both operands, on vectors."""
     first, second = (_by_rows(shape, own) for shape, own in zip(shapes, summed, strict=True))
     return first and (tuple(read) == (_INT8, _INT8) if result == _INT32 else second)
 
 
-def _by_rows(shape: Sequence[int], summed: _Axes) -> bool:
+def _by_rows(shape: Sequence[int], summed: Axes) -> bool:
     """Returns whether an array is summed along its last axes alone."""
     return sorted(summed) == list(range(len(shape) - len(summed), len(shape)))
 
 
 def _parts(
-    shapes: Sequence[Sequence[int]], summed: _Pair, sources: Sequence[Dtype]
+    shapes: Sequence[Sequence[int]], summed: Pair, sources: Sequence[Dtype]
 ) -> tuple[tuple[int, int], int] | None:
     """Returns how to take sums apart that float32 holds exactly.
 
@@ -119,29 +114,25 @@ def _parts(
 # ---------------------------------------------------------------------- the two ways
 
 
-def _axes(spec: RespellingSpec) -> tuple[_Pair, _Pair]:
-    return cast("tuple[_Pair, _Pair]", (spec["summed"], spec["batch"]))
-
-
 def _original(spec: RespellingSpec, first: jax.Array, second: jax.Array) -> list[jax.Array]:
     left, right = cast("tuple[str, str]", spec["read"])
     ((_, dtype),) = spec.results
-    return [lax.dot_general(first.astype(left), second.astype(right), _axes(spec), preferred_element_type=dtype)]
+    return [lax.dot_general(first.astype(left), second.astype(right), numbers_in(spec), preferred_element_type=dtype)]
 
 
 def _respelt(spec: RespellingSpec, first: jax.Array, second: jax.Array) -> list[jax.Array]:
     ((_, dtype),) = spec.results
-    parts = _parts((first.shape, second.shape), _axes(spec)[0], (first.dtype, second.dtype))
+    parts = _parts((first.shape, second.shape), numbers_in(spec)[0], (first.dtype, second.dtype))
     if parts is None:
         wide = [x.astype(_INT32) for x in (first, second)]
-        return [lax.dot_general(wide[0], wide[1], _axes(spec), preferred_element_type=_INT32).astype(dtype)]
+        return [lax.dot_general(wide[0], wide[1], numbers_in(spec), preferred_element_type=_INT32).astype(dtype)]
     (left, right), step = parts
     length = first.shape[left]
     sums = [
         lax.dot_general(
             lax.slice_in_dim(first, start, min(start + step, length), axis=left).astype(jnp.float32),
             lax.slice_in_dim(second, start, min(start + step, length), axis=right).astype(jnp.float32),
-            _axes(spec),
+            numbers_in(spec),
             precision=lax.Precision.HIGHEST,
         ).astype(_INT32)
         for start in range(0, length, step)
@@ -157,7 +148,7 @@ def _feature(spec: RespellingSpec) -> str:
     """Returns what is multiplied, whether the result is as narrow, and along what it is summed."""
     shapes, dtypes = zip(*spec.operands, strict=True)
     ((_, result),) = spec.results
-    summed, batch = _axes(spec)
+    summed, batch = numbers_in(spec)
     parts = _parts(shapes, summed, dtypes)
     sums = "32 bits" if parts is None else "float32" if parts[1] >= shapes[0][parts[0][0]] else "parts in float32"
     first, second = ("rows" if _by_rows(s, own) else "columns" for s, own in zip(shapes, summed, strict=True))
@@ -186,13 +177,13 @@ def _samples() -> Iterator[tuple[str, Sample]]:
                 yield f"{'-'.join(form)}-{name}-{'cr'[layout[0]]}{'cr'[layout[1]]}", found
 
 
-def _sample(form: tuple[str, str, str], layout: tuple[bool, bool], count: int, shape: _Axes) -> Sample | None:
+def _sample(form: tuple[str, str, str], layout: tuple[bool, bool], count: int, shape: Axes) -> Sample | None:
     """Returns a product, of operands that are summed along their rows (True) or columns; None where XLA's is fast."""
     own, read, result = map(jnp.dtype, form)
     lengths, terms, many = (shape[0], shape[2]), shape[1], (count,) if count else ()
     sizes = tuple((*many, n, terms) if rows else (*many, terms, n) for n, rows in zip(lengths, layout, strict=True))
     summed = (len(many) + int(layout[0]),), (len(many) + int(layout[1]),)
-    batch: _Pair = ((0,), (0,)) if many else ((), ())
+    batch: Pair = ((0,), (0,)) if many else ((), ())
     if _is_fast(sizes, summed, (read, read), result):
         return None
 

@@ -17,6 +17,7 @@ from jax import lax
 
 from autopallas.compat import JaxprEqn
 from autopallas.graph import Graph, Node
+from autopallas.kernels.respelling.contractions import has_usual_precision
 from autopallas.kernels.respelling.convolution_spec import (
     as_written,
     dimension_numbers,
@@ -58,7 +59,7 @@ def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
     dtypes = {v.aval.dtype for v in arrays}
     if len(dtypes) > 1 or not dtypes <= _DTYPES or any(0 in v.aval.shape for v in arrays):
         return None
-    if params["precision"] not in (None, (lax.Precision.DEFAULT,) * 2):
+    if not has_usual_precision(equation):
         return None
     axes = params["dimension_numbers"]
     rank = len(axes.lhs_spec)

@@ -11,7 +11,6 @@ to come first: such gradients, of a block's second layer, gained 1.5x alone, and
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import cast
 
@@ -20,12 +19,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.graph import Graph, Node
+from autopallas.kernels.respelling.contractions import Axes, Contraction, Pair, has_usual_precision
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.spec import RespellingSpec
 
 __all__ = ["KIND"]
 
-_Axes = tuple[int, ...]
 _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 
@@ -42,14 +41,14 @@ def _match(graph: Graph, node: Node) -> Found | None:
         product = inner
     if not _is_product(graph, product):
         return None
-    left, right = product.params["dimension_numbers"][0]
-    summed = (tuple(left), tuple(right))
     shapes = [graph.shape(number) for number in product.inputs]
+    axes = Contraction.of(shapes, product.params["dimension_numbers"])
+    summed = axes.summed
     turned = order != sorted(order)
     narrow = graph.dtype(product.inputs[0]) == jnp.bfloat16
     if not (_exchanged(order, summed, shapes) if turned else narrow and _rows(summed, shapes)):
         return None
-    if turned and not narrow and _width(summed, shapes, 1) > _width(summed, shapes, 0):
+    if turned and not narrow and axes.columns > axes.rows:
         return None
     return Found((("result", tuple(order)), ("summed", summed)), product.inputs, node.outputs)
 
@@ -62,7 +61,7 @@ def _turned(graph: Graph, number: int) -> bool:
 
 def _is_product(graph: Graph, node: Node) -> bool:
     """Returns whether a node multiplies two arrays of one dtype, at the usual precision, without shared axes."""
-    if node.name != "dot_general" or node.params["precision"] not in (None, (lax.Precision.DEFAULT,) * 2):
+    if node.name != "dot_general" or not has_usual_precision(node.equation):
         return False
     if node.params.get("out_sharding") is not None:
         return False  # which the transposition changes with the axes
@@ -73,7 +72,7 @@ def _is_product(graph: Graph, node: Node) -> bool:
     return known and not empty and bool(summed[0]) and not any(batch)
 
 
-def _letters(summed: tuple[_Axes, _Axes], shapes: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
+def _letters(summed: Pair, shapes: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Returns the axes of both operands, each as (letter, size), without those of size one, which XLA leaves out."""
     first, second = map(len, shapes)
     own = [list(range(first)), list(range(first, first + second))]
@@ -85,18 +84,13 @@ def _letters(summed: tuple[_Axes, _Axes], shapes: Sequence[Sequence[int]]) -> li
     ]
 
 
-def _rows(summed: tuple[_Axes, _Axes], shapes: Sequence[Sequence[int]]) -> int:
+def _rows(summed: Pair, shapes: Sequence[Sequence[int]]) -> int:
     """Returns the number of rows along which two matrices are summed, if it is even; else 0."""
     first, second = _letters(summed, shapes)
     return first[0][1] if len(first) == len(second) == 2 and first[0] == second[0] and first[0][1] % 2 == 0 else 0
 
 
-def _width(summed: tuple[_Axes, _Axes], shapes: Sequence[Sequence[int]], which: int) -> int:
-    """Returns the number of columns of an operand."""
-    return math.prod(size for axis, size in enumerate(shapes[which]) if axis not in summed[which])
-
-
-def _exchanged(order: Sequence[int], summed: tuple[_Axes, _Axes], shapes: Sequence[Sequence[int]]) -> bool:
+def _exchanged(order: Sequence[int], summed: Pair, shapes: Sequence[Sequence[int]]) -> bool:
     """Returns whether a result has the axes of the second operand before those of the first, each in their order."""
     sizes = [
         [size for axis, size in enumerate(shape) if axis not in s] for s, shape in zip(summed, shapes, strict=True)
@@ -108,14 +102,14 @@ def _exchanged(order: Sequence[int], summed: tuple[_Axes, _Axes], shapes: Sequen
 
 
 def _original(spec: RespellingSpec, first: jax.Array, second: jax.Array) -> list[jax.Array]:
-    summed, order = cast("tuple[_Axes, _Axes]", spec["summed"]), cast(_Axes, spec["result"])
+    summed, order = cast(Pair, spec["summed"]), cast(Axes, spec["result"])
     (_, dtype), *_ = spec.results
     found = lax.dot_general(first, second, (summed, ((), ())), preferred_element_type=dtype)
     return [found if list(order) == sorted(order) else lax.transpose(found, order)]
 
 
 def _respelt(spec: RespellingSpec, first: jax.Array, second: jax.Array) -> list[jax.Array]:
-    summed, order = cast("tuple[_Axes, _Axes]", spec["summed"]), cast(_Axes, spec["result"])
+    summed, order = cast(Pair, spec["summed"]), cast(Axes, spec["result"])
     (shape, dtype), *_ = spec.results
     axes = _letters(summed, (first.shape, second.shape))
     rows = _rows(summed, (first.shape, second.shape)) if first.dtype == jnp.bfloat16 else 0
@@ -138,7 +132,7 @@ def _respelt(spec: RespellingSpec, first: jax.Array, second: jax.Array) -> list[
 
 def _feature(spec: RespellingSpec) -> str:
     """Returns whether the operands are exchanged, and how many axes are summed."""
-    summed, order = cast("tuple[_Axes, _Axes]", spec["summed"]), cast(_Axes, spec["result"])
+    summed, order = cast(Pair, spec["summed"]), cast(Axes, spec["result"])
     first, second = _letters(summed, [shape for shape, _ in spec.operands])
     axes = "several axes summed" if len({*first} & {*second}) > 1 else "one axis summed"
     return f"transposed result, {axes}" if list(order) != sorted(order) else "rows summed"

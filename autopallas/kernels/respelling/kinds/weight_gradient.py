@@ -20,6 +20,7 @@ from jax import lax
 
 from autopallas.compat import Dtype, JaxprEqn
 from autopallas.kernels.respelling import each_position
+from autopallas.kernels.respelling.contractions import has_usual_precision
 from autopallas.kernels.respelling.convolution_spec import dimension_numbers, padding_of, parameters
 from autopallas.kernels.respelling.gradients import gradient_of, layer
 from autopallas.kernels.respelling.inserted_zeros import assumed_finite
@@ -109,7 +110,7 @@ def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
     params, (x, w), (y,) = equation.params, equation.invars, equation.outvars
     if max(params["feature_group_count"], params["batch_group_count"]) > 1 or params.get("out_sharding") is not None:
         return None
-    if params["precision"] not in (None, (lax.Precision.DEFAULT,) * 2) or max(params["window_strides"], default=2) > 1:
+    if not has_usual_precision(equation) or max(params["window_strides"], default=2) > 1:
         return None
     dtypes = {v.aval.dtype for v in (x, w, y)}
     known = len(dtypes) == 1 and jnp.issubdtype(x.aval.dtype, jnp.floating) and x.aval.dtype.itemsize > 1
