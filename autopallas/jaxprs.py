@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, reduce
 from operator import add
 from typing import Any
@@ -33,6 +33,7 @@ __all__ = [
     "CHECKPOINTS",
     "bodies",
     "debug_info",
+    "every_equation",
     "frames",
     "inline_equation",
     "is_leaf",
@@ -125,6 +126,34 @@ def _is_whole(body: JaxprLike) -> bool:
     """Returns whether a jaxpr has the values of all its constants."""
     jaxpr, consts = open_jaxpr(body)
     return len(jaxpr.constvars) == len(consts)
+
+
+def every_equation(*programs: JaxprLike) -> Iterator[JaxprEqn]:
+    """Yields the equations of programs, each followed by those of its bodies; a body that several equations share, as
+    calls of one function do, is walked once.
+
+    Example:
+      >>> @jax.jit
+      ... def twice(x):
+      ...     return x + x
+      >>> program = compat.make_jaxpr(lambda x: jax.numpy.sin(twice(twice(x))), 1.0)
+      >>> [equation.primitive.name for equation in every_equation(program)]
+      ['jit', 'add', 'jit', 'sin']
+    """
+    seen: set[int] = set()
+
+    def within(program: JaxprLike) -> Iterator[JaxprEqn]:
+        jaxpr, _ = open_jaxpr(program)
+        if id(jaxpr) in seen:
+            return
+        seen.add(id(jaxpr))
+        for equation in jaxpr.eqns:
+            yield equation
+            for _, _, body in bodies(equation):
+                yield from within(body)
+
+    for program in programs:
+        yield from within(program)
 
 
 def is_wide(program: JaxprLike) -> bool:

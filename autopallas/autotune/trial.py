@@ -210,14 +210,12 @@ class Trial:
 
 
 def _carries_few_bits(body: JaxprLike) -> bool:
-    for equation in jaxprs.open_jaxpr(body)[0].eqns:
+    for equation in jaxprs.every_equation(body):
         if equation.primitive.name in ("scan", "while"):
             carried = compat.scan_parts(equation)[1] if equation.primitive.name == "scan" else None
             types = [v.aval.dtype for v in equation.outvars[:carried]]
             if any(jnp.issubdtype(dtype, np.floating) and dtype.itemsize == 2 for dtype in types):
                 return True
-        if any(_carries_few_bits(inner) for _, _, inner in jaxprs.bodies(equation)):
-            return True
     return False
 
 

@@ -173,13 +173,8 @@ def _constrained_over(equation: compat.JaxprEqn) -> jax.sharding.Mesh | None:
 
 def _named_mesh(program: JaxprLike) -> jax.sharding.Mesh | None:
     """Returns the first mesh of several devices that a sharding constraint in a program names, or None."""
-    jaxpr, _ = jaxprs.open_jaxpr(program)
-    for equation in jaxpr.eqns:
-        meshes = [_constrained_over(equation), *(_named_mesh(body) for _, _, body in jaxprs.bodies(equation))]
-        found = next((mesh for mesh in meshes if mesh is not None), None)
-        if found is not None:
-            return found
-    return None
+    meshes = map(_constrained_over, jaxprs.every_equation(program))
+    return next((mesh for mesh in meshes if mesh is not None), None)
 
 
 def known(

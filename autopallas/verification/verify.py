@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from autopallas import compat, jaxprs
 from autopallas.arguments import Static, given_back, join, split, traceable
-from autopallas.compat import Array, ArrayFunction, ClosedJaxpr, JaxprLike, PyTree
+from autopallas.compat import Array, ArrayFunction, ClosedJaxpr, PyTree
 from autopallas.errors import VerificationError
 from autopallas.numerics.compare import Comparison, compare, tolerance_of
 from autopallas.numerics.oracle import Oracle, without_callbacks
@@ -110,7 +110,7 @@ def check(fn: ArrayFunction, args: Sequence[PyTree], kwargs: dict[str, PyTree]) 
     arrays, static = split(args, kwargs)
     original, rewritten, names = _programs(fn, arrays, static)
     replaced = len(applied_sites(rewritten))
-    if any(effect in _NOT_AGAIN for effect in _primitives(original)):
+    if any(equation.primitive.name in _NOT_AGAIN for equation in jaxprs.every_equation(original)):
         return Verification((), (), True, replaced, ("not run: the function has effects outside of JAX (io_callback)",))
     if compat.has_input_effects(original.jaxpr.effects):
         reason = "not run: the function reads or writes mutable arrays (jax.Ref) that it does not make itself"
@@ -225,15 +225,6 @@ def _precision(dtype: DTypeLike, source: Source) -> float:
     if not jnp.issubdtype(dtype, np.inexact):
         return 0.0
     return float(jnp.finfo(dtype if source.dtype is None else source.dtype).eps)
-
-
-def _primitives(program: JaxprLike) -> set[str]:
-    found = set()
-    for equation in jaxprs.open_jaxpr(program)[0].eqns:
-        found.add(equation.primitive.name)
-        for _, _, body in jaxprs.bodies(equation):
-            found |= _primitives(body)
-    return found
 
 
 def _perturbed(arrays: Sequence[Array], seed: int, most: float) -> list[Array]:

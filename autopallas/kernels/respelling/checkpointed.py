@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat, jaxprs
-from autopallas.compat import ClosedJaxpr, JaxprLike
+from autopallas.compat import ClosedJaxpr
 from autopallas.graph.program_digests import bits, digest
 from autopallas.kernels.respelling.chunks import Arrays, Chunk, by_chunks
 from autopallas.kernels.respelling.spec import RespellingSpec
@@ -144,13 +144,7 @@ class CheckpointedScan:
     @property
     def has_products(self) -> bool:
         """Whether a step of the loop has matrix products or convolutions."""
-        todo: list[JaxprLike] = [self.forward.step]
-        while todo:
-            for equation in jaxprs.open_jaxpr(todo.pop())[0].eqns:
-                if equation.primitive.name in _PRODUCTS:
-                    return True
-                todo += [body for _, _, body in jaxprs.bodies(equation)]
-        return False
+        return any(equation.primitive.name in _PRODUCTS for equation in jaxprs.every_equation(self.forward.step))
 
     @property
     def own_slices(self) -> tuple[int, ...]:

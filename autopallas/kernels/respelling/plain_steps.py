@@ -23,9 +23,9 @@ _CALLS = CUSTOM_RULES | jaxprs.CHECKPOINTS | {"jit", "pjit"}
 
 def is_plain(program: JaxprLike) -> bool:
     """Returns whether a step holds no loops and branches, and nothing that may gain more by itself."""
-    jaxpr, _ = jaxprs.open_jaxpr(program)
-    return not any(e.primitive.name in _APART or e.effects for e in jaxpr.eqns) and all(
-        e.primitive.name in _CALLS and is_plain(inner) for e in jaxpr.eqns for _, _, inner in jaxprs.bodies(e)
+    return not any(
+        e.primitive.name in _APART or e.effects or (e.primitive.name not in _CALLS and jaxprs.bodies(e))
+        for e in jaxprs.every_equation(program)
     )
 
 

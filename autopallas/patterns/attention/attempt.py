@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeAlias
 
 import jax.numpy as jnp
 
 from autopallas import jaxprs
-from autopallas.compat import JaxprEqn, JaxprLike, Var
+from autopallas.compat import Var
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.equal_loops import loops
 from autopallas.graph.labels import Atom, Dimension
@@ -585,12 +585,5 @@ def holds_softmax(node: Node) -> bool:
     """Returns whether a custom rule's body could compute a softmax."""
     if node.name not in CUSTOM_RULES:
         return False
-    names = {inner.primitive.name for body in jaxprs.bodies(node.equation) for inner in _equations(body[2])}
-    return "exp" in names and "reduce_sum" in names
-
-
-def _equations(body: JaxprLike) -> Iterator[JaxprEqn]:
-    for equation in jaxprs.open_jaxpr(body)[0].eqns:
-        yield equation
-        for inner in jaxprs.bodies(equation):
-            yield from _equations(inner[2])
+    inner = (body for _, _, body in jaxprs.bodies(node.equation))
+    return {"exp", "reduce_sum"} <= {equation.primitive.name for equation in jaxprs.every_equation(*inner)}

@@ -37,17 +37,8 @@ def mapped_softmaxes(graph: Graph, alive: Set[int]) -> Iterator[NearMiss]:
 
 def _normalises(node: Node) -> bool:
     """Returns whether a step exponentiates and sums, and multiplies no matrices."""
-    names: set[str] = set()
-    todo = [body for _, _, body in jaxprs.bodies(node.equation)]
-    seen: set[int] = set()  # calls of one function share its body
-    while todo:
-        jaxpr, _ = jaxprs.open_jaxpr(todo.pop())
-        if id(jaxpr) in seen:
-            continue
-        seen.add(id(jaxpr))
-        for equation in jaxpr.eqns:
-            names.add(equation.primitive.name)
-            todo += [body for _, _, body in jaxprs.bodies(equation)]
+    inner = (body for _, _, body in jaxprs.bodies(node.equation))
+    names = {equation.primitive.name for equation in jaxprs.every_equation(*inner)}
     return not names.isdisjoint(_EXPONENTIALS) and "reduce_sum" in names and "dot_general" not in names
 
 

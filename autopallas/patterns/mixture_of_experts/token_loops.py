@@ -93,10 +93,7 @@ def _skips(graph: Graph, node: Node) -> bool:
 
 def _multiplies(body: JaxprLike) -> bool:
     """Returns whether a body holds a product of matrices."""
-    return any(
-        equation.primitive.name == "dot_general" or any(_multiplies(inner) for _, _, inner in jaxprs.bodies(equation))
-        for equation in jaxprs.open_jaxpr(body)[0].eqns
-    )
+    return any(equation.primitive.name == "dot_general" for equation in jaxprs.every_equation(body))
 
 
 def _numbers_in_loops(graph: Graph) -> tuple[set[int], set[int]]:

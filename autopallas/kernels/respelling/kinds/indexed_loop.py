@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat, jaxprs
-from autopallas.compat import JaxprEqn, JaxprLike, Literal, Var
+from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph import Graph, Node
 from autopallas.graph.indexed_arrays import Plan
 from autopallas.kernels.respelling.indexed import as_written, chosen, loop_in, loop_of, results_of, with_plan
@@ -109,16 +109,11 @@ def _feature(spec: RespellingSpec) -> str:
     loop = loop_in(spec)
     steps = "few steps" if loop.length < 64 else "many steps"
     if _only_sets(loop.plan):
-        return f"{steps}, set{' with products' if _has_products(loop.step) else ''}"
+        multiplies = any(equation.primitive.name in _PRODUCTS for equation in jaxprs.every_equation(loop.step))
+        return f"{steps}, set{' with products' if multiplies else ''}"
     if loop.tables:
         return steps if loop.plan.whole_sums or loop.plan.clears else f"{steps}, stacked"
     return f"{steps}, {'one sum' if sum(len(places) for _, places in loop.sums) == 1 else 'sums'} alone"
-
-
-def _has_products(program: JaxprLike) -> bool:
-    jaxpr, _ = jaxprs.open_jaxpr(program)
-    inner = any(_has_products(body) for e in jaxpr.eqns for _, _, body in jaxprs.bodies(e))
-    return inner or any(e.primitive.name in _PRODUCTS for e in jaxpr.eqns)
 
 
 def _samples() -> Iterator[tuple[str, Sample]]:

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas import jaxprs
-from autopallas.compat import JaxprLike
 from autopallas.graph import Graph, Node
 from autopallas.kernels.respelling.indexed import as_written, chosen, key_of, loop_in, loop_of, results_of
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
@@ -58,7 +57,7 @@ def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
 def _feature(spec: RespellingSpec) -> str:
     """Returns what a step holds, whether it is long, and how many steps are compiled as one."""
     loop = loop_in(spec)
-    names = _names(loop.step)
+    names = {equation.primitive.name for equation in jaxprs.every_equation(loop.step)}
     holds = "products" if "dot_general" in names else "sums" if _REDUCTIONS & names else "elementwise"
     steps = "long" if len(jaxprs.open_jaxpr(loop.step)[0].eqns) >= _LONG else "short"
     several = "4 to 7" if loop.unroll < 8 else "8 to 15" if loop.unroll < 16 else "16 or more"
@@ -68,12 +67,6 @@ def _feature(spec: RespellingSpec) -> str:
 _LONG = 20
 """Equations of a step from which on the gains were greater."""
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin"})
-
-
-def _names(program: JaxprLike) -> frozenset[str]:
-    jaxpr, _ = jaxprs.open_jaxpr(program)
-    inner = (_names(body) for e in jaxpr.eqns for _, _, body in jaxprs.bodies(e))
-    return frozenset(e.primitive.name for e in jaxpr.eqns).union(*inner)
 
 
 Arrays: TypeAlias = tuple[jax.Array, ...]
