@@ -10,7 +10,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import Generic, TypeAlias, TypeVar, cast
 
 import jax
 import numpy as np
@@ -25,16 +25,8 @@ _LIBRARIES = sys.stdlib_module_names | {"autopallas", "jax", "jaxlib", "numpy"}
 """Libraries whose objects stay as they are: they hold what was compiled, or belong to several threads."""
 _MOST_BYTES = 2**24
 """Of NumPy arrays that are looked at."""
-_CONTAINERS = (
-    dict,
-    list,
-    set,
-    collections.defaultdict,
-    collections.OrderedDict,
-    collections.Counter,
-    collections.deque,
-)
-_Content: TypeAlias = "dict[object, object] | list[object] | set[object] | collections.deque[object]"
+_Names: TypeAlias = dict[object, object]
+_AnyKept: TypeAlias = "_Kept[_Names] | _Kept[list[object]] | _Kept[set[object]] | _Kept[collections.deque[object]]"
 _Lacks = object()
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), np.generic, np.ndarray, jax.Array)
 """Values that tell by themselves whether they are the same."""
@@ -59,13 +51,13 @@ class ClosedOver:
 
     def __init__(self, function: Callable[..., object]):
         self._function = function
-        self._kept: list[tuple[_Content, _Content, bool]] = []
+        self._kept: list[_AnyKept] = []
         self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
         self._random: list[tuple[_Random, object]] = []
         self._bytes = 0
         self._variables = [(variable, variable.read()) for variable in _variables(function)]
         globals_ = (value for variable, value in self._variables if isinstance(variable.place, dict))
-        self._shared = {id(value) for value in globals_ if type(value) in _CONTAINERS}
+        self._shared = {id(value) for value in globals_ if type(value) in _KINDS}
         """Containers with global names, of which nothing but what is traced is the function's own doing."""
         todo, seen = [*_read(function, True)], set[int]()
         for value, is_own in todo:  # which grows meanwhile
@@ -91,7 +83,7 @@ class ClosedOver:
             if is_own:
                 self._random.append((value, _state(value)))
             return []
-        if kind in _CONTAINERS:
+        if kind in _KINDS:
             held = value
         elif isinstance(value, (type, types.ModuleType)) or kind.__module__.partition(".")[0] in _LIBRARIES:
             return [(value.__wrapped__, False)] if callable(value) and hasattr(value, "__wrapped__") else []
@@ -100,12 +92,12 @@ class ClosedOver:
                 held = getattr(value, "__dict__", None)
             except Exception:  # an object that stands for another one, which is not there, may raise anything
                 return []
-        if type(held) not in _CONTAINERS:
+        if type(held) not in _KINDS:
             return []
-        content = cast(_Content, held)
-        now = content.copy()  # code that runs beside the trace may add to the other one
-        self._kept.append((content, now, is_own))
-        return [(part, is_own) for part in (now.values() if isinstance(now, dict) else now)]
+        kept = _KINDS[type(held)](held, is_own, id(held) in self._shared)
+        self._kept.append(kept)
+        before = kept.before
+        return [(part, is_own) for part in (before.values() if isinstance(before, dict) else before)]
 
     def changed(self) -> bool:
         """Returns whether a variable, an object or a container has what is traced and had not; or the objects of a
@@ -115,11 +107,9 @@ class ClosedOver:
         """
         if any(_is_lost(before, variable.read(), False) for variable, before in self._variables):
             return True
-        had = {id(content): before for content, before, _ in self._kept}
-        changed = {
-            id(content) for content, before, is_own in self._kept if _is_changed(before, content.copy(), is_own, had)
-        }
-        if changed and not changed.isdisjoint(id(content) for content, *_ in ClosedOver(self._function)._kept):
+        had = {id(kept.content): kept.before for kept in self._kept}
+        changed = {id(kept.content) for kept in self._kept if kept.is_changed(had)}
+        if changed and not changed.isdisjoint(id(kept.content) for kept in ClosedOver(self._function)._kept):
             return True  # what an object does not hold any more may have become anything
         arrays = any(now.tobytes() != before.tobytes() for now, before in self._arrays)
         return arrays or any(not _is_same_state(_state(now), before) for now, before in self._random)
@@ -130,31 +120,8 @@ class ClosedOver:
         for variable, one in self._variables:
             if one is not _Lacks and _is_traced(variable.read()):
                 variable.write(one)
-        for content, before, is_own in self._kept:
-            if isinstance(content, dict) and isinstance(before, dict):
-                for name in [*content]:
-                    if name not in before and (is_own or _is_traced(content[name])):
-                        del content[name]
-                for name, one in before.items():
-                    now = content.get(name, _Lacks)
-                    lost = now is _Lacks and id(content) not in self._shared
-                    if now is not one and (is_own or lost or _is_traced(now)):
-                        content[name] = one
-            elif isinstance(content, list) and isinstance(before, list):
-                if not is_own and len(content) > len(before):
-                    content[:] = [one for one in content if not _is_traced(one) or any(one is x for x in before)]
-                alike = len(content) == len(before)
-                if is_own and not (alike and all(a is b for a, b in zip(content, before, strict=True))):
-                    content[:] = before
-                for place, (one, now) in enumerate(zip(before, content, strict=False) if alike else ()):
-                    if now is not one and _is_traced(now):
-                        content[place] = one
-            elif isinstance(content, set) and isinstance(before, set):
-                content.difference_update([one for one in content - before if is_own or _is_traced(one)])
-                content.update(before if is_own else ())
-            elif is_own and isinstance(content, collections.deque) and isinstance(before, collections.deque):
-                content.clear()
-                content.extend(before)
+        for kept in self._kept:
+            kept.restore()
         for array, elements in self._arrays:
             if array.tobytes() != elements.tobytes():
                 array[...] = elements
@@ -220,22 +187,98 @@ def _variables(function: object) -> Iterator[_Variable]:
                 yield _Variable(function.__globals__, name)
 
 
-def _is_changed(before: _Content, now: _Content, is_own: bool, had: Mapping[int, object]) -> bool:
-    """Returns whether a container has lost, by what was written to it, what it had or what it would have been given.
+C = TypeVar("C", _Names, list[object], set[object], collections.deque[object])
 
-    ``had`` has what containers had, by their identities.  One that makes what it lacks where it is read is not changed
-    by that.
-    """
-    if isinstance(before, set) and isinstance(now, set):
-        return now != before and (is_own or any(map(_is_traced, now - before)))
-    if isinstance(before, dict) and isinstance(now, dict):
-        names = now if type(now) is collections.defaultdict else before | now
-        pairs = [(before.get(name, _Lacks), now.get(name, _Lacks)) for name in names]
-        if type(now) is collections.defaultdict:
-            pairs = [(one, other) for one, other in pairs if one is not _Lacks or _is_traced(other)]
-    else:
-        pairs = [*itertools.zip_longest(before, now, fillvalue=_Lacks)]
-    return any(_is_lost(had.get(id(one), one), other, is_own) for one, other in pairs if one is not other)
+
+class _Kept(Generic[C]):
+    """A container and a copy of it: those of each kind are compared and restored in their own way."""
+
+    def __init__(self, content: C, is_own: bool, is_shared: bool):
+        self.content: C = content
+        self.before: C = content.copy()  # code that runs beside the trace may add to the other one
+        self.is_own, self.is_shared = is_own, is_shared
+
+    def is_changed(self, had: Mapping[int, object]) -> bool:
+        """Returns whether the container has lost, by what was written to it, what it had or what it would have been
+        given.  ``had`` has what containers had, by their identities."""
+        pairs = self.pairs(self.content.copy())
+        return any(_is_lost(had.get(id(one), one), other, self.is_own) for one, other in pairs if one is not other)
+
+    def pairs(self, now: C) -> Iterable[tuple[object, object]]:
+        """Returns what the container had and what it has ``now`` in each place."""
+        return itertools.zip_longest(self.before, now, fillvalue=_Lacks)
+
+    def restore(self) -> None:
+        """Gives the container what it had; code that runs beside the trace may have changed one that is not the
+        function's own."""
+        raise NotImplementedError
+
+
+class _KeptNames(_Kept[_Names]):
+    def pairs(self, now: _Names) -> Iterable[tuple[object, object]]:
+        return [(self.before.get(name, _Lacks), now.get(name, _Lacks)) for name in self.before | now]
+
+    def restore(self) -> None:
+        content, before = self.content, self.before
+        for name in [*content]:
+            if name not in before and (self.is_own or _is_traced(content[name])):
+                del content[name]
+        for name, one in before.items():
+            now = content.get(name, _Lacks)
+            lost = now is _Lacks and not self.is_shared
+            if now is not one and (self.is_own or lost or _is_traced(now)):
+                content[name] = one
+
+
+class _KeptDefaults(_KeptNames):
+    """A dictionary that makes what it lacks where it is read, which does not change it."""
+
+    def pairs(self, now: _Names) -> Iterable[tuple[object, object]]:
+        pairs = ((self.before.get(name, _Lacks), now[name]) for name in now)
+        return [(one, other) for one, other in pairs if one is not _Lacks or _is_traced(other)]
+
+
+class _KeptList(_Kept[list[object]]):
+    def restore(self) -> None:
+        content, before, is_own = self.content, self.before, self.is_own
+        if not is_own and len(content) > len(before):
+            content[:] = [one for one in content if not _is_traced(one) or any(one is x for x in before)]
+        alike = len(content) == len(before)
+        if is_own and not (alike and all(a is b for a, b in zip(content, before, strict=True))):
+            content[:] = before
+        for place, (one, now) in enumerate(zip(before, content, strict=False) if alike else ()):
+            if now is not one and _is_traced(now):
+                content[place] = one
+
+
+class _KeptSet(_Kept[set[object]]):
+    def pairs(self, now: set[object]) -> Iterable[tuple[object, object]]:
+        lost, new = self.before - now, now - self.before
+        return [*((one, _Lacks) for one in lost), *((_Lacks, one) for one in new)]
+
+    def restore(self) -> None:
+        new = self.content - self.before
+        self.content.difference_update([one for one in new if self.is_own or _is_traced(one)])
+        self.content.update(self.before if self.is_own else ())
+
+
+class _KeptQueue(_Kept[collections.deque[object]]):
+    def restore(self) -> None:
+        if self.is_own:
+            self.content.clear()
+            self.content.extend(self.before)
+
+
+_KINDS: Mapping[type, Callable[..., _AnyKept]] = {
+    dict: _KeptNames,
+    collections.OrderedDict: _KeptNames,
+    collections.Counter: _KeptNames,
+    collections.defaultdict: _KeptDefaults,
+    list: _KeptList,
+    set: _KeptSet,
+    collections.deque: _KeptQueue,
+}
+"""Kinds of containers that are looked into."""
 
 
 def _is_lost(before: object, now: object, is_own: bool) -> bool:
