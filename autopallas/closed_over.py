@@ -216,7 +216,8 @@ class _Kept(Generic[C]):
 
 class _KeptNames(_Kept[_Names]):
     def pairs(self, now: _Names) -> Iterable[tuple[object, object]]:
-        return [(self.before.get(name, _Lacks), now.get(name, _Lacks)) for name in self.before | now]
+        names = {**self.before, **now}  # of a Counter too, whose union lacks what is not positive
+        return [(self.before.get(name, _Lacks), now.get(name, _Lacks)) for name in names]
 
     def restore(self) -> None:
         content, before = self.content, self.before

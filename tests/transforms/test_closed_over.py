@@ -204,6 +204,7 @@ class Changing:
     def __init__(self):
         self.seen, self.log, self.found, self.last = set(), [], {}, collections.deque(maxlen=2)
         self.table, self.random, self.mode, self.on = np.zeros(3), np.random.default_rng(0), "a", None
+        self.left = collections.Counter()
 
     def with_a_set(self, x):
         self.seen.add(len(self.seen))
@@ -224,6 +225,10 @@ class Changing:
     def with_a_dictionary(self, x):
         self.found[len(self.found)] = 1
         return x * len(self.found)
+
+    def with_a_counter(self, x):
+        self.left["calls"] -= 1
+        return x * self.left["calls"]
 
     def with_a_queue(self, x):
         self.last.append(sum(self.last) + 1)
