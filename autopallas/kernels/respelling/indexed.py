@@ -49,6 +49,7 @@ __all__ = [
     "results_of",
     "with_plan",
     "with_small_weights",
+    "without_known_values",
 ]
 
 _MOST_KNOWN = 2**16
@@ -351,6 +352,12 @@ def chosen(spec: RespellingSpec, results: Sequence[jax.Array]) -> list[jax.Array
 def as_written(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
     """Computes a spec's loop as the program has it."""
     return chosen(spec, loop_in(spec).as_written(operands))
+
+
+def without_known_values(loop: IndexedLoop) -> IndexedLoop:
+    """Returns a loop without what is known of the values of its operands, under its key."""
+    loop = replace(loop, known=(), zeros=frozenset())
+    return replace(loop, key=key_of(loop))
 
 
 def key_of(loop: IndexedLoop) -> str:

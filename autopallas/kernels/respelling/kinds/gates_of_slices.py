@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +24,11 @@ from autopallas.kernels.respelling.indexed import (
     IndexedLoop,
     as_written,
     chosen,
-    key_of,
     loop_in,
     loop_of,
     results_of,
     with_small_weights,
+    without_known_values,
 )
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.networks import float32_types
@@ -59,8 +58,7 @@ def _match(graph: Graph, node: Node) -> Found | None:
     if not is_plain(loop.step) or not read_in_parts(loop):
         return None
     results, kept = results_of(graph, node)
-    loop = replace(loop, known=(), zeros=frozenset())
-    return Found((("loop", replace(loop, key=key_of(loop))), ("results", kept)), numbers, results)
+    return Found((("loop", without_known_values(loop)), ("results", kept)), numbers, results)
 
 
 def _may_read_parts(scan: JaxprEqn) -> bool:

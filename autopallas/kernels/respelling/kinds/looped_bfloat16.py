@@ -19,7 +19,7 @@ from jax import lax
 from autopallas import jaxprs
 from autopallas.graph import Graph, Node
 from autopallas.kernels.respelling.bfloat16_bits import BFLOAT16, as_bits, of_bits
-from autopallas.kernels.respelling.indexed import as_written, chosen, key_of, loop_in, loop_of, results_of
+from autopallas.kernels.respelling.indexed import as_written, chosen, loop_in, loop_of, results_of, without_known_values
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.kinds import scan_checkpoint
 from autopallas.kernels.respelling.loops_in_bits import set_by_slices, step_in_bits
@@ -53,8 +53,7 @@ def _match(graph: Graph, node: Node) -> Found | None:
     carried, whole = set_by_slices(loop)
     if not carried and not (stacks and length >= _LEAST_STACKED) or not is_plain(loop.step):
         return None
-    loop = replace(loop, known=(), zeros=frozenset())
-    found = ("carried", tuple(sorted(carried))), ("loop", replace(loop, key=key_of(loop))), ("results", kept)
+    found = ("carried", tuple(sorted(carried))), ("loop", without_known_values(loop)), ("results", kept)
     return Found((*found, ("whole", tuple(sorted(whole)))), numbers, results)
 
 

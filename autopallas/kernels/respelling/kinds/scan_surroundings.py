@@ -24,7 +24,7 @@ from autopallas.graph import Graph, Node
 from autopallas.graph.prices import price
 from autopallas.kernels.example import decaying
 from autopallas.kernels.respelling.around import Around, around
-from autopallas.kernels.respelling.indexed import IndexedLoop, key_of, loop_in, loop_of, results_of
+from autopallas.kernels.respelling.indexed import IndexedLoop, loop_in, loop_of, results_of, without_known_values
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.kinds import gates_of_slices
 from autopallas.kernels.respelling.plain_steps import at_a_time
@@ -78,8 +78,7 @@ def _match(graph: Graph, node: Node) -> Found | None:
     at = {number: position for position, number in enumerate(operands)}
     given = [at[n] if n in at else np.asarray(graph.literals[n], graph.dtype(n)) for n in whole]
     given += range(len(operands), len(operands) + len(slices))
-    loop = replace(place[0], operands=tuple(given), known=(), zeros=frozenset())
-    loop = replace(loop, key=key_of(loop))
+    loop = without_known_values(replace(place[0], operands=tuple(given)))
     ends = tuple(n for n, i in zip(results, kept, strict=True) if i < carried)
     own = ("around", beside), ("loop", loop), ("results", kept)
     return Found(own, operands, (*ends, *read))

@@ -32,11 +32,11 @@ from autopallas.kernels.respelling.added_products import (
 from autopallas.kernels.respelling.indexed import (
     IndexedLoop,
     as_written,
-    key_of,
     loop_in,
     loop_of,
     results_of,
     with_small_weights,
+    without_known_values,
 )
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.kinds import elementwise, one_hot, scan_checkpoint, unrolled_scan
@@ -93,9 +93,8 @@ def _match(graph: Graph, node: Node) -> Found | None:
     taken = _taken(factors, sums, named)
     if not sums and not taken and not _makes_weights(factors, named):
         return None
-    loop = replace(loop, known=(), zeros=frozenset())
     own = (
-        ("after", taken.after), ("before", taken.before), ("loop", replace(loop, key=key_of(loop))), ("results", kept),
+        ("after", taken.after), ("before", taken.before), ("loop", without_known_values(loop)), ("results", kept),
         ("sums", tuple(sums)),
     )  # fmt: skip
     return Found(own, numbers, results)

@@ -18,7 +18,7 @@ from jax import lax
 
 from autopallas import jaxprs
 from autopallas.graph import Graph, Node
-from autopallas.kernels.respelling.indexed import as_written, chosen, key_of, loop_in, loop_of, results_of
+from autopallas.kernels.respelling.indexed import as_written, chosen, loop_in, loop_of, results_of, without_known_values
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.kinds import scan_checkpoint
 from autopallas.kernels.respelling.networks import float32_types
@@ -43,8 +43,7 @@ def _match(graph: Graph, node: Node) -> Found | None:
     stacks = any(i >= loop.carried for i in kept)
     if not results or (stacks and scan_checkpoint.goes_before(graph, KIND.name)):
         return None
-    loop = replace(loop, known=(), zeros=frozenset())
-    return Found((("loop", replace(loop, key=key_of(loop))), ("results", kept)), numbers, results)
+    return Found((("loop", without_known_values(loop)), ("results", kept)), numbers, results)
 
 
 def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
