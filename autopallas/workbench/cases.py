@@ -24,7 +24,7 @@ from autopallas.sites.declared_call import operand_names, parameters, shape_in_l
 from autopallas.sites.operation import operation_folders, operation_named, registered
 from autopallas.sites.spec import Spec
 
-__all__ = ["DIRECTIONS", "Case", "Cases", "DeclaredCases", "Direction", "cases_of", "match_of", "only_match"]
+__all__ = ["DIRECTIONS", "Case", "Cases", "DeclaredCases", "Direction", "cases_of", "match_of", "only_match", "with_gradients"]
 
 Direction: TypeAlias = Literal["forward", "forward+backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "forward+backward")
@@ -53,6 +53,22 @@ class Case:
     def selected_by(self, words: str) -> bool:
         """Returns whether every word of ``words`` is a word of this case: "forward causal T2048"."""
         return set(words.split()) <= set(str(self).split())
+
+
+def with_gradients(case: Case, function: ArrayFunction, first: int | None = None) -> ArrayFunction:
+    """Returns a function as it is for a forward case, or with the gradients of its arguments from a cotangent, its last
+    one: those of the ``first`` arguments, of all but the last ones if that is negative, or of all."""
+    if case.direction == "forward":
+        return function
+
+    def forward_and_backward(*arguments: jax.Array) -> PyTree:
+        *operands, cotangent = arguments
+        trained = operands[:first]
+        held = operands[len(trained) :]
+        output, pull_back = jax.vjp(lambda *trained: function(*trained, *held), *trained)
+        return output, pull_back(cotangent)
+
+    return forward_and_backward
 
 
 class Cases(Protocol):

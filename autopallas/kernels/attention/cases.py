@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas.compat import ArrayFunction, PyTree, Shaped
-from autopallas.workbench.cases import DIRECTIONS, Case, Direction
+from autopallas.compat import ArrayFunction, Shaped
+from autopallas.workbench.cases import DIRECTIONS, Case, Direction, with_gradients
 
 __all__ = ["ORIGINALS", "case_of", "cross", "direct", "in_direction", "square", "table_grid", "types", "window_size"]
 
@@ -117,15 +117,7 @@ def window_size(length: int) -> int:
 
 def in_direction(case: Case, function: Callable[..., jax.Array]) -> ArrayFunction:
     """Returns the function, or with it the gradients of query, key and value from a cotangent, the last argument."""
-    if case.direction == "forward":
-        return function
-
-    def forward_and_backward(*arguments: jax.Array) -> PyTree:
-        *operands, cotangent = arguments
-        output, pull_back = jax.vjp(lambda *qkv: function(*qkv, *operands[3:]), *operands[:3])
-        return output, pull_back(cotangent)
-
-    return forward_and_backward
+    return with_gradients(case, function, 3)
 
 
 def types(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from autopallas.compat import ArrayFunction, PyTree, Shaped
+from autopallas.compat import ArrayFunction, Shaped
 from autopallas.kernels.grouped_matmul.example import ragged_dot
-from autopallas.workbench.cases import DIRECTIONS, Case, Direction
+from autopallas.workbench.cases import DIRECTIONS, Case, Direction, with_gradients
 
 __all__ = ["ORIGINALS", "case_of", "cases_of_rows", "direct", "in_direction", "ragged_dot", "table_grid", "types"]
 
@@ -23,15 +23,7 @@ ORIGINALS: dict[str, Callable[..., jax.Array]] = {"uneven": ragged_dot, "even": 
 
 def in_direction(case: Case, function: Callable[..., jax.Array]) -> ArrayFunction:
     """The function itself, or with the gradients for all floating arguments from a cotangent, its last argument."""
-    if case.direction == "forward":
-        return function
-
-    def forward_and_backward(*arguments: jax.Array) -> PyTree:
-        *floating, integers, cotangent = arguments
-        output, pull_back = jax.vjp(lambda *floating: function(*floating, integers), *floating)
-        return output, pull_back(cotangent)
-
-    return forward_and_backward
+    return with_gradients(case, function, -1)
 
 
 def types(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:

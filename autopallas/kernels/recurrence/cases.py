@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from autopallas.compat import ArrayFunction, PyTree, Shaped
+from autopallas.compat import ArrayFunction, Shaped
 from autopallas.kernels.recurrence.operation import OPERATION
-from autopallas.workbench.cases import DIRECTIONS, Case, Direction
+from autopallas.workbench.cases import DIRECTIONS, Case, Direction, with_gradients
 
 __all__ = ["ORIGINALS", "case_of", "delta", "direct", "gated", "in_direction", "retention", "table_grid", "types"]
 
@@ -67,15 +67,7 @@ ORIGINALS: dict[str, Callable[..., jax.Array]] = {"scalar": retention, "channel"
 
 def in_direction(case: Case, function: Callable[..., jax.Array]) -> ArrayFunction:
     """Returns the function itself, or with the gradients for all arguments from a cotangent, its last argument."""
-    if case.direction == "forward":
-        return function
-
-    def forward_and_backward(*arguments: jax.Array) -> PyTree:
-        *given, cotangent = arguments
-        output, pull_back = jax.vjp(function, *given)
-        return output, pull_back(cotangent)
-
-    return forward_and_backward
+    return with_gradients(case, function)
 
 
 def types(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
