@@ -12,7 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 from autopallas.compat import ArrayFunction, PyTree, Shaped
@@ -38,6 +40,7 @@ __all__ = [
     "call",
     "check_block",
     "cost_of",
+    "dot",
     "generation",
     "reason_against",
     "rounded",
@@ -278,6 +281,20 @@ def _without_scalars(spec: pl.BlockSpec, tables: Sequence[Table]) -> pl.BlockSpe
     index_map = spec.index_map
     assert index_map is not None
     return replace(spec, index_map=lambda *ids: index_map(*ids, *tables))
+
+
+def dot(a: jax.Array, b: jax.Array, axes: tuple[int, int], precision: str | None) -> jax.Array:
+    """Returns the product of two matrices over one axis of each, summed in float32.
+
+    Mosaic has the lowest precision, one pass of bfloat16, and the highest one, which any ``precision`` gets.
+    """
+    dtype = jnp.promote_types(a.dtype, b.dtype)
+    wanted = None if precision is None else lax.Precision.HIGHEST
+    numbers = (((axes[0],), (axes[1],)), ((), ()))
+    product: jax.Array = lax.dot_general(
+        a.astype(dtype), b.astype(dtype), numbers, precision=wanted, preferred_element_type=jnp.float32
+    )
+    return product
 
 
 def accumulate(total: Ref, part: jax.Array, step: Number) -> None:

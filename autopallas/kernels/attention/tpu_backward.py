@@ -27,7 +27,6 @@ from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight
 from autopallas.kernels.attention.tile_values import Tile, halves, logits, reciprocal, weighted
 from autopallas.kernels.attention.tpu_forward import (
-    contract,
     doubtful,
     exponentials,
     kept_rows,
@@ -331,10 +330,10 @@ def _kernel(grid: Grid, outputs: Sequence[_Output], *refs: Ref) -> None:
 
 def _priced(q: Array, k: Array, v: Array, do: Array, chosen: Sequence[str | int]) -> list[Array]:
     """Computes what a tile needs, the programs aside, from which the cost is estimated."""
-    p = jnp.exp(contract(q, k, (1, 1), None))
-    ds = p * contract(do, v, (1, 1), None)
-    parts = {"query": lambda: contract(ds, k, (1, 0), None), "key": lambda: contract(ds.T, q, (1, 0), None),
-             "value": lambda: contract(p.T, do, (1, 0), None), "delta": lambda: jnp.sum(ds),
+    p = jnp.exp(tpu.dot(q, k, (1, 1), None))
+    ds = p * tpu.dot(do, v, (1, 1), None)
+    parts = {"query": lambda: tpu.dot(ds, k, (1, 0), None), "key": lambda: tpu.dot(ds.T, q, (1, 0), None),
+             "value": lambda: tpu.dot(p.T, do, (1, 0), None), "delta": lambda: jnp.sum(ds),
              "total": lambda: jnp.sum(p)}  # fmt: skip
     return [parts[c]() if isinstance(c, str) else jnp.sum(ds) for c in chosen]
 
@@ -435,20 +434,18 @@ class _GradientTile:
 
     def _product(self, rows: Array, columns: Array, precision: str | None) -> Array:
         """Multiplies [bq, d] and [bk, d] to the tile."""
-        return (
-            contract(columns, rows, (1, 1), precision) if self.flipped else contract(rows, columns, (1, 1), precision)
-        )
+        return tpu.dot(columns, rows, (1, 1), precision) if self.flipped else tpu.dot(rows, columns, (1, 1), precision)
 
     def _summed_over_rows(self, tile: Array, rows: Array, read: Dtype | None, precision: str | None) -> Array:
         """Multiplies the tile, which the original's product reads in the dtype ``read``, and [bq, d] to [bk, d]."""
         tile = narrowed(tile, read, rows, precision)
-        return contract(tile, rows, (1 if self.flipped else 0, 0), precision)
+        return tpu.dot(tile, rows, (1 if self.flipped else 0, 0), precision)
 
     def _times_columns(self, dscore: Array, k: Array) -> Array:
         """Multiplies the tile's gradient and [bk, d] to [bq, d]."""
         spec = self.shape.spec
         dscore = narrowed(dscore, spec.reads_score_gradients, k, spec.score_precision)
-        return contract(dscore, k, (1, 0), spec.score_precision)
+        return tpu.dot(dscore, k, (1, 0), spec.score_precision)
 
     # ------------------------------------------------------------------ rows and columns that do not exist
 

@@ -56,7 +56,6 @@ from autopallas.kernels.tpu_schedule_tracing import assume, is_simulated
 from autopallas.sites.interpret import interpretation
 
 __all__ = [
-    "contract",
     "doubtful",
     "exponentials",
     "forward",
@@ -394,7 +393,7 @@ class _TileOperands(NamedTuple):
 def _advanced(spec: AttentionSpec, programs: TilePrograms, read: _TileOperands, carry: _Running) -> _Running:
     """Returns the state after one more tile."""
     here, q, k, v, valid = read
-    score = contract(q, k, (1, 1), spec.score_precision).astype(spec.score_dtype)
+    score = tpu.dot(q, k, (1, 1), spec.score_precision).astype(spec.score_dtype)
     x = logits(spec, programs, score, here)
     if valid is not None:
         x = jnp.where(valid, x, -jnp.inf)
@@ -422,7 +421,7 @@ def _advanced(spec: AttentionSpec, programs: TilePrograms, read: _TileOperands, 
     bounded = not any(w.kind == "multiply" for w in spec.inner_weights + spec.weights)
     accumulator = carry.accumulator * widened(shrink, v.shape[1])
     p = narrowed(p, spec.reads_weights, v, spec.value_precision, bounded)
-    accumulator = accumulator + contract(p, v, (1, 0), spec.value_precision)
+    accumulator = accumulator + tpu.dot(p, v, (1, 0), spec.value_precision)
     kept = carry.kept
     if kept is not None:
         kept = jnp.maximum(kept, _any(programs, here, p.shape, valid))
@@ -441,9 +440,9 @@ def _any(programs: TilePrograms, here: Tile, shape: tuple[int, ...], valid: Arra
 
 def _priced(q: Array, k: Array, v: Array | None = None) -> Array:
     """Computes what :func:`_advanced` does, the programs aside, from which the cost is estimated."""
-    x = contract(q, k, (1, 1), None)
+    x = tpu.dot(q, k, (1, 1), None)
     p = jnp.exp(x - jnp.max(x, axis=-1, keepdims=True))
-    return jnp.sum(p, axis=-1) if v is None else contract(p.astype(v.dtype), v, (1, 0), None)
+    return jnp.sum(p, axis=-1) if v is None else tpu.dot(p.astype(v.dtype), v, (1, 0), None)
 
 
 def _tiles(shape: Geometry) -> int:
@@ -532,14 +531,3 @@ def narrowed(tile: Array, read: Dtype | None, operand: Array, precision: str | N
     if operand.dtype == jnp.bfloat16 and precision is None and not interpretation():
         read = operand.dtype
     return narrow(tile, read, operand, bounded)
-
-
-def contract(a: Array, b: Array, axes: tuple[int, int], precision: str | None) -> Array:
-    """Multiplies two matrices over one axis of each; sums are in float32."""
-    dtype = jnp.promote_types(a.dtype, b.dtype)
-    # Mosaic has one pass of bfloat16, and float32.
-    wanted = None if precision is None else lax.Precision.HIGHEST
-    dimensions = (((axes[0],), (axes[1],)), ((), ()))
-    return lax.dot_general(
-        a.astype(dtype), b.astype(dtype), dimensions, precision=wanted, preferred_element_type=jnp.float32
-    )

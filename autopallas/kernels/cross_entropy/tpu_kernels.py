@@ -21,7 +21,7 @@ from autopallas.kernels.cross_entropy.tile_products import Target
 from autopallas.kernels.cross_entropy.tiles import Tile
 from autopallas.kernels.cross_entropy.tpu_memory import Packed, Shape, Task
 from autopallas.kernels.refs import Number, Ref
-from autopallas.kernels.tpu import accumulate
+from autopallas.kernels.tpu import accumulate, dot
 from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.interpret import interpretation
 
@@ -54,7 +54,7 @@ class Reader:
           row, column: numbers of the blocks.
         """
         spec, (rows, columns) = self.spec, self.shape
-        logits = dot(spec, x, w, 1, 1 if spec.vocabulary_major else 0)
+        logits = dot(x, w, (1, 1 if spec.vocabulary_major else 0), spec.precision)
         query = row * rows + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
         key = column * columns + lax.broadcasted_iota(jnp.int32, (1, columns), 1)
         given = self.sides.read(sides)
@@ -65,17 +65,6 @@ class Reader:
     def ragged(self) -> tuple[bool, bool]:
         """Whether the last block of rows, and of columns, has less than a tile."""
         return self.spec.rows % self.shape.rows != 0, self.spec.vocabulary % self.shape.columns != 0
-
-
-def dot(spec: CrossEntropySpec, a: Array, b: Array, axis_a: int, axis_b: int) -> Array:
-    """The product of two matrices over the given axis of each, in float32."""
-    dtype = jnp.promote_types(a.dtype, b.dtype)
-    # Mosaic has the lowest precision and the highest one.
-    precision = None if spec.precision is None else lax.Precision.HIGHEST
-    numbers = (((axis_a,), (axis_b,)), ((), ()))
-    return lax.dot_general(
-        a.astype(dtype), b.astype(dtype), numbers, precision=precision, preferred_element_type=jnp.float32
-    )
 
 
 def _rounded(logits: Array, dtype: DTypeLike) -> Array:
@@ -235,8 +224,9 @@ def _contribution(spec: CrossEntropySpec, target: Target, task: Task, value: Arr
     if operand.dtype == target.dtype == jnp.bfloat16 and spec.precision is None and not interpretation():
         value = value.astype(operand.dtype)  # as a matrix unit takes what the original's product reads, in any dtype
     if target.kind == "rows":
-        return dot(spec, value, operand, 1, 0 if spec.vocabulary_major else 1)
-    return dot(spec, value, operand, 0, 0) if spec.vocabulary_major else dot(spec, operand, value, 0, 0)
+        return dot(value, operand, (1, 0 if spec.vocabulary_major else 1), spec.precision)
+    first, second = (value, operand) if spec.vocabulary_major else (operand, value)
+    return dot(first, second, (0, 0), spec.precision)
 
 
 def values_of(programs: Sequence[ElementwiseProgram]) -> Make:

@@ -24,7 +24,7 @@ from autopallas.kernels.gated_mlp.operation import GatedMlpSpec
 from autopallas.kernels.gated_mlp.xla import VECTORS
 from autopallas.kernels.gated_mlp.xla_products import COTANGENT, unit_dtype
 from autopallas.kernels.refs import Ref
-from autopallas.kernels.tpu import LANES, block_bytes, call, generation, rounded
+from autopallas.kernels.tpu import LANES, block_bytes, call, dot, generation, rounded
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import Constant, ElementwiseProgram, Input, Score, Side, bind
 from autopallas.sites.interpret import interpretation
@@ -248,7 +248,7 @@ def _kernel(
                 wide = jnp.where(row < rows, wide, 0)
             ref[...] = jnp.sum(wide, axis=0, keepdims=True)
 
-    products = [_dot(spec, x_ref[...], ref[...]) for ref in (gate_ref, up_ref)]
+    products = [dot(x_ref[...], ref[...], (1, 0), spec.precision) for ref in (gate_ref, up_ref)]
     if steps == 1:
         finish(*products)
         return
@@ -266,18 +266,3 @@ def _kernel(
     @pl.when(step == steps - 1)
     def last() -> None:
         finish(*(ref[...] + one for ref, one in zip(sums, products, strict=True)))
-
-
-def _dot(spec: GatedMlpSpec, a: Array, b: Array) -> Array:
-    """The product of two matrices, in float32."""
-    dtype = jnp.promote_types(a.dtype, b.dtype)
-    # Mosaic has the lowest precision and the highest one.
-    precision = None if spec.precision is None else lax.Precision.HIGHEST
-    product: Array = lax.dot_general(
-        a.astype(dtype),
-        b.astype(dtype),
-        (((1,), (0,)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
-    return product

@@ -35,7 +35,7 @@ from autopallas.kernels.grouped_matmul.visits import (
     visits_by_tile,
 )
 from autopallas.kernels.refs import Number, Ref
-from autopallas.kernels.tpu import LANES, Generation, block_bytes, call, generation, reason_against, rounded
+from autopallas.kernels.tpu import LANES, Generation, block_bytes, call, dot, generation, reason_against, rounded
 from autopallas.kernels.tpu_schedule_tracing import assume, concrete, is_simulated, unknown
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.block_sizes import aligned
@@ -384,7 +384,7 @@ def _rows_kernel(
                 ref[part] = jnp.zeros_like(ref[part])
 
     def product() -> Array:
-        return _dot(spec, rows_ref[...], weights_ref[...], 1, axis)
+        return dot(rows_ref[...], weights_ref[...], (1, axis), spec.precision)
 
     def finished(value: Array) -> Array:
         return spec.finished(value.astype(spec.result_dtype)).astype(out_ref.dtype)
@@ -482,13 +482,13 @@ def _weights_kernel(spec: GroupedMatmulSpec, tile: Tile, *refs: Ref) -> None:
 
     @pl.when(whole)
     def add_whole() -> None:
-        sum_ref[...] += _dot(spec, lhs_ref[...], dout_ref[...], 0, 0)
+        sum_ref[...] += dot(lhs_ref[...], dout_ref[...], (0, 0), spec.precision)
 
     @pl.when((end > begin) & ~whole)
     def add_part() -> None:
         # Both are masked: what lies outside the group may be inf or NaN.
         lhs, dout = (_inside(x[...], begin, end) for x in (lhs_ref, dout_ref))
-        sum_ref[...] += _dot(spec, lhs, dout, 0, 0)
+        sum_ref[...] += dot(lhs, dout, (0, 0), spec.precision)
 
     @pl.when(last == 1)
     def write() -> None:
@@ -502,15 +502,3 @@ def _inside(x: Array, begin: Number, end: Number) -> Array:
     """``x`` with zeros in the rows outside: a choice among 32-bit values, as older generations have no other."""
     row = lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0)
     return jnp.where((row >= begin) & (row < end), x.astype(jnp.float32), 0).astype(x.dtype)
-
-
-def _dot(spec: GroupedMatmulSpec, a: Array, b: Array, axis_a: int, axis_b: int) -> Array:
-    """The contraction of one axis each, in float32."""
-    dtype = jnp.promote_types(a.dtype, b.dtype)
-    # Mosaic has the lowest precision and the highest one.
-    precision = None if spec.precision is None else lax.Precision.HIGHEST
-    numbers = (((axis_a,), (axis_b,)), ((), ()))
-    product: Array = lax.dot_general(
-        a.astype(dtype), b.astype(dtype), numbers, precision=precision, preferred_element_type=jnp.float32
-    )
-    return product

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.kernels.recurrence.products import SegmentCotangents, Segments
+from autopallas.kernels.tpu import dot
 
 __all__ = ["ChannelChunk", "HeadChunk", "channel_chunk", "head_chunks", "product"]
 
@@ -23,14 +24,7 @@ Array: TypeAlias = jax.Array
 
 def product(a: Array, b: Array, axes: tuple[int, int]) -> Array:
     """Returns the sum over one axis of each of two matrices of float32, in all of its digits."""
-    found: Array = lax.dot_general(
-        a,
-        b,
-        (((axes[0],), (axes[1],)), ((), ())),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
-    return found
+    return dot(a, b, axes, "HIGHEST")
 
 
 class HeadChunk(NamedTuple):
