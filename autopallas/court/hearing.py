@@ -15,7 +15,7 @@ from autopallas.compat import Array, ArrayFunction, ClosedJaxpr
 from autopallas.numerics.classes import Numerics
 from autopallas.numerics.compare import compare, tolerance
 from autopallas.numerics.oracle import Oracle
-from autopallas.numerics.promote import quiet
+from autopallas.numerics.promote import in_float64, quiet
 from autopallas.numerics.rows import row_errors
 
 __all__ = ["Finding", "Heard", "Reference", "cotangent", "differing_runs", "hear", "with_gradients"]
@@ -190,13 +190,9 @@ def _judged(what: str, gradient: bool, plain: Array, found: Array, exact: Array,
     undecided = floating and whole.allowed >= _NO_DIGIT
     if undecided:
         findings = [finding for finding in findings if finding.kind == "non-finite"]
-    hidden = int(np.sum(np.isnan(_wide(plain)) & ~np.isnan(_wide(found)))) if floating else 0
+    hidden = int(np.sum(np.isnan(in_float64(plain)) & ~np.isnan(in_float64(found)))) if floating else 0
     worst = 0.0 if rows is None else rows.error
     return Heard(tuple(findings), error, worst, hidden, int(undecided))
-
-
-def _wide(x: Array) -> np.ndarray:
-    return np.asarray(x).astype(np.complex128 if np.iscomplexobj(np.asarray(x)) else np.float64)
 
 
 def _perturbed(arguments: Sequence[Array], seed: int) -> list[Array]:
@@ -237,7 +233,7 @@ def differing_runs(run: Gives, names: Sequence[str], several: Sequence[Sequence[
 def _unlike(found: Array, wanted: Array) -> float:
     """Returns the share of bytes that differ; a NaN is a NaN."""
     mine, theirs = (np.where(x == x, x, np.zeros_like(x)) for x in (np.asarray(found), np.asarray(wanted)))
-    nans = np.array_equal(np.isnan(_wide(found)), np.isnan(_wide(wanted)))
+    nans = np.array_equal(np.isnan(in_float64(found)), np.isnan(in_float64(wanted)))
     share = float(np.mean(_bits(mine) != _bits(theirs))) if mine.size else 0.0
     return share or float(not nans)
 

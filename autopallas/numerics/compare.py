@@ -11,6 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from autopallas.compat import Array
+from autopallas.numerics.promote import in_float64
 from autopallas.numerics.rounding import Source
 from autopallas.sites import random_keys
 
@@ -91,9 +92,9 @@ def errors(x: Array, original: Array, oracle: Array) -> Errors:
       x, original: arrays of the same dtype.
       oracle: the float64 (or complex128) array.
     """
-    counts = np.isfinite(_wide(original)) & np.isfinite(oracle) & np.isfinite(_wide(x))
+    counts = np.isfinite(in_float64(original)) & np.isfinite(oracle) & np.isfinite(in_float64(x))
     wanted = np.abs(oracle[counts])
-    distance = np.abs(_wide(x)[counts] - oracle[counts])
+    distance = np.abs(in_float64(x)[counts] - oracle[counts])
     if not distance.size:
         return Errors(0.0, 0.0, 0.0, 0.0)
     worst, mean = float(distance.max()), float(distance.mean())
@@ -135,13 +136,8 @@ def compare(
     ours = errors(rewritten, original, oracle)
     samples = [own, *(errors(x, original, oracle) for x in perturbed)]
     bound = max(allowed, 2 * max(sample.max_relative for sample in samples))
-    introduced = _introduced(_wide(original), _wide(rewritten), _wide(_as(oracle, original.dtype)))
+    introduced = _introduced(in_float64(original), in_float64(rewritten), in_float64(_as(oracle, original.dtype)))
     return Comparison(name, dtype, shape, own, ours, bound, introduced, introduced == 0 and ours.max_relative <= bound)
-
-
-def _wide(x: Array) -> np.ndarray:
-    complex_ = jnp.issubdtype(x.dtype, jnp.complexfloating)
-    return np.asarray(x).astype(np.complex128 if complex_ else np.float64)
 
 
 def _as(oracle: Array, dtype: DTypeLike) -> np.ndarray:

@@ -19,9 +19,19 @@ from jax.extend.core import primitives
 from jax.typing import DTypeLike
 
 from autopallas import compat, jaxprs
-from autopallas.compat import Dtype, JaxprEqn, JaxprLike, Params, Shaped
+from autopallas.compat import Array, Dtype, JaxprEqn, JaxprLike, Params, Shaped
 
-__all__ = ["FROZEN", "Value", "decided", "equation_twice", "is_float", "promoted_dtype", "quiet", "usual_promotion"]
+__all__ = [
+    "FROZEN",
+    "Value",
+    "decided",
+    "equation_twice",
+    "in_float64",
+    "is_float",
+    "promoted_dtype",
+    "quiet",
+    "usual_promotion",
+]
 
 Body = Callable[[JaxprLike, Sequence["Value"]], "list[Value]"]
 """Evaluates a jaxpr, open or closed, on values."""
@@ -44,6 +54,12 @@ def promoted_dtype(dtype: Dtype) -> Dtype:
     if not is_float(dtype):
         return dtype
     return np.dtype(np.complex128 if jnp.issubdtype(dtype, np.complexfloating) else np.float64)
+
+
+def in_float64(x: Array) -> np.ndarray:
+    """Returns the numbers of an array in float64, or in complex128 where they are complex."""
+    array = np.asarray(x)
+    return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
 
 
 def decided(own: jax.Array) -> Value:

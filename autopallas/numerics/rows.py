@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas.compat import Array
+from autopallas.numerics.promote import in_float64
 
 __all__ = ["RowErrors", "row_errors"]
 
@@ -92,8 +93,7 @@ def row_errors(
 
 
 def _rows(x: Array) -> np.ndarray:
-    wide = np.asarray(x)
-    wide = wide.astype(np.complex128 if np.iscomplexobj(wide) else np.float64)
+    wide = in_float64(x)
     return wide.reshape(-1, wide.shape[-1]) if wide.ndim > 1 else wide.reshape(-1, 1)
 
 

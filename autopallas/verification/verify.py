@@ -17,7 +17,7 @@ from autopallas.compat import Array, ArrayFunction, ClosedJaxpr, PyTree
 from autopallas.errors import VerificationError
 from autopallas.numerics.compare import Comparison, compare, tolerance_of
 from autopallas.numerics.oracle import Oracle, without_callbacks
-from autopallas.numerics.promote import quiet
+from autopallas.numerics.promote import in_float64, is_float, quiet
 from autopallas.options import callable_given, resolve
 from autopallas.pipeline import OptimizedFunction, inside, rewrite
 from autopallas.verification import text
@@ -211,13 +211,7 @@ def _oracle(
     except Exception as error:
         # A comparison with the original is better than none.
         reason = f"no float64 evaluation, compared with the original instead: {type(error).__name__}: {error}"
-        return [_widened(x) for x in own], (reason.split("\n")[0],)
-
-
-def _widened(x: jax.Array) -> Array:
-    if not jnp.issubdtype(x.dtype, np.inexact):
-        return x
-    return np.asarray(x).astype(np.complex128 if jnp.issubdtype(x.dtype, np.complexfloating) else np.float64)
+        return [in_float64(x) if is_float(x.dtype) else x for x in own], (reason.split("\n")[0],)
 
 
 def _precision(dtype: DTypeLike, source: Source) -> float:
