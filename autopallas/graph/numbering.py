@@ -472,7 +472,8 @@ class Graph(EquationKeys):
                 self.definitions.setdefault(number, node)
 
     def needs(self, node: Node) -> set[int]:
-        """The values that a computation always needs: its operands, and all results of a custom_jvp function's body."""
+        """Returns the values that a computation always needs: its operands, and all results of a custom_jvp function's
+        body."""
         if node.name != "custom_jvp_call":
             return set(node.inputs)
         return {*node.inputs, *(self.inner[n] for n in node.outputs if n in self.inner)}
@@ -484,7 +485,7 @@ class Graph(EquationKeys):
         return [n for n in results if n in read]
 
     def results_needed(self, node: Node, read: Iterable[int]) -> list[int]:
-        """The results of a custom_vjp function's body that a call needs if those of its results are read."""
+        """Returns the results of a custom_vjp function's body that a call needs if those of its results are read."""
         if node.name not in CUSTOM_RULES or node.name == "custom_jvp_call":
             return []
         return [self.inner[n] for n in read if n in self.inner]

@@ -39,12 +39,12 @@ Arrays: TypeAlias = tuple[jax.Array, ...]
 
 @functools.cache
 def function_named(name: str) -> ArrayFunction:
-    """The public function of the declared operation of a name."""
+    """Returns the public function of the declared operation of a name."""
     return public_function(declared_named(name))
 
 
 def public_function(operation: DeclaredOperation) -> Callable[..., Result]:
-    """The function that computes a declared operation.
+    """Returns the function that computes a declared operation.
 
     Its arguments are the operands in the order of the reference's, and by name the parameters of the spec,
     ``result_dtype``, the dtype of each further result, ``implementation`` and ``block_sizes``.

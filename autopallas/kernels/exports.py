@@ -10,7 +10,8 @@ __all__ = ["public_functions"]
 
 
 def public_functions(package: str) -> Callable[[str], ArrayFunction]:
-    """The ``__getattr__`` of the package of a declared operation: it knows the function of the operation's name."""
+    """Returns the ``__getattr__`` of the package of a declared operation: it knows the function of the operation's
+    name."""
 
     def __getattr__(name: str) -> ArrayFunction:
         if name != package.rpartition(".")[2]:

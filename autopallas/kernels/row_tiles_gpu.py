@@ -44,7 +44,7 @@ class Tile(NamedTuple):
 
     @staticmethod
     def of(rows: int, columns: int, dtype: Dtype) -> Tile:
-        """The tile of so many rows of a model, which are of a dtype."""
+        """Returns the tile of so many rows of a model, which are of a dtype."""
         tile = Tile(columns <= NARROW and rows % WARPS == 0, columns, 1)
         while 2 * tile.each * dtype.itemsize <= _LOAD and columns % (2 * tile.each * tile.threads) == 0:
             tile = tile._replace(each=2 * tile.each)
@@ -77,11 +77,11 @@ class Tile(NamedTuple):
         return self.layout.reduce(0) if self.narrow else self.layout
 
     def at(self, ref: Ref, model: Array, number: Array) -> Ref:
-        """Where tile ``number`` of a model is in an array [models, rows, N]."""
+        """Returns where tile ``number`` of a model is in an array [models, rows, N]."""
         return ref.at[model, pl.ds(number * WARPS, WARPS) if self.narrow else number]
 
     def loaded(self, ref: Ref, layout: Ref) -> Array:
-        """What is in memory, in float32."""
+        """Returns what is in memory, in float32."""
         found: Array = mosaic().load(ref, layout=layout, optimized=False)
         return found.astype(jnp.float32)
 

@@ -86,7 +86,7 @@ class _Place(NamedTuple):
         return [name for name in self.written if name not in OF_ROWS]
 
     def rows(self, ref: Ref, model: Array, number: Array) -> tuple[Ref, Ref]:
-        """Where both halves of the rows of a tile are in an array [models, rows, N]."""
+        """Returns where both halves of the rows of a tile are in an array [models, rows, N]."""
         half, place = self.tile.columns, pl.ds(number * WARPS, WARPS)
         return ref.at[model, place, pl.ds(0, half)], ref.at[model, place, pl.ds(half, half)]
 

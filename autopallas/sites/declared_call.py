@@ -36,14 +36,15 @@ __all__ = [
 
 
 def operand_names(operation: DeclaredOperation) -> dict[str, bool]:
-    """The operands in the order of the reference's arguments, each with whether a site may lack it: then the reference
-    has a default for it."""
+    """Returns the operands in the order of the reference's arguments, each with whether a site may lack it: then the
+    reference has a default for it."""
     arguments = inspect.signature(operation.reference).parameters
     return {n: p.default is not inspect.Parameter.empty for n, p in arguments.items() if n in operation.operands}
 
 
 def parameters(operation: DeclaredOperation) -> dict[str, object]:
-    """The fields of the spec that are neither sizes nor dtypes, with their defaults, or ``inspect.Parameter.empty``."""
+    """Returns the fields of the spec that are neither sizes nor dtypes, with their defaults, or
+    ``inspect.Parameter.empty``."""
     arrays = (*operation.operands, "result", *operation.further)
     known = {*operation.sizes.values(), *(f"{name}_dtype" for name in arrays)}
     own = (f for f in fields(operation.sample) if f.name not in known)
@@ -51,26 +52,26 @@ def parameters(operation: DeclaredOperation) -> dict[str, object]:
 
 
 def shape_in_letters(operation: DeclaredOperation, letters: str) -> str:
-    """A shape as messages and docstrings show it, such as "[B..., M, N]"."""
+    """Returns a shape as messages and docstrings show it, such as "[B..., M, N]"."""
     first = operation.first_row
     return f"[{', '.join(f'{x}...' if x == first else x for x in letters.split())}]"
 
 
 def kind_of(operation: DeclaredOperation, operand: str) -> str:
-    """The kind of numbers that an operand holds: that of the sample's, and "floating-point" where the sample lacks
-    it."""
+    """Returns the kind of numbers that an operand holds: that of the sample's, and "floating-point" where the sample
+    lacks it."""
     dtype = getattr(operation.sample, f"{operand}_dtype")
     return "floating-point" if dtype is None else _kind(dtype)
 
 
 def main_operand(operation: DeclaredOperation) -> str | None:
-    """The first operand that has the dtype of the result in the sample: elsewhere the result has this one's."""
+    """Returns the first operand that has the dtype of the result in the sample: elsewhere the result has this one's."""
     dtypes = {name: getattr(operation.sample, f"{name}_dtype") for name in operand_names(operation)}
     return next((name for name, dtype in dtypes.items() if dtype == _result_dtype(operation)), None)
 
 
 def result_dtype_of(operation: DeclaredOperation, dtypes: Mapping[str, Dtype]) -> Dtype:
-    """The result's dtype by default: that of the main operand, and else that of the sample."""
+    """Returns the result's dtype by default: that of the main operand, and else that of the sample."""
     main = main_operand(operation)
     return dtypes[main] if main is not None and main in dtypes else _result_dtype(operation)
 
@@ -81,7 +82,7 @@ def _result_dtype(operation: DeclaredOperation) -> Dtype:
 
 
 def checked_parameters(operation: DeclaredOperation, given: Mapping[str, object]) -> dict[str, object]:
-    """The values of the spec's parameters, each of the type that the sample's has.
+    """Returns the values of the spec's parameters, each of the type that the sample's has.
 
     Raises:
       TypeError, ValueError: one is of another type, or not finite.

@@ -24,7 +24,17 @@ from autopallas.sites.declared_call import operand_names, parameters, shape_in_l
 from autopallas.sites.operation import operation_folders, operation_named, registered
 from autopallas.sites.spec import Spec
 
-__all__ = ["DIRECTIONS", "Case", "Cases", "DeclaredCases", "Direction", "cases_of", "match_of", "only_match", "with_gradients"]
+__all__ = [
+    "DIRECTIONS",
+    "Case",
+    "Cases",
+    "DeclaredCases",
+    "Direction",
+    "cases_of",
+    "match_of",
+    "only_match",
+    "with_gradients",
+]
 
 Direction: TypeAlias = Literal["forward", "forward+backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "forward+backward")
@@ -171,8 +181,9 @@ class DeclaredCases:
         return replace(self.sample, **sizes, **dict.fromkeys(names, np.dtype(case.dtype)))
 
     def table_grid(self, platform: str = "cpu") -> tuple[Case, ...]:
-        """The sizes of the sample and those to measure, in both directions, in float32 and bfloat16 where the result is
-        floating; of a custom pattern, whose reference may be another one in another dtype, in its own dtype."""
+        """Returns the sizes of the sample and those to measure, in both directions, in float32 and bfloat16 where the
+        result is floating; of a custom pattern, whose reference may be another one in another dtype, in its own
+        dtype."""
         own = str(self._dtype("result"))
         several = jnp.issubdtype(own, jnp.floating) and not isinstance(self.operation, PatternOperation)
         dtypes = ("float32", "bfloat16") if several else (own,)

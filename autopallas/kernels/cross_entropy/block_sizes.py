@@ -36,11 +36,11 @@ class BlockSizes:
 
     @classmethod
     def get_default(cls) -> BlockSizes:
-        """The least memory at nearly the best speed: the weight streams, a part of the vocabulary at a time."""
+        """Returns the least memory at nearly the best speed: the weight streams, a part of the vocabulary at a time."""
         return cls(2048, 2048)
 
     def fitted(self, spec: CrossEntropySpec) -> BlockSizes:
-        """The same, valid for the shape: aligned, and no longer than the axis.
+        """Returns the same, valid for the shape: aligned, and no longer than the axis.
 
         A length that the block does not divide is not a reason for a smaller block: the last block is the shorter one.
         """
@@ -62,7 +62,7 @@ class BlockSizes:
 
     @classmethod
     def candidates(cls, spec: CrossEntropySpec) -> tuple[BlockSizes, ...]:
-        """What a search should try, best guess first, none twice.
+        """Returns what a search should try, best guess first, none twice.
 
         Those for the whole vocabulary are not fitted to this one: they are meant for every one near by.
         """

@@ -18,7 +18,7 @@ __all__ = ["ORIGINALS", "accuracy", "case_of", "direct", "in_direction", "plain"
 
 
 def accuracy(x: jax.Array, w: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The same, and how often the greatest logit is the label's."""
+    """Returns the same, and how often the greatest logit is the label's."""
     logits = (x @ w).astype(jnp.float32)
     picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
     right = jnp.argmax(logits, axis=-1) == labels
@@ -29,7 +29,8 @@ ORIGINALS: dict[str, ArrayFunction] = {"plain": plain, "accuracy": accuracy}
 
 
 def in_direction(case: Case, function: ArrayFunction) -> ArrayFunction:
-    """The function itself, or with the gradients for activations and weight from a cotangent, its last argument."""
+    """Returns the function itself, or with the gradients for activations and weight from a cotangent, its last
+    argument."""
     if case.direction == "forward":
         return function
 
@@ -53,7 +54,7 @@ def types(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def case_of(types: Sequence[Shaped], variant: str, direction: Direction) -> Case:
-    """The case of x [N, D], w [D, V] and, if given, labels [N]."""
+    """Returns the case of x [N, D], w [D, V] and, if given, labels [N]."""
     if [len(getattr(t, "shape", (0,) * 9)) for t in types] not in ([2, 2], [2, 2, 1]):
         raise ValueError("cross_entropy takes x [N, D], w [D, V] and int32 labels [N]")
     (rows, hidden), (weight_hidden, vocabulary) = types[0].shape, types[1].shape
@@ -73,7 +74,7 @@ def direct(case: Case) -> ArrayFunction | None:
 
 
 def table_grid(platform: str = "cpu") -> tuple[Case, ...]:
-    """A case for each row of the tuned table.  A smaller hidden size where there are many rows."""
+    """Returns a case for each row of the tuned table.  A smaller hidden size where there are many rows."""
     if platform == "tpu":
         large = (("N", 8192), ("D", 4096), ("V", 131072))
         return tuple(Case("cross_entropy", direction, "bfloat16", "plain", large) for direction in DIRECTIONS)

@@ -50,7 +50,7 @@ def _side(random: np.random.Generator, side: SideSpec, spec: CrossEntropySpec) -
 
 
 def operands(site: CrossEntropySite, types: Sequence[Shaped], key: int = 0) -> list[Array]:
-    """The same for a site: one array per operand, of the given shapes and dtypes."""
+    """Returns the same for a site: one array per operand, of the given shapes and dtypes."""
     x, w, sides = example(site.spec, key)
     filled = harmless(np.random.default_rng(key), types)
     batch = site.batch_labels
@@ -72,6 +72,6 @@ def plain(x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def program() -> tuple[Callable[..., jax.Array], tuple[jax.ShapeDtypeStruct, ...]]:
-    """A loss as people write it, and the types of activations, weights and labels."""
+    """Returns a loss as people write it, and the types of activations, weights and labels."""
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2048, 512), (512, 32768))]
     return plain, (*shapes, jax.ShapeDtypeStruct((2048,), jnp.int32))

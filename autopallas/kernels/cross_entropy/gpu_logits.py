@@ -56,7 +56,7 @@ class Plan(NamedTuple):
 
     @staticmethod
     def of(spec: CrossEntropySpec, columns: int, strip: int, beside: Sequence[Stored]) -> Plan:
-        """As many stages as fit into shared memory, 6 at most."""
+        """Returns as many stages as fit into shared memory, 6 at most."""
         wide = max(PART, min(columns, rounded(spec.vocabulary, PART)))
         for stages in range(min(6, max(2, -(-spec.hidden // PART))), 2, -1):
             if (plan := Plan(wide, stages, strip, tuple(beside))).shared_bytes(spec) <= SHARED_MEMORY:
@@ -75,7 +75,7 @@ class Plan(NamedTuple):
         return shared_bytes(parts, barriers=2 * self.stages)
 
     def scratch(self, spec: CrossEntropySpec, rows: int) -> list[Ref]:
-        """The ring of stages: its memory, and its barriers."""
+        """Returns the ring of stages: its memory, and its barriers."""
         x, w = self.shapes(spec)
         barriers = Ring.barriers(self.stages, CONSUMERS + 1, paired(rows))
         return [tile(x, spec.row_dtype), tile(w, spec.weight_dtype), *barriers]
@@ -216,7 +216,7 @@ class Vectors:
         ]
 
     def of_rows(self, refs: Sequence[Ref], at: Array) -> list[Array | None]:
-        """What does not vary over the columns, for the 64 rows from ``at`` on."""
+        """Returns what does not vary over the columns, for the 64 rows from ``at`` on."""
         return [None if kind == "columns" else self._read(n, refs[n], at, PART) for n, kind in enumerate(self.kinds)]
 
     def strip(
@@ -250,7 +250,7 @@ class Vectors:
 
 
 def value_of(program: ElementwiseProgram, tile: Tile) -> Array:
-    """The program's value on a tile of logits."""
+    """Returns the program's value on a tile of logits."""
     wide = of_wide(program)
     if wide is None:
         return program.evaluate(tile.score, tile.query, tile.key, tile.sides)
@@ -263,8 +263,8 @@ def value_of(program: ElementwiseProgram, tile: Tile) -> Array:
 
 @cache
 def of_wide(program: ElementwiseProgram) -> ElementwiseProgram | None:
-    """The program of logits that are held in float32, where it widens those that it has, of bfloat16, and else does not
-    read them; None where it computes with them in bfloat16."""
+    """Returns the program of logits that are held in float32, where it widens those that it has, of bfloat16, and else
+    does not read them; None where it computes with them in bfloat16."""
     narrow, wide = Score(np.dtype(jnp.bfloat16)), np.dtype(np.float32)
     places = {n for n, given in enumerate(program.inputs) if given == narrow}
     readers = [i for i in program.instructions if not places.isdisjoint(i.arguments)]

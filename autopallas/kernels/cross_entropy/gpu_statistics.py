@@ -221,14 +221,14 @@ class _Strip(NamedTuple):
         return value_of(program, self.tile).astype(jnp.float32)
 
     def within(self, value: Array, otherwise: float) -> Array:
-        """The value, and another behind the end of the vocabulary."""
+        """Returns the value, and another behind the end of the vocabulary."""
         return value if self.inside is None else jnp.where(self.inside, value, otherwise)
 
     def both(self, condition: Array) -> Array:
         return condition if self.inside is None else self.inside & condition
 
     def picked(self, statistic: Statistic) -> Array:
-        """The value in the label's column [64]; 0 where that is elsewhere."""
+        """Returns the value in the label's column [64]; 0 where that is elsewhere."""
         assert statistic.label is not None
         chosen = self.tile.key == self.tile.sides[self.labels[statistic.label]]
         return jnp.sum(jnp.where(chosen, self.value(statistic.program), 0), axis=1)

@@ -39,7 +39,8 @@ _TOGETHER = 8
 
 
 def plan_of(spec: CrossEntropySpec, wanted: Sequence[Wanted], columns: int) -> Plan:
-    """The widest tile of so many columns at most that leaves room for a pipeline, beside two buffers per value."""
+    """Returns the widest tile of so many columns at most that leaves room for a pipeline, beside two buffers per
+    value."""
     beside = [((CONSUMERS, _BUFFERS, PART, _STRIP), dtype) for _, dtype in wanted]
     wide = Plan.of(spec, min(256, rounded(columns, PART)), _STRIP, beside)
     return wide if wide.stages >= _FEWEST_STAGES else Plan.of(spec, 128, _STRIP, beside)
@@ -48,7 +49,7 @@ def plan_of(spec: CrossEntropySpec, wanted: Sequence[Wanted], columns: int) -> P
 def values_call(
     spec: CrossEntropySpec, wanted: Sequence[Wanted], vectors: Vectors, columns: int
 ) -> Callable[..., tuple[Array, ...]]:
-    """The kernel as a function of (first column [1], x [rows, D], w, what ``vectors.operands`` gives).
+    """Returns the kernel as a function of (first column [1], x [rows, D], w, what ``vectors.operands`` gives).
 
     It gives the values at all rows and so many columns, and a few more: TMA moves 8 rows by 64 columns together.
 

@@ -87,7 +87,7 @@ class Pull:
         return [*(c for _, c in self.terms), *self.shifts.values(), *maxima, *self.labels.values()]
 
     def over(self, arrays: Sequence[Array]) -> Pull:
-        """The same with other arrays in the places of :meth:`arrays`: those of some of the rows."""
+        """Returns the same with other arrays in the places of :meth:`arrays`: those of some of the rows."""
         left = iter(arrays)
         return Pull(
             self.spec,
@@ -116,7 +116,7 @@ class Pull:
         return dscore, dsides
 
     def program(self, number: int | None) -> ElementwiseProgram:
-        """The cotangent of the logits, or of the side input of this number, of one entry.
+        """Returns the cotangent of the logits, or of the side input of this number, of one entry.
 
         The program reads, behind the side inputs, one number per row of each of :meth:`arrays`.
         """

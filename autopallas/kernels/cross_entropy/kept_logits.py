@@ -159,7 +159,7 @@ def _joined(spec: CrossEntropySpec, target: Target, sums: Arrays) -> Array:
 
 
 def shaped(spec: CrossEntropySpec, products: Sequence[Array]) -> Arrays:
-    """The spec's products, of what the targets gave."""
+    """Returns the spec's products, of what the targets gave."""
     return tuple(x[0] if p.kind == "column_sum" else x for x, p in zip(products, spec.products, strict=True))
 
 
@@ -168,7 +168,7 @@ _PIECES = 8
 
 
 def values_in_place(tile: Tile, programs: Sequence[ElementwiseProgram]) -> Arrays:
-    """The same as :func:`values`; on a GPU, where one program has all of them, written over the logits.
+    """Returns the same as :func:`values`; on a GPU, where one program has all of them, written over the logits.
 
     The compiler writes over an array that it reads where that is updated piece by piece, and for all of it at once
     only where the array has a result's place.
@@ -186,6 +186,6 @@ def values_in_place(tile: Tile, programs: Sequence[ElementwiseProgram]) -> Array
 
 
 def values(tile: Tile, programs: Sequence[ElementwiseProgram]) -> Arrays:
-    """The values of programs on a tile, each program's once."""
+    """Returns the values of programs on a tile, each program's once."""
     known = {program: tile.value(program) for program in dict.fromkeys(programs)}
     return tuple(known[program] for program in programs)

@@ -77,7 +77,7 @@ def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
 
 
 def candidates(spec: CrossEntropySpec, device: Device) -> tuple[BlockSizes, ...]:
-    """What a search should try, best guess first.
+    """Returns what a search should try, best guess first.
 
     Products and gradients compute the logits again for a part of the vocabulary; or where there are statistics too, a
     block of rows keeps them.  Those of as many rows as the hidden size take what half of the weight's gradient does in

@@ -84,7 +84,7 @@ def _tasks(spec: CrossEntropySpec) -> tuple[Task, ...]:
 
 
 def candidates(spec: CrossEntropySpec, device: Device) -> tuple[BlockSizes, ...]:
-    """What a search should try, best guess first; each gives one of the kernels another tile."""
+    """Returns what a search should try, best guess first; each gives one of the kernels another tile."""
     budget = generation(device).budget
     different: dict[tuple[Shape | None, ...], BlockSizes] = {}
     for pair in ((2048, 2048), (1024, 1024), (1024, 512), (512, 1024), (512, 512), (2048, 256), (256, 2048)):
@@ -94,7 +94,8 @@ def candidates(spec: CrossEntropySpec, device: Device) -> tuple[BlockSizes, ...]
 
 
 def running_sizes(spec: CrossEntropySpec, block_sizes: BlockSizes, device: Device) -> Sizes:
-    """The sizes of the tiles of the forward's first kernel; the others have as much of them as fits into the VMEM."""
+    """Returns the sizes of the tiles of the forward's first kernel; the others have as much of them as fits into the
+    VMEM."""
     lying = replace(spec, vocabulary_major=True) if _lies_transposed(spec) else spec
     rows, columns = _shape(lying, block_sizes, _tasks(spec)[0], device)
     return {"rows_block": rows, "vocabulary_block": columns}

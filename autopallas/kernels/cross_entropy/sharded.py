@@ -51,12 +51,12 @@ class DividedCrossEntropySite(CrossEntropySite):
         return jnp.where(lax.axis_index(self.across) == 0, gradient, jnp.zeros_like(gradient))
 
     def running(self, kernel: Kernel) -> Kernel:
-        """An implementation, of the part of the vocabulary here."""
+        """Returns an implementation, of the part of the vocabulary here."""
         return _Kernel(kernel, self.across, self.vocabulary)
 
 
 def divide(site: CrossEntropySite, division: Division) -> tuple[CrossEntropySite, tuple[PositionOperand, ...]]:
-    """What each device computes: where the vocabulary is divided, statistics of the whole."""
+    """Returns what each device computes: where the vocabulary is divided, statistics of the whole."""
     part, extras = site.per_device(division)
     across = tuple(axis for label in site.vocabulary_labels for axis in division.of(label))
     if across:

@@ -126,7 +126,7 @@ class CrossEntropySite(IndexedSite):
         return (own, *(side for side in self.sides if isinstance(side, HeadSource)))
 
     def weight_groups(self, head: HeadSource) -> tuple[Labels, ...]:
-        """The labels of the two axes of a head's weight."""
+        """Returns the labels of the two axes of a head's weight."""
         groups = (self.vocabulary_labels, head.hidden_labels)
         return groups if self._vocabulary_major(head.weight, head.hidden_labels) else groups[::-1]
 
@@ -233,7 +233,7 @@ class CrossEntropySite(IndexedSite):
         kernel = self.running(kernel)
 
         def prepare(operands: Sequence[jax.Array]) -> tuple[PyTree, tuple[SideArray, ...]]:
-            """What depends differentiably on the active operands; the rest is handed through beside it."""
+            """Returns what depends differentiably on the active operands; the rest is handed through beside it."""
             x, w, sides = self._canonical(operands)
             return (x, w, self._floating(sides)), sides
 

@@ -133,7 +133,7 @@ class CrossEntropySpec:
         return np.dtype(np.float64 if self.doubled or self.logit_dtype == np.float64 else np.float32)
 
     def honoured(self) -> CrossEntropySpec:
-        """The same with roundings that XLA cannot leave out (:func:`autopallas.sites.elementwise.honoured`)."""
+        """Returns the same with roundings that XLA cannot leave out (:func:`autopallas.sites.elementwise.honoured`)."""
         return replace(
             self,
             statistics=tuple(replace(s, program=honoured(s.program, True)) for s in self.statistics),
@@ -152,7 +152,7 @@ class CrossEntropySpec:
         return bool(self._narrow) and self.unrounded() is self
 
     def unrounded(self) -> CrossEntropySpec:
-        """The same with logits in float32, where the original rounds them and takes that back at once (see
+        """Returns the same with logits in float32, where the original rounds them and takes that back at once (see
         :func:`autopallas.sites.roundings.unrounded`).  Which is the greatest of a row their rounding still decides."""
         narrow = self._narrow
         if self.rounded or not narrow:
@@ -183,11 +183,11 @@ class CrossEntropySpec:
         return max((self.row_dtype, self.weight_dtype, *computed), key=lambda d: d.itemsize)
 
     def assumptions(self) -> tuple[str, ...]:
-        """What has to hold for the result to be the original's, in words."""
+        """Returns what has to hold for the result to be the original's, in words."""
         return ()
 
     def programs(self) -> str:
-        """The programs that kernels evaluate on a tile of logits."""
+        """Returns the programs that kernels evaluate on a tile of logits."""
         return "\n".join(
             [f"{s.kind}: {s.program}" for s in self.statistics] + [f"{p.kind}: {p.program}" for p in self.products]
         )
@@ -205,8 +205,8 @@ class CrossEntropySpec:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """The fields as plain data: numbers and strings.  ``rounded`` is there where it is True alone, so that what was
-        stored of other specs without it is found."""
+        """Returns the fields as plain data: numbers and strings.  ``rounded`` is there where it is True alone, so that
+        what was stored of other specs without it is found."""
 
         def plain(x: object) -> object:
             if isinstance(x, (bool, int, float, str, type(None))):

@@ -21,13 +21,14 @@ Array: TypeAlias = jax.Array
 
 
 def required(statistics: Sequence[Statistic]) -> tuple[Statistic, ...]:
-    """The statistics, each once, and the maxima that their computation needs, in an order that has maxima first."""
+    """Returns the statistics, each once, and the maxima that their computation needs, in an order that has maxima
+    first."""
     maxima = [Statistic("max", s.program) for s in statistics if s.kind in ("max", "exp_sum", "argmax", "ties")]
     return tuple(dict.fromkeys((*maxima, *statistics)))
 
 
 def initial(statistics: Sequence[Statistic], rows: int, dtype: DTypeLike) -> tuple[Array, ...]:
-    """The statistics of no columns at all, [rows] each."""
+    """Returns the statistics of no columns at all, [rows] each."""
 
     def of(statistic: Statistic) -> Array:
         if statistic.kind == "max":
@@ -38,14 +39,14 @@ def initial(statistics: Sequence[Statistic], rows: int, dtype: DTypeLike) -> tup
 
 
 def finite(maximum: Array) -> Array:
-    """What an exponential is shifted by."""
+    """Returns what an exponential is shifted by."""
     return jnp.where(jnp.isfinite(maximum), maximum, 0)
 
 
 def advanced(
     statistics: Sequence[Statistic], before: Sequence[Array], tile: Tile, labels: dict[int, Array], dtype: DTypeLike
 ) -> tuple[Array, ...]:
-    """The statistics after one more tile, whose columns come behind those before.
+    """Returns the statistics after one more tile, whose columns come behind those before.
 
     Args:
       statistics: what :func:`required` gives.
@@ -85,7 +86,7 @@ def advanced(
 
 
 def stream(spec: CrossEntropySpec, sizes: BlockSizes, operands: TileOperands) -> tuple[Array, ...]:
-    """The spec's statistics: the vocabulary outside, so that each part of the weight is read once."""
+    """Returns the spec's statistics: the vocabulary outside, so that each part of the weight is read once."""
     needed = required(spec.statistics)
     dtype = spec.accumulation_dtype
 

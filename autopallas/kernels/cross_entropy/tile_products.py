@@ -40,7 +40,7 @@ class Target:
 
     @staticmethod
     def of_gradients(spec: CrossEntropySpec, wanted: Sequence[bool]) -> dict[int, Target]:
-        """The gradients that are wanted of (x, w, *sides) and exist, by the position of the operand.
+        """Returns the gradients that are wanted of (x, w, *sides) and exist, by the position of the operand.
 
         Those of a further head's logits are no target: theirs are in :meth:`of_heads`.
         """
@@ -52,7 +52,8 @@ class Target:
 
     @staticmethod
     def of_heads(spec: CrossEntropySpec, wanted: Sequence[bool]) -> dict[int, tuple[Target, Target]]:
-        """The gradients that are wanted of activations and weights of further heads, by the position of the operand."""
+        """Returns the gradients that are wanted of activations and weights of further heads, by the position of the
+        operand."""
         positions = [position for position, side in enumerate(spec.sides, 2) if side.head is not None]
         return {
             position: (
@@ -73,7 +74,7 @@ class Target:
         return (rows if self.varies[0] else 1), (columns if self.varies[1] else 1)
 
     def rows_axis(self) -> int | None:
-        """The axis of the result that rows are along, None where it sums over rows."""
+        """Returns the axis of the result that rows are along, None where it sums over rows."""
         return 0 if self.kind == "rows" or (self.kind == "side" and self.varies[0]) else None
 
     def columns_axis(self, operands: TileOperands) -> int | None:
@@ -82,7 +83,7 @@ class Target:
         return 1 if self.kind == "side" and self.varies[1] else None
 
     def contribution(self, spec: CrossEntropySpec, value: Array, x: Sequence[Rows], w: Sequence[Array]) -> Array:
-        """What one tile contributes, in the accumulation dtype.
+        """Returns what one tile contributes, in the accumulation dtype.
 
         The value has the dtype in which the original's product reads it: a gradient of logits that of the logits.
         """

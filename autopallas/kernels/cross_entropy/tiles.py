@@ -54,12 +54,12 @@ class Tile(NamedTuple):
     sides: tuple[Array, ...]  # [r|1, c|1]
 
     def value(self, program: ElementwiseProgram, dtype: DTypeLike | None = None) -> Array:
-        """The program's value, [r, c]."""
+        """Returns the program's value, [r, c]."""
         value = reproducible(program).evaluate(self.score, self.query, self.key, self.sides)
         return jnp.broadcast_to(value if dtype is None else value.astype(dtype), self.score.shape)
 
     def picked(self, column: Array) -> Tile:
-        """The tile's column ``column[n, 0]`` of each row n."""
+        """Returns the tile's column ``column[n, 0]`` of each row n."""
 
         def of(x: Array) -> Array:
             if x.shape[1] == 1:
@@ -135,7 +135,7 @@ class TileOperands:
         return tuple(cut(head.w, block, head.vocabulary_axis) for head in self.heads)
 
     def tile(self, spec: CrossEntropySpec, x: Sequence[Rows], w: Sequence[Array], rows: Block, columns: Block) -> Tile:
-        """The tile whose operands ``x`` and ``w`` have been cut already."""
+        """Returns the tile whose operands ``x`` and ``w`` have been cut already."""
         query = (rows[0] + np.arange(rows[1], dtype=np.int32))[:, None]
         key = (columns[0] + np.arange(columns[1], dtype=np.int32))[None, :]
         dtypes = (spec.logit_dtype, *(s.dtype for s in spec.sides if s.head is not None))
@@ -156,7 +156,7 @@ class TileOperands:
         return Tile(logits, jnp.asarray(query), jnp.asarray(key), sides)
 
     def finished(self, spec: CrossEntropySpec, rows: Block, statistics: Sequence[Array]) -> tuple[Array, ...]:
-        """The values of the spec's ``finish``, [r|1, 1] each, from the statistics of these rows."""
+        """Returns the values of the spec's ``finish``, [r|1, 1] each, from the statistics of these rows."""
         query = jnp.asarray((rows[0] + np.arange(rows[1], dtype=np.int32))[:, None])
         own = (jnp.zeros((1, 1)) if side is None else cut_row(side, rows) for side in self.sides)  # which none reads
         sides = (*own, *(s[:, None] for s in statistics))
@@ -164,7 +164,7 @@ class TileOperands:
 
 
 def cut(array: Array, block: Block, axis: int) -> Array:
-    """The block of an axis; all of it without a slice."""
+    """Returns the block of an axis; all of it without a slice."""
     start, size = block
     if size == array.shape[axis]:
         return array
@@ -174,7 +174,7 @@ def cut(array: Array, block: Block, axis: int) -> Array:
 
 
 def cut_row(array: Array, rows: Block) -> Array:
-    """The rows of an array that may have one row for all, or be a number."""
+    """Returns the rows of an array that may have one row for all, or be a number."""
     return array if array.shape[:1] in ((), (1,)) else cut(array, rows, 0)
 
 
@@ -191,12 +191,13 @@ def stored(array: Array, update: Array, block: Block, axis: int) -> Array:
 
 
 def running_block(block: int, length: int, multiple: int = 1) -> int:
-    """The size of the blocks of an axis: near the one that is asked for, and dividing the axis where one does."""
+    """Returns the size of the blocks of an axis: near the one that is asked for, and dividing the axis where one
+    does."""
     return dividing(max(1, min(block, length)), length, multiple)
 
 
 def even_block(block: int, rows: int) -> int:
-    """The size of blocks of rows of which the last one may repeat some."""
+    """Returns the size of blocks of rows of which the last one may repeat some."""
     return evened(running_block(block, rows), rows)
 
 
@@ -243,7 +244,7 @@ def on_gpu() -> bool:
 def dot(
     spec: CrossEntropySpec, a: Array, b: Array, contract: tuple[int, int], rounded: DTypeLike | None = None
 ) -> Array:
-    """The product of two matrices over the given axis of each, in the accumulation dtype.
+    """Returns the product of two matrices over the given axis of each, in the accumulation dtype.
 
     Where it is rounded next, and the tensor cores of a GPU multiply that dtype, it is already: the library rounds what
     it has summed in float32, and the sums themselves are not written.

@@ -45,7 +45,8 @@ class Reader:
     sides: Packed
 
     def tile(self, x: Array, w: Array, sides: Sequence[Ref], row: Number, column: Number) -> tuple[Tile, list[Array]]:
-        """The tile at block ``row`` and block ``column``, with the spec's side inputs; and what is packed behind them.
+        """Returns the tile at block ``row`` and block ``column``, with the spec's side inputs; and what is packed
+        behind them.
 
         Args:
           x: [r, D].
@@ -107,7 +108,7 @@ def statistics(reader: Reader, needed: Sequence[Statistic], labels: Sequence[int
 def advanced(
     needed: Sequence[Statistic], before: Sequence[Array], tile: Tile, labels: dict[int, Array], inside: Array | None
 ) -> list[Array]:
-    """The statistics [r, 1] after one more tile; ``inside`` [1, c] is false behind the vocabulary's end."""
+    """Returns the statistics [r, 1] after one more tile; ``inside`` [1, c] is false behind the vocabulary's end."""
     old = dict(zip(needed, before, strict=True))
     new: dict[Statistic, Array] = {}
     values = {program: _once(tile.value(program, jnp.float32)) for program in dict.fromkeys(s.program for s in needed)}
@@ -230,7 +231,7 @@ def _contribution(spec: CrossEntropySpec, target: Target, task: Task, value: Arr
 
 
 def values_of(programs: Sequence[ElementwiseProgram]) -> Make:
-    """The values of programs that read, behind the side inputs, what is packed behind them."""
+    """Returns the values of programs that read, behind the side inputs, what is packed behind them."""
 
     def make(tile: Tile, extra: Sequence[Array]) -> list[Array]:
         tile = tile._replace(sides=(*tile.sides, *extra))

@@ -44,7 +44,8 @@ class Shape(NamedTuple):
 def fitting(
     spec: CrossEntropySpec, sizes: BlockSizes, task: Task, budget: int, lanes: int = LANES, sublanes: int = SUBLANES
 ) -> Shape | None:
-    """The tile for a task: at most the block sizes, rounded up to whole registers, and what fits into the budget.
+    """Returns the tile for a task: at most the block sizes, rounded up to whole registers, and what fits into the
+    budget.
 
     What the outer loop holds is read once, and what the inner one holds once for each of the outer's blocks: so the
     outer block is as large as can be.
@@ -144,7 +145,7 @@ class Packed:
         return Packed(tuple(places), tuple(a for _, a in everything), tuple(k for k, _ in everything))
 
     def read(self, arrays: Sequence[Ref]) -> list[Array]:
-        """The side inputs on a tile, [r|1, c|1] each, from what the kernel has of :attr:`arrays`."""
+        """Returns the side inputs on a tile, [r|1, c|1] each, from what the kernel has of :attr:`arrays`."""
         found = []
         for kind, number, dtype in self.places:
             if kind in ("float", "int"):

@@ -46,7 +46,7 @@ def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
 
 
 def running_sizes(spec: CrossEntropySpec, block_sizes: BlockSizes, device: Device) -> Sizes:
-    """The sizes of the tiles that are computed, forward and backward."""
+    """Returns the sizes of the tiles that are computed, forward and backward."""
     rows = even_block if keeps(spec, block_sizes) and device.platform != "gpu" else running_block
     return {
         "rows_block": rows(block_sizes.rows_block, spec.rows),

@@ -55,7 +55,7 @@ class Tile(NamedTuple):
 
     @staticmethod
     def of(hidden: int, features: int, dtype: Dtype, result: Dtype, instructions: int = 0) -> Tile:
-        """The tile with as many stages as fit into shared memory and there are steps for."""
+        """Returns the tile with as many stages as fit into shared memory and there are steps for."""
         columns = min(_COLUMNS, rounded(hidden, _STORED))
         strip = _STORED if instructions <= _SHORT else _STORED // 2
         wanted = min(_MOST_STAGES, max(2, -(-features // PART)))

@@ -38,7 +38,8 @@ def supports(spec: GatedMlpSpec, device: Device) -> Supported | Unsupported:
 
 
 def candidates(spec: GatedMlpSpec, device: Device) -> tuple[BlockSizes, ...]:
-    """What a search should try, best guess first; columns and what is summed over at a time follow from the VMEM."""
+    """Returns what a search should try, best guess first; columns and what is summed over at a time follow from the
+    VMEM."""
     kind = OPERATION.part("block_sizes").BlockSizes
     sizes = [size for size in (1024, 512, 2048, 256) if size < spec.rows * spec.batch]
     return tuple(kind(rows=size) for size in sizes or [512])

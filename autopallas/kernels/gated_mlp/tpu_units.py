@@ -50,7 +50,7 @@ class Tile(NamedTuple):
 
     @staticmethod
     def of(spec: GatedMlpSpec, wanted: int, rows: int, written: Sequence[Dtype], read: int, budget: int) -> Tile:
-        """The largest tile that fits into the VMEM, of at most the wanted rows.
+        """Returns the largest tile that fits into the VMEM, of at most the wanted rows.
 
         Args:
           spec: what is computed.

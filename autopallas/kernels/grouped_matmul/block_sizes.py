@@ -50,7 +50,7 @@ class BlockSizes:
         return cls(256)
 
     def fitted(self, spec: ProductSpec) -> BlockSizes:
-        """The same, valid for the shape: aligned, no more than the rows, and no larger than groups tend to be.
+        """Returns the same, valid for the shape: aligned, no more than the rows, and no larger than groups tend to be.
 
         A group's last tile is computed in full whatever it holds, so a tile far above the mean group is mostly waste.
         """
@@ -67,12 +67,12 @@ class BlockSizes:
 
     @classmethod
     def candidates(cls, spec: ProductSpec) -> tuple[BlockSizes, ...]:
-        """What a search should try, best guess first, each valid for the shape and none twice."""
+        """Returns what a search should try, best guess first, each valid for the shape and none twice."""
         fitted = (cls(rows).fitted(spec) for rows in (256, 128, 512, 64, 32))
         return tuple(dict.fromkeys(fitted))
 
     def to_dict(self) -> Sizes:
-        """The sizes by name, and how weights are loaded if that is not as they are multiplied."""
+        """Returns the sizes by name, and how weights are loaded if that is not as they are multiplied."""
         sizes = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in sizes.items() if value != ""}
 

@@ -22,7 +22,8 @@ ORIGINALS: dict[str, Callable[..., jax.Array]] = {"uneven": ragged_dot, "even": 
 
 
 def in_direction(case: Case, function: Callable[..., jax.Array]) -> ArrayFunction:
-    """The function itself, or with the gradients for all floating arguments from a cotangent, its last argument."""
+    """Returns the function itself, or with the gradients for all floating arguments from a cotangent, its last
+    argument."""
     return with_gradients(case, function, -1)
 
 
@@ -37,7 +38,7 @@ def types(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def case_of(types: Sequence[Shaped], variant: str, direction: Direction) -> Case:
-    """The case of lhs [M, K], rhs [G, K, N] and, if given, group sizes [G]."""
+    """Returns the case of lhs [M, K], rhs [G, K, N] and, if given, group sizes [G]."""
     shapes = [tuple(getattr(t, "shape", (0,) * 9)) for t in types]
     if list(map(len, shapes)) not in ([2, 3], [2, 3, 1]):
         raise ValueError("grouped_matmul takes lhs [M, K], rhs [G, K, N] and int32 group sizes [G]")
@@ -58,7 +59,7 @@ def direct(case: Case) -> ArrayFunction | None:
 
 
 def table_grid(platform: str = "cpu") -> tuple[Case, ...]:
-    """A case for each row of the tuned table.
+    """Returns a case for each row of the tuned table.
 
     Few rows for each of many groups in the largest cases: what is measured against grows with rows times groups.
     """
@@ -74,8 +75,8 @@ def table_grid(platform: str = "cpu") -> tuple[Case, ...]:
 
 
 def cases_of_rows(variant: str, groups: Mapping[int, Sequence[int]]) -> tuple[Case, ...]:
-    """A variant in both directions, two dtypes and with small and large matrices, for numbers of groups by the rows of
-    each."""
+    """Returns a variant in both directions, two dtypes and with small and large matrices, for numbers of groups by the
+    rows of each."""
     return tuple(
         Case("grouped_matmul", direction, dtype, variant, (("M", number * rows), ("K", k), ("N", n), ("G", number)))
         for direction in DIRECTIONS

@@ -32,7 +32,7 @@ def example(spec: GroupedMatmulSpec, key: int = 0) -> tuple[Array, Array, Array]
 
 
 def operands(site: GroupedMatmulSite, types: Sequence[Shaped], key: int = 0) -> list[Array]:
-    """The same for a site: one array per operand, of the given shapes and dtypes."""
+    """Returns the same for a site: one array per operand, of the given shapes and dtypes."""
     filled = harmless(np.random.default_rng(key), types)
     axes = (*site.axes[:2], (site.batch_labels, site.group_labels))
     sources = (site.first, site.second, site.group_sizes)
@@ -47,6 +47,6 @@ def ragged_dot(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Ar
 
 
 def program() -> tuple[Callable[..., jax.Array], tuple[jax.ShapeDtypeStruct, ...]]:
-    """A grouped matmul as people write it, and the types of rows, matrices and group sizes."""
+    """Returns a grouped matmul as people write it, and the types of rows, matrices and group sizes."""
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 512), (8, 512, 1024))]
     return ragged_dot, (*shapes, jax.ShapeDtypeStruct((8,), jnp.int32))

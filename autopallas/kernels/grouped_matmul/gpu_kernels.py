@@ -36,7 +36,7 @@ the 128 that each of four warpgroups starts with."""
 
 
 def rows_call(spec: GroupedMatmulSpec, tile_: Tile, total: int, columns: int) -> Callable[..., Array]:
-    """The kernel as a function of (table, number, bounds, rows [T, inner], weights [groups, ...], *scales).
+    """Returns the kernel as a function of (table, number, bounds, rows [T, inner], weights [groups, ...], *scales).
 
     Scales are float32 [groups, blocks of K, blocks of N]; those that vary from weight to weight along K have it last.
 
@@ -64,7 +64,8 @@ def rows_call(spec: GroupedMatmulSpec, tile_: Tile, total: int, columns: int) ->
 
 
 def weights_call(spec: GroupedMatmulSpec, tile_: Tile, total: int, groups: int, k: int, n: int) -> Callable[..., Array]:
-    """The kernel of "drhs" as a function of (bounds, lhs [T, K], dout [T, N]), with the result [groups, K, N]."""
+    """Returns the kernel of "drhs" as a function of (bounds, lhs [T, K], dout [T, N]), with the result [groups, K,
+    N]."""
     size = spec.first_dtype.itemsize
     shared = tile_.shared_operand(n, k)
     return call(

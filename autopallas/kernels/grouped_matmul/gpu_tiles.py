@@ -54,8 +54,8 @@ class Tile(NamedTuple):
 
     @staticmethod
     def of(spec: GroupedMatmulSpec, sizes: BlockSizes) -> Tile:
-        """The tile for block sizes: rounded to what wgmma takes, no larger than the result, and with as many stages as
-        fit into shared memory; and then with more room for the result, if there is."""
+        """Returns the tile for block sizes: rounded to what wgmma takes, no larger than the result, and with as many
+        stages as fit into shared memory; and then with more room for the result, if there is."""
         inner, columns = spec.contracting, spec.columns
         if spec.use == "dlhs":
             inner, columns = columns, inner
@@ -99,8 +99,8 @@ class Tile(NamedTuple):
         return self.row_parts == 2 and self.columns % (2 * STORED) == 0
 
     def shared_operand(self, columns: int, rows: int | None = None) -> SharedOperand | None:
-        """What two blocks share, where the result's tiles are an even number along an axis; the larger one if they are
-        along both.
+        """Returns what two blocks share, where the result's tiles are an even number along an axis; the larger one if
+        they are along both.
 
         Args:
           columns, rows: of the result; rows are None where tiles one below the other may differ in their weights.

@@ -38,7 +38,7 @@ class Visits(NamedTuple):
 
 
 def capacity(batch: int, rows: int, groups: int, block: int) -> int:
-    """The most visits that there can be."""
+    """Returns the most visits that there can be."""
     segments = batch * (groups + 1)
     return (batch * rows + (ALIGNED - 1) * segments) // block + segments
 
@@ -52,7 +52,7 @@ def group_bounds(group_sizes: Array, rows: int) -> Array:
 
 
 def visits(group_sizes: Array, rows: int, block: int) -> Visits:
-    """The tables for results that are rows.
+    """Returns the tables for results that are rows.
 
     Args:
       group_sizes: [B, G], integers.

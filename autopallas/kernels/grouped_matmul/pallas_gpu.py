@@ -58,7 +58,7 @@ def supports(spec: GroupedMatmulSpec, device: Device) -> Supported | Unsupported
 
 
 def candidates(spec: ProductSpec, device: Device) -> tuple[BlockSizes, ...]:
-    """What a search should try, best guess first; what is left open is what :class:`Tile` begins with."""
+    """Returns what a search should try, best guess first; what is left open is what :class:`Tile` begins with."""
     rows = (128, 64) if spec.rows_per_group > 64 else (64, 128)
     blocks = [(0, 0), *((inner, 128) for inner in (64, 128) if max(spec.contracting, spec.columns) >= 128)]
     found = [BlockSizes(n, *block).fitted(spec) for n in rows for block in blocks]
@@ -68,7 +68,7 @@ def candidates(spec: ProductSpec, device: Device) -> tuple[BlockSizes, ...]:
 
 
 def running_sizes(spec: GroupedMatmulSpec, block_sizes: BlockSizes, device: Device) -> Sizes:
-    """The tile of the kernel."""
+    """Returns the tile of the kernel."""
     if not _is_multiplied(spec):
         return xla.running_sizes(spec, block_sizes.fitted(spec), device)
     stored = block_sizes.weights == STORED and _is_widened(spec)

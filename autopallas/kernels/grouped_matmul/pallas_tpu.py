@@ -80,7 +80,7 @@ def supports(spec: GroupedMatmulSpec, device: Device) -> Supported | Unsupported
 
 
 def candidates(spec: ProductSpec, device: Device) -> tuple[BlockSizes, ...]:
-    """What a search should try, best guess first: where VMEM is large, more rows for each block of weights."""
+    """Returns what a search should try, best guess first: where VMEM is large, more rows for each block of weights."""
     rows = (1024, 512) if generation(device).budget > 2**26 else (512, 1024)
     sizes = [BlockSizes(n).fitted(spec) for n in (*rows, 256, 128)]
     sizes += [BlockSizes(n, 1024, 1024).fitted(spec) for n in rows]
@@ -88,7 +88,8 @@ def candidates(spec: ProductSpec, device: Device) -> tuple[BlockSizes, ...]:
 
 
 def running_sizes(spec: GroupedMatmulSpec, block_sizes: BlockSizes, device: Device) -> Sizes:
-    """The tile of the kernel; plain JAX, which computes groups that overlap, has the rows of the block sizes."""
+    """Returns the tile of the kernel; plain JAX, which computes groups that overlap, has the rows of the block
+    sizes."""
     shared = None if spec.use == "drhs" else shared_tile(spec, block_sizes, spec.batch * spec.rows)
     rows, inner, columns = shared or _tile(spec, block_sizes, generation(device))
     return {"row_block": rows, "inner_block": inner, "column_block": columns}
@@ -163,7 +164,7 @@ class Tile(NamedTuple):
 
     @staticmethod
     def of(spec: GroupedMatmulSpec, sizes: BlockSizes, rows: int, budget: int, cores: int = 1) -> Tile:
-        """The block sizes, rounded up to whole registers, and then made smaller until they fit into the VMEM.
+        """Returns the block sizes, rounded up to whole registers, and then made smaller until they fit into the VMEM.
 
         Args:
           spec, sizes: what is computed, and with which blocks; those that are left open begin large.
@@ -241,7 +242,7 @@ def _tile(spec: GroupedMatmulSpec, sizes: BlockSizes, device: Generation) -> Til
 
 
 def shared_tile(spec: GroupedMatmulSpec, sizes: BlockSizes, rows: int) -> Tile | None:
-    """The tile with which several cores share the rows, where that is better than what a grid does."""
+    """Returns the tile with which several cores share the rows, where that is better than what a grid does."""
     device = generation(Device.current())
     known = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     if device.cores == 1 or known.platform != "tpu":  # a pipeline asks JAX for the device
@@ -260,7 +261,7 @@ def _sides(spec: GroupedMatmulSpec) -> tuple[int, int]:
 
 
 def rows_call(spec: GroupedMatmulSpec, tile: Tile, rows: int, groups: int, count: Number) -> Callable[..., Array]:
-    """The kernel as a function of (five tables, rows [B M, ...], weights [groups, K, N]).
+    """Returns the kernel as a function of (five tables, rows [B M, ...], weights [groups, K, N]).
 
     Args:
       spec, tile: what to compute, and how.
@@ -444,7 +445,8 @@ def _weights(spec: GroupedMatmulSpec, sizes: BlockSizes, lhs: Array, dout: Array
 
 
 def weights_call(spec: GroupedMatmulSpec, tile: Tile, rows: int, groups: int, count: Number) -> Callable[..., Array]:
-    """The kernel as a function of (six tables, lhs [B M, K], dout [B M, N]); arguments as in :func:`rows_call`."""
+    """Returns the kernel as a function of (six tables, lhs [B M, K], dout [B M, N]); arguments as in
+    :func:`rows_call`."""
     k, n = spec.contracting, spec.columns
     k_steps, n_steps = -(-k // tile.inner), -(-n // tile.columns)
     itemsizes = [d.itemsize for d in (spec.first_dtype, spec.second_dtype, spec.result_dtype)]

@@ -56,18 +56,18 @@ class ShardedGroupsSite(GroupedMatmulSite):
         return replace(super().divided(division, extras), across=across)
 
     def standalone(self, division: Division) -> GroupedMatmulSite:  # type: ignore[override]  # of no group's peers
-        """The first device's groups, which have the first of the sizes."""
+        """Returns the first device's groups, which have the first of the sizes."""
         own = {f.name: getattr(self, f.name) for f in fields(GroupedMatmulSite)}
         sizes = _renamed(self.group_sizes, self.everywhere[0], self.group_labels[0])
         return GroupedMatmulSite(**own | {"sizes": division.local(self.sizes), "group_sizes": sizes})
 
     def running(self, kernel: Kernel) -> Kernel:
-        """An implementation, of the groups here."""
+        """Returns an implementation, of the groups here."""
         return _Kernel(kernel, self.across)
 
 
 def with_sharded_groups(site: SiteDescription) -> ShardedGroupsSite | None:
-    """The same site with groups that may be divided too; None where its groups are not along one axis.
+    """Returns the same site with groups that may be divided too; None where its groups are not along one axis.
 
     How the original does that depends on the platform.
     """

@@ -173,7 +173,7 @@ class GroupedMatmulSite(IndexedSite):
         return ((self.result, self.result_dtype),) if self.saves_product else ()
 
     def with_residuals(self) -> GroupedMatmulSite:
-        """The site where a backward follows: what a kernel applies its epilogue to is lost otherwise."""
+        """Returns the site where a backward follows: what a kernel applies its epilogue to is lost otherwise."""
         return self if self.epilogue is None else replace(self, saves_product=True)
 
     def backward(

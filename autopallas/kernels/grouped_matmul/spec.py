@@ -137,14 +137,15 @@ class GroupedMatmulSpec:
         return scale
 
     def widen(self, weights: jax.Array, scales: Sequence[jax.Array]) -> jax.Array:
-        """The weights [B|1, G, K, N] as they are multiplied, as the program computes them from those that it stores."""
+        """Returns the weights [B|1, G, K, N] as they are multiplied, as the program computes them from those that it
+        stores."""
         if self.widening is None:
             return weights
         found = self.widening.evaluate(weights, None, None, [self._repeated(scale) for scale in scales])
         return jnp.broadcast_to(found, jnp.broadcast_shapes(found.shape, weights.shape))
 
     def finished(self, product: jax.Array) -> jax.Array:
-        """The epilogue of what :attr:`product` gives, or of a part of it."""
+        """Returns the epilogue of what :attr:`product` gives, or of a part of it."""
         if self.epilogue is None:
             return product
         # A program of constants alone has no shape of its own.
@@ -184,19 +185,19 @@ class GroupedMatmulSpec:
         return (self.rows, self.columns) if self.use == "drhs" else (self.groups, self.contracting, self.columns)
 
     def result_shape(self) -> tuple[int, ...]:
-        """The result without its batch axis."""
+        """Returns the result without its batch axis."""
         if self.use == "drhs":
             return self.groups, self.contracting, self.columns
         return self.rows, self.columns if self.use == "forward" else self.contracting
 
     def assumptions(self) -> tuple[str, ...]:
-        """What has to hold for the result to be the original's, in words."""
+        """Returns what has to hold for the result to be the original's, in words."""
         if self.assume_finite and self.groups > 1 and self.use != "drhs":
             return ("the weights are finite, so that rows of other groups times zero are zero (assume_finite)",)
         return ()
 
     def programs(self) -> str:
-        """The widening of weights and the epilogue, one instruction a line; empty where there is none."""
+        """Returns the widening of weights and the epilogue, one instruction a line; empty where there is none."""
         named = {"weights": self.widening, "epilogue": self.epilogue}
         return "\n".join(f"{name}: {program}" for name, program in named.items() if program is not None)
 
@@ -211,5 +212,5 @@ class GroupedMatmulSpec:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """The fields as plain data: numbers and strings."""
+        """Returns the fields as plain data: numbers and strings."""
         return plain_fields(self)

@@ -43,7 +43,8 @@ def pays(cores: int, tiles: int, columns: int, block: int) -> bool:
 
 
 def shares(tile: Array, number: Array, tiles: int, cores: int) -> Array:
-    """The visits of each core: those of core c are ``shares[c] .. shares[c + 1]``, and no tile has visits of two.
+    """Returns the visits of each core: those of core c are ``shares[c] .. shares[c + 1]``, and no tile has visits of
+    two.
 
     Args:
       tile: of each visit, ascending.

@@ -36,7 +36,7 @@ class Visits(NamedTuple):
 
 
 def capacity(rows: int, row_block: int, groups: int) -> int:
-    """The most visits that there can be."""
+    """Returns the most visits that there can be."""
     return -(-rows // row_block) + groups - 1
 
 

@@ -49,7 +49,7 @@ def numerics(spec: GroupedMatmulSpec) -> Numerics:
 
 
 def running_sizes(spec: ProductSpec, block_sizes: BlockSizes, device: Device) -> Sizes:
-    """The rows of a tile; it takes all of the two other sides."""
+    """Returns the rows of a tile; it takes all of the two other sides."""
     return {"row_block": block_sizes.row_block}
 
 
