@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, reduce
 from operator import add
 from typing import Any
@@ -48,6 +48,7 @@ __all__ = [
     "operation_name",
     "reader",
     "rebuild",
+    "renamed",
     "repeated_equation",
     "reshape_equation",
     "with_bodies",
@@ -220,6 +221,11 @@ def inline_equation(
     return with_operands(equation, invars, outvars=list(outvars), source_info=source)
 
 
+def renamed(atoms: Iterable[JaxprAtom], names: Mapping[Var, JaxprAtom]) -> list[JaxprAtom]:
+    """Returns what stands for each atom: what ``names`` has for it, and else the atom itself."""
+    return [atom if isinstance(atom, Literal) else names.get(atom, atom) for atom in atoms]
+
+
 def with_operands(equation: JaxprEqn, operands: Sequence[JaxprAtom], **changes: object) -> JaxprEqn:
     """Returns an equation with one operand in the place of each of its own, and perhaps with further changes."""
     return equation.replace(invars=list(operands), effects=compat.effects_on(equation, operands), **changes)
@@ -379,19 +385,16 @@ def without_casts(program: JaxprLike) -> JaxprLike:
     names: dict[Var, JaxprAtom] = {}
     equations: list[JaxprEqn] = []
 
-    def named(atoms: Sequence[JaxprAtom]) -> list[JaxprAtom]:
-        return [names.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
-
     for equation in jaxpr.eqns:
         if equation.primitive.name in VARYING:
-            names.update(zip(equation.outvars, named(equation.invars), strict=True))
+            names.update(zip(equation.outvars, renamed(equation.invars, names), strict=True))
             continue
         new = equation if is_leaf(equation) else with_bodies(equation, without_casts)
-        read = named(equation.invars)
+        read = renamed(equation.invars, names)
         equations.append(new if read == equation.invars else with_operands(new, read))
     if not names and all(new is old for new, old in zip(equations, jaxpr.eqns, strict=True)):
         return program
-    return rebuild(program, jaxpr.constvars, consts, jaxpr.invars, named(jaxpr.outvars), equations)
+    return rebuild(program, jaxpr.constvars, consts, jaxpr.invars, renamed(jaxpr.outvars, names), equations)
 
 
 VARYING = frozenset({"pvary", "pcast"})

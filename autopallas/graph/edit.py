@@ -61,7 +61,7 @@ def rebuild(body: Body, edits: dict[Body, Edit]) -> JaxprLike:
     if edit.renamed:
         equations = [_with_names(e, edit.renamed) for e in equations]
     results = [*body.outvars, *(inner for inner, _ in edit.stacked)]
-    outvars = [_renamed(a, edit.renamed) for a in results]
+    outvars = jaxprs.renamed(results, edit.renamed)
     if edit.added:
         equations = _in_order(_read(equations, outvars))
     invars = [*(inner for inner, _ in edit.given), *body.invars, *(inner for inner, _ in edit.read)]
@@ -71,11 +71,7 @@ def rebuild(body: Body, edits: dict[Body, Edit]) -> JaxprLike:
 def _with_names(equation: JaxprEqn, names: dict[Var, Var]) -> JaxprEqn:
     if names.keys().isdisjoint([atom for atom in equation.invars if isinstance(atom, Var)]):
         return equation
-    return jaxprs.with_operands(equation, [_renamed(atom, names) for atom in equation.invars])
-
-
-def _renamed(atom: Var | Literal, names: dict[Var, Var]) -> Var | Literal:
-    return atom if isinstance(atom, Literal) else names.get(atom, atom)
+    return jaxprs.with_operands(equation, jaxprs.renamed(equation.invars, names))
 
 
 def _with_children(body: Body, position: int, equation: JaxprEqn, edits: dict[Body, Edit]) -> JaxprEqn:

@@ -151,7 +151,7 @@ def _inline(
         leaf = jaxprs.is_leaf(equation)
         inputs: list[JaxprAtom] = equation.invars
         if known:
-            inputs = [atom if isinstance(atom, Literal) else known.get(atom, atom) for atom in inputs]
+            inputs = jaxprs.renamed(inputs, known)
         called = None if leaf else _called(equation)
         if called is None and not leaf and (called := _outside_of_kernels(equation)) is not None:
             inputs = inputs[1:]
@@ -181,7 +181,7 @@ def _inline(
             ]
             if children:
                 body.children[len(body.equations) - 1] = children
-    return [atom if isinstance(atom, Literal) else known.get(atom, atom) for atom in jaxpr.outvars]
+    return jaxprs.renamed(jaxpr.outvars, known)
 
 
 def _called(equation: JaxprEqn) -> JaxprLike | None:

@@ -3,10 +3,8 @@ respelt loop compiles as one, and steps without checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from autopallas import jaxprs
-from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn, JaxprLike, Literal, Var
+from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn, JaxprLike, Var
 from autopallas.graph.custom_rules import CUSTOM_RULES
 from autopallas.sites.device import Device
 
@@ -65,11 +63,8 @@ def _dissolved(
       whole: whether the variables stay what they are: those of a checkpoint's body may stand in two places.
     """
 
-    def named(atoms: Sequence[JaxprAtom]) -> list[JaxprAtom]:
-        return [atom if isinstance(atom, Literal) else known.get(atom, atom) for atom in atoms]
-
     for equation in jaxpr.eqns:
-        inputs = named(equation.invars)
+        inputs = jaxprs.renamed(equation.invars, known)
         if equation.primitive.name in jaxprs.CHECKPOINTS:
             inner, _ = jaxprs.open_jaxpr(equation.params["jaxpr"])
             found = _dissolved(inner, dict(zip(inner.invars, inputs, strict=True)), equations)
@@ -78,4 +73,4 @@ def _dissolved(
         outputs = list(equation.outvars) if whole else [Var(v.aval) for v in equation.outvars]
         known.update(zip(equation.outvars, outputs, strict=True))
         equations.append(jaxprs.with_operands(equation, inputs, outvars=outputs))
-    return named(jaxpr.outvars)
+    return jaxprs.renamed(jaxpr.outvars, known)

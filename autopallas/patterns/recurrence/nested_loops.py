@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas import array_types, compat, jaxprs
-from autopallas.compat import ArrayFunction, JaxprAtom, JaxprEqn, Literal, Var
+from autopallas.compat import ArrayFunction, JaxprAtom, JaxprEqn, Var
 from autopallas.graph import flatten
 from autopallas.patterns.recurrence.step import Step, needed
 
@@ -27,12 +27,9 @@ def written_out(step: Step) -> Step:
     names: dict[Var, JaxprAtom] = {}
     equations: list[JaxprEqn] = []
 
-    def named(atom: JaxprAtom) -> JaxprAtom:
-        return atom if isinstance(atom, Literal) else names.get(atom, atom)
-
     for equation in step.equations:
         concerned = any(isinstance(a, Var) and bits[a] for a in equation.invars) and _is_short(equation)
-        equation = equation.replace(invars=[named(a) for a in equation.invars])
+        equation = equation.replace(invars=jaxprs.renamed(equation.invars, names))
         if not concerned:
             equations.append(equation)
             continue
@@ -41,11 +38,9 @@ def written_out(step: Step) -> Step:
             return step
         own: dict[Var, JaxprAtom] = dict(zip(made.invars, equation.invars, strict=True))
         for inner in made.equations:
-            inputs = [a if isinstance(a, Literal) else own.get(a, a) for a in inner.invars]
-            equations.append(inner.replace(invars=inputs))
-        outputs = [a if isinstance(a, Literal) else own.get(a, a) for a in made.outvars]
-        names.update(zip(equation.outvars, outputs, strict=True))
-    after, results = [named(a) for a in step.after], [named(a) for a in step.results]
+            equations.append(inner.replace(invars=jaxprs.renamed(inner.invars, own)))
+        names.update(zip(equation.outvars, jaxprs.renamed(made.outvars, own), strict=True))
+    after, results = (jaxprs.renamed(atoms, names) for atoms in (step.after, step.results))
     return replace(step, equations=needed(equations, [*after, *results]), after=after, results=results)
 
 

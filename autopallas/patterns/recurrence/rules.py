@@ -99,20 +99,16 @@ def _traced(
     (call,) = program.eqns
     body, _ = jaxprs.open_jaxpr(call.params["call_jaxpr"])
     names: dict[Var, JaxprAtom] = dict(zip(body.invars, call.invars, strict=True))
-
-    def named(atom: JaxprAtom) -> JaxprAtom:
-        return atom if isinstance(atom, Literal) else names.get(atom, atom)
-
     equations: list[JaxprEqn] = []
     todo = list(body.eqns)
     while todo:
         equation = todo.pop(0)
         if compat.is_plain_jit(equation):
             inner, _ = jaxprs.open_jaxpr(jaxprs.bodies(equation)[0][2])
-            names.update(zip(inner.invars, map(named, equation.invars), strict=True))
+            names.update(zip(inner.invars, jaxprs.renamed(equation.invars, names), strict=True))
             todo = [*inner.eqns, *todo]
             names.update(zip(equation.outvars, inner.outvars, strict=True))
             continue
-        equations.append(equation.replace(invars=[named(a) for a in equation.invars]))
-    result = named(body.outvars[0])
-    return call, equations, named(result)
+        equations.append(equation.replace(invars=jaxprs.renamed(equation.invars, names)))
+    (result,) = jaxprs.renamed(jaxprs.renamed(body.outvars[:1], names), names)
+    return call, equations, result

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import jax.numpy as jnp
 
 from autopallas import compat, jaxprs
-from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
+from autopallas.compat import JaxprAtom, JaxprEqn, Var
 from autopallas.graph import Body, Graph
 from autopallas.graph.array_slices import Place
 from autopallas.graph.identities import Identity, identity, may_be_identity
@@ -174,7 +174,7 @@ class Step:
         numbers: dict[Var, int] = {}
         _flatten(graph, body, equations, names, numbers)
         graph.steps.spend(len(equations))
-        outputs = [_named(names, atom) for atom in body.outvars]
+        outputs = jaxprs.renamed(body.outvars, names)
         equations = needed(equations, outputs)
         return Step(
             scan.constants,
@@ -247,22 +247,18 @@ def _flatten(
                 f"a step has an effect beside its results, by {equation.primitive.name}", advice=SIDE_EFFECTS
             )
         if equation.primitive.name in jaxprs.VARYING:  # not there where a loop is taken out of a shard_map
-            names.update(zip(equation.outvars, (_named(names, atom) for atom in equation.invars), strict=True))
+            names.update(zip(equation.outvars, jaxprs.renamed(equation.invars, names), strict=True))
             continue
         children = body.children.get(position, [])
         if names and any(isinstance(atom, Var) and atom in names for atom in equation.invars):
-            equation = equation.replace(invars=[_named(names, atom) for atom in equation.invars])
+            equation = equation.replace(invars=jaxprs.renamed(equation.invars, names))
         if len(children) == 1 and equation.primitive.name in _DISSOLVED:
             inner = children[0].body
             names.update(zip(inner.invars, equation.invars, strict=True))
             _flatten(graph, inner, equations, names, numbers)
-            names.update(zip(equation.outvars, [_named(names, atom) for atom in inner.outvars], strict=True))
+            names.update(zip(equation.outvars, jaxprs.renamed(inner.outvars, names), strict=True))
             continue
         equations.append(equation)
-
-
-def _named(names: Mapping[Var, JaxprAtom], atom: JaxprAtom) -> JaxprAtom:
-    return atom if isinstance(atom, Literal) else names.get(atom, atom)
 
 
 def needed(equations: Sequence[JaxprEqn], wanted: Iterable[JaxprAtom]) -> list[JaxprEqn]:

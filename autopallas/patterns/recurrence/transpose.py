@@ -472,11 +472,8 @@ class Pairing:
             number = None if isinstance(atom, Literal) else outer[atom]
             given[variable] = atom if number is None else constant_atom(self.graph, number, variables)
 
-        def named(atom: JaxprAtom) -> JaxprAtom:
-            return atom if isinstance(atom, Literal) else given.get(atom, atom)
-
-        own = [e.replace(invars=[named(a) for a in e.invars]) for e in step.equations]
-        return [*before, *own], sources, [named(root) for root in roots]
+        own = [e.replace(invars=jaxprs.renamed(e.invars, given)) for e in step.equations]
+        return [*before, *own], sources, jaxprs.renamed(roots, given)
 
     def _follow(
         self,
