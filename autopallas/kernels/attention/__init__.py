@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from autopallas.kernels.exports import public_functions
+
 if TYPE_CHECKING:
     from autopallas.kernels.attention.api import attention
 
 __all__ = ["attention"]
 
-
-def __getattr__(name: str) -> object:
-    if name == "attention":
-        from autopallas.kernels.attention.api import attention
-
-        return attention
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = public_functions(__name__)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from autopallas.kernels.exports import public_functions
+
 if TYPE_CHECKING:
     from autopallas.kernels.cross_entropy.api import cross_entropy
 
 __all__ = ["cross_entropy"]
 
-
-def __getattr__(name: str) -> object:
-    if name == "cross_entropy":
-        from autopallas.kernels.cross_entropy.api import cross_entropy
-
-        return cross_entropy
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = public_functions(__name__)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from autopallas.kernels.exports import public_functions
+
 if TYPE_CHECKING:
     from autopallas.kernels.grouped_matmul.api import grouped_matmul
 
 __all__ = ["grouped_matmul"]
 
-
-def __getattr__(name: str) -> object:
-    if name == "grouped_matmul":
-        from autopallas.kernels.grouped_matmul.api import grouped_matmul
-
-        return grouped_matmul
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = public_functions(__name__)
