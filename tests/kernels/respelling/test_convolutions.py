@@ -175,6 +175,41 @@ def test_few_elements_have_evidence_of_their_own():
     assert feature(1, 4, 4, 8).endswith("hardly any elements")
 
 
+@pytest.mark.parametrize("of_batch", [False, True])
+def test_products_have_the_precision_that_is_asked_for(of_batch):
+    """On accelerators the usual one rounds what is multiplied to fewer bits."""
+    groups = {"batch_group_count": 2} if of_batch else {"feature_group_count": 2}
+    x, w = random(4, 8, 8, 6), random(3, 3, 6 if of_batch else 3, 8, seed=1)
+    for precision in ("highest", ("high", "highest"), "default", None):
+
+        def run(x, w, precision=precision):
+            return lax.conv_general_dilated(
+                x, w, (1, 1), "SAME", dimension_numbers=LAYOUTS[2][0], precision=precision, **groups
+            )
+
+        (wanted,) = (e.params["precision"] for e in jax.make_jaxpr(run)(x, w).eqns)
+        (site,) = sites(run, x, w)
+        kind = kind_named(site.spec.kind)
+        program = jax.make_jaxpr(lambda x, w, kind=kind, site=site: kind.respelt(site.spec, x, w))(x, w)
+        usual = (None, (lax.Precision.DEFAULT,) * 2)
+        products = list(precisions(program.jaxpr))
+        assert products
+        assert all(asked == wanted or {asked, wanted} <= {*usual} for asked in products)
+        assert compare(run, (x, w), gradients=False).complaints == []
+
+
+def precisions(program):
+    """Yields the precision of each product of matrices in a program."""
+    for equation in program.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation.params["precision"]
+        for inner in jax.tree.leaves(
+            [v for v in equation.params.values() if hasattr(v, "eqns") or hasattr(v, "jaxpr")],
+            is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr"),
+        ):
+            yield from precisions(inner if hasattr(inner, "eqns") else inner.jaxpr)
+
+
 def test_other_convolutions_are_left_alone():
     numbers = LAYOUTS[2][0]
     plain = convolution(1, numbers), random(1, 8, 8, 4), random(3, 3, 4, 4)

@@ -48,6 +48,8 @@ _BLOCK = 2**14
 _FEW, _SOME = 2**13, 2**8
 """Elements of the largest array up to which evidence is that of small arrays, which are below the table's first bucket,
 and from which on: what takes 20 microseconds is mostly the call."""
+_USUAL = (None, (lax.Precision.DEFAULT,) * 2)
+"""Precisions of which a spec says nothing."""
 _CACHED = 2**20
 """Elements of a window up to which it is read again for each element of the result: one loop is compiled then, not one
 for each element of a row."""
@@ -70,6 +72,7 @@ class _Convolution:
       per_group: features of the result, of each group.
       dtype: that of the result.
       accumulation: that of the sums.
+      precision: that is asked for, of products of matrices; None for the usual one.
     """
 
     lhs: tuple[int, ...]
@@ -90,6 +93,7 @@ class _Convolution:
     per_group: int
     dtype: Dtype
     accumulation: Dtype
+    precision: tuple[lax.Precision, lax.Precision] | None
 
     @property
     def few_weights(self) -> bool:
@@ -129,6 +133,7 @@ def _of(spec: RespellingSpec) -> _Convolution:
 
     known, unpadded = dict(spec.parameters), ((0, 0, 0),) * (len(given) - 2)
     rhs, out, groups = spec.numbers("rhs"), spec.numbers("out"), cast(int, spec["groups"])
+    names = cast("tuple[str, str] | None", known.get("precision"))
     return _Convolution(
         lhs=spec.numbers("lhs"),
         rhs=rhs,
@@ -148,6 +153,7 @@ def _of(spec: RespellingSpec) -> _Convolution:
         per_group=right[rhs[0]] // groups,
         dtype=dtype,
         accumulation=jnp.promote_types(jnp.promote_types(left_dtype, right_dtype), jnp.float32),
+        precision=None if names is None else (lax.Precision[names[0]], lax.Precision[names[1]]),
     )
 
 
@@ -204,6 +210,10 @@ def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
     floats = all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in (*equation.invars, *equation.outvars))
     if not floats or any(0 in v.aval.shape for v in (*equation.invars, *equation.outvars)):
         return None
+    precision = params["precision"]
+    known = precision in _USUAL or isinstance(precision, tuple) and all(isinstance(p, lax.Precision) for p in precision)
+    if not known or params.get("out_sharding") is not None:
+        return None
     sizes = params["dimension_numbers"]
     if len(sizes.lhs_spec) == 2:
         return None
@@ -220,7 +230,8 @@ def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
         given = [equation.outvars[0].aval.shape[axis] for axis in sizes.out_spec[2:]] if of_batch else windows
         if not (images == 1 and results == groups and _are_few(given)):
             return None
-    return parameters(params) | {"groups": groups, "of_batch": params["batch_group_count"] > 1}
+    found = parameters(params) | {"groups": groups, "of_batch": params["batch_group_count"] > 1}
+    return found if precision in _USUAL else found | {"precision": tuple(p.name for p in precision)}
 
 
 def _are_few(taps: Sequence[int]) -> bool:
@@ -240,6 +251,7 @@ def _original(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Arra
         dimension_numbers(spec),
         1 if own.of_batch else own.groups,
         own.groups if own.of_batch else 1,
+        own.precision,
         preferred_element_type=own.dtype,
     )
     return [found]
@@ -443,7 +455,11 @@ def _contracted(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
         groups = (own.groups, part.shape[where] // own.groups)
         part = part.reshape(*part.shape[:where], *groups, *part.shape[where + 1 :])
         left, right = rows.format(kept + summed), f"{summed}igf"
-        return jnp.einsum(f"{left},{right}->n{kept}gf", part, weights, preferred_element_type=own.accumulation)
+        found: jax.Array = jnp.einsum(
+            f"{left},{right}->n{kept}gf", part, weights, precision=own.precision,
+            preferred_element_type=own.accumulation,
+        )  # fmt: skip
+        return found
 
     def part(place: each_position.Place, apart: Sequence[int], sizes: Sequence[int], steps: Sequence[int]) -> jax.Array:
         """Returns what a position reads of x, each position so far from the one before."""

@@ -54,7 +54,7 @@ def _match(graph: Graph, node: Node) -> Found | None:
 def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
     """Returns the parameters of a convolution without groups whose axes are in another order than the library's."""
     params, arrays = equation.params, (*equation.invars, *equation.outvars)
-    if max(params["feature_group_count"], params["batch_group_count"]) > 1:
+    if max(params["feature_group_count"], params["batch_group_count"]) > 1 or params.get("out_sharding") is not None:
         return None
     dtypes = {v.aval.dtype for v in arrays}
     if len(dtypes) > 1 or not dtypes <= _DTYPES or any(0 in v.aval.shape for v in arrays):
