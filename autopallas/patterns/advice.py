@@ -278,8 +278,9 @@ LINEAR_SCORES = (
     "into a jax.lax.scan over the steps."
 )
 LINEAR_ROWS = (
-    "Divide by the sum of the scores of each row, which running sums give, or divide what is computed for each row "
-    "afterwards, such as by a norm: a maximum of scores, or a sum of their absolute values, needs all scores."
+    "Divide by the sum of the scores of each row, or by jnp.maximum(jnp.abs(sum), number), which running sums give; or "
+    "divide what is computed for each row afterwards, such as by a norm: a maximum of scores, or a sum of their "
+    "absolute values, needs all scores."
 )
 LINEAR_STATES = (
     "Multiply the third array into keys or values before their outer product: what is summed is then a product of two "

@@ -86,9 +86,16 @@ def normalised_too(q, k, v, logs, f):
     return weighted(s / (s.sum(-1, keepdims=True) + 1e-6), v)
 
 
+def divided_by_the_absolute_value_of_sums(q, k, v, logs, f):
+    """As the matrix LSTM has it, with gates of sigmoids."""
+    s = scores(q, k) * decays(logs) * jax.nn.sigmoid(f)[:, :, None]
+    return weighted(s / jnp.maximum(jnp.abs(s.sum(-1, keepdims=True)), 1), v)
+
+
 FOUND = [
     of_keys, of_queries, of_both, divided_queries, divided_keys, without_decays, exponentials_of_keys,
     of_one_head_for_all, of_each_head, steps_that_are_the_decays_too, rows_of_decays_that_sum_to_one, normalised_too,
+    divided_by_the_absolute_value_of_sums,
 ]  # fmt: skip
 
 
@@ -160,11 +167,6 @@ def divided_by_sums_of_absolute_values(q, k, v, logs, f):
     return weighted(s / jnp.maximum(jnp.abs(s).sum(-1, keepdims=True), 1), v)
 
 
-def divided_by_the_absolute_value_of_sums(q, k, v, logs, f):
-    s = scores(q, k) * decays(logs)
-    return weighted(s / jnp.maximum(jnp.abs(s.sum(-1, keepdims=True)), 1), v)
-
-
 def divided_by_the_greatest(q, k, v, logs, f):
     s = scores(q, k) * decays(logs)
     return weighted(s / (1 + jnp.max(jnp.abs(s), -1, keepdims=True)), v)
@@ -217,9 +219,8 @@ def means_over_the_steps(q, k, v, logs, f):
 
 
 REFUSED = [
-    divided_by_sums_of_absolute_values, divided_by_the_absolute_value_of_sums, divided_by_the_greatest, times_the_sum,
-    times_themselves, of_pairs, divided_by_pairs, exponents_of_keys, stabilised_by_the_greatest_exponent,
-    exponentials_far_from_one,
+    divided_by_sums_of_absolute_values, divided_by_the_greatest, times_the_sum, times_themselves, of_pairs,
+    divided_by_pairs, exponents_of_keys, stabilised_by_the_greatest_exponent, exponentials_far_from_one,
 ]  # fmt: skip
 
 

@@ -100,6 +100,26 @@ def normalised_after(q, k, v):
     return weighted(s, v) / jnp.sum(s, -1).transpose(0, 2, 1)[..., None]
 
 
+def by_magnitudes_before(q, k, v):
+    s = jnp.tril(scores(q, k))
+    return weighted(s / jnp.maximum(jnp.abs(jnp.sum(s, -1, keepdims=True)), 1), v)
+
+
+def by_magnitudes_after(q, k, v):
+    s = jnp.where(causal(), scores(q, k), 0)
+    return weighted(s, v) / jnp.maximum(1.0, jnp.abs(s.sum(-1))).transpose(0, 2, 1)[..., None]
+
+
+def by_magnitudes_without_a_least_one(q, k, v):
+    s = jnp.tril(scores(positive(q), -positive(k)))
+    return weighted(s / jnp.abs(1e-3 + jnp.sum(s, -1, keepdims=True)), v)
+
+
+def by_sums_that_are_clipped(q, k, v):
+    s = jnp.tril(scores(positive(q), positive(k)))
+    return weighted(s, v) / jnp.clip(jnp.sum(s, -1) + 1, 20.0).transpose(0, 2, 1)[..., None]
+
+
 def running_sums(q, k, v):
     states = jnp.cumsum(jnp.einsum("bthn,bthp->bthnp", k, v), axis=1)
     return jnp.einsum("bthn,bthnp->bthp", q, states)
@@ -130,6 +150,7 @@ def both_running_sums(q, k, v):
 SPELLINGS = [
     selected, lower_triangle, multiplied, inverted, without_own_step, from_the_last, after_own_step, counted_from_one,
     one_head_mapped, of_shared_keys, of_shared_values, summed_by_hand, normalised_before, normalised_after,
+    by_magnitudes_before, by_magnitudes_after, by_magnitudes_without_a_least_one, by_sums_that_are_clipped,
     running_sums, running_sums_by_hand, running_sums_from_the_last, running_sums_of_shared_queries, both_running_sums,
 ]  # fmt: skip
 
@@ -156,16 +177,20 @@ def test_spellings_are_found_and_right_in_value_and_gradient(spelling):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("spelling", [selected, normalised_before, running_sums], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "spelling", [selected, normalised_before, by_magnitudes_before, running_sums], ids=lambda f: f.__name__
+)
 def test_sixteen_bits(spelling, dtype):
     outcome = compare(spelling, operands(dtype, scale=0.5))
     assert outcome.complaints == []
-    overflows = spelling is normalised_before and dtype == "float16"  # a sum that is cast to it may
+    overflows = (
+        spelling in (normalised_before, by_magnitudes_before) and dtype == "float16"
+    )  # a sum that is cast to it may
     assert outcome.counts("linear_attention") == (not overflows)
 
 
 @pytest.mark.parametrize(("scale", "offset"), [(30.0, 0.0), (1.0, 100.0), (1e-3, 0.0)])
-@pytest.mark.parametrize("spelling", [selected, normalised_before, normalised_after, running_sums])
+@pytest.mark.parametrize("spelling", [selected, normalised_before, normalised_after, by_magnitudes_after, running_sums])
 def test_large_offsets_and_scales(spelling, scale, offset):
     outcome = compare(spelling, operands(scale=scale, offset=offset))
     assert outcome.complaints == []
@@ -231,7 +256,20 @@ def of_three_arrays(q, k, v):
     return jnp.einsum("bthn,bthnp->bthp", q, states)
 
 
+def divided_by_magnitudes_and_more(q, k, v):
+    s = jnp.tril(scores(q, k))
+    return weighted(s / (1 + jnp.abs(jnp.sum(s, -1, keepdims=True))), v)
+
+
+def divided_by_magnitudes_or_what_each_row_has(q, k, v):
+    s = jnp.tril(scores(q, k))
+    least = jnp.exp(-jnp.max(s, -1, keepdims=True))
+    return weighted(s / jnp.maximum(jnp.abs(jnp.sum(s, -1, keepdims=True)), least), v)
+
+
 REFUSED = {
+    divided_by_magnitudes_and_more: "divided or multiplied by what is computed from all of a row",
+    divided_by_magnitudes_or_what_each_row_has: "divided or multiplied by what is computed from all of a row",
     multiplied_by_an_array: "multiplied by something else than numbers, decays between steps and one causal mask",
     seeing_the_next_step: "each step sees the steps up to 1 steps away from it",
     of_three_arrays: "the outer products of keys and values are multiplied by a third array",
@@ -425,18 +463,21 @@ def test_the_public_function_computes_all_of_its_forms():
     random = np.random.default_rng(0)
     q, k = (np.abs(random.standard_normal((2, 70, 5))) for _ in range(2))
     v = random.standard_normal((2, 70, 4))
-    for reverse, strict, normalised in itertools.product((False, True), repeat=3):
+    divisors = {
+        (): lambda total: 1,
+        (("normalised", True),): lambda total: total,
+        (("normalised", True), ("least", 20.0)): lambda total: np.maximum(total, 20),
+        (("normalised", True), ("least_magnitude", 20.0), ("factor", -0.5)): lambda total: np.maximum(-total, 20),
+    }
+    for reverse, strict, (more, divided_by) in itertools.product((False, True), (False, True), divisors.items()):
         mask = np.tril(np.ones((70, 70)), -1 if strict else 0)
-        s = 0.5 * np.einsum("btn,bsn->bts", q, k) * (mask.T if reverse else mask)
-        true = s @ v / (0.1 + s.sum(-1, keepdims=True) if normalised else 1)
+        factor = dict(more).get("factor", 0.5)
+        s = factor * np.einsum("btn,bsn->bts", q, k) * (mask.T if reverse else mask)
+        true = s @ v / divided_by(0.1 + s.sum(-1, keepdims=True))
         for spelling, implementation in itertools.product(("scores", "states"), ("xla", "reference")):
             given = linear_attention(
                 *(jnp.asarray(x, jnp.float32) for x in (q, k, v)),
-                factor=0.5,
-                reverse=reverse,
-                strict=strict,
-                normalised=normalised,
-                epsilon=0.1,
+                **{"factor": 0.5, "epsilon": 0.1, "reverse": reverse, "strict": strict} | dict(more),
                 spelling=spelling,
                 implementation=implementation,
             )

@@ -13,7 +13,7 @@ from autopallas.sites.block_sizes import block_sizes_class
 from autopallas.sites.declared import DeclaredOperation
 from autopallas.sites.spec import Dtype, Sizes, Spec
 
-__all__ = ["OPERATION", "DecayForm", "LinearAttentionSpec", "Spelling", "reference", "scaled", "seen"]
+__all__ = ["OPERATION", "DecayForm", "LinearAttentionSpec", "Spelling", "divisor", "reference", "scaled", "seen"]
 
 Spelling: TypeAlias = Literal["scores", "states"]
 """What a program stores for all steps: the scores of all pairs of steps, or the sums of outer products."""
@@ -29,7 +29,7 @@ class LinearAttentionSpec(Spec):
     """Sums over the steps s up to each step t: ``y[t] = sum of score[t, s] * value[s]``.
 
     ``score[t, s]`` is ``factor * (query[t] . key[s])``, times the decay between both steps, and where normalised over
-    ``epsilon`` plus the sum of these.
+    ``epsilon`` plus the sum of these; that is ``least`` at least, or its magnitude ``least_magnitude``, where given.
     Operands: query, key [B|1, T|1, N]; value [B|1, T|1, P]; decay [B|1] or log_decays [B|1, T|1] or none; query_factor
     and key_factor [B|1, T|1], by which queries and keys are multiplied, or none; floating.
     Of a captured array that tells masks, positions or a number, captured [B|1] is one element, of any dtype.
@@ -53,6 +53,11 @@ class LinearAttentionSpec(Spec):
     """Whether the sums are divided by those of the scores."""
     epsilon: float = 0.0
     """A number that is added to the sums of the scores."""
+    least: float | None = None
+    """The least number by which sums are divided, where there is one."""
+    least_magnitude: float | None = None
+    """The least one where sums are divided by magnitudes, as in the matrix LSTM (Beck et al., 2024, arXiv:2405.04517);
+    None where they are not."""
     spelling: Spelling = "scores"
     """What the original stores: "scores" of all pairs of steps, or "states", sums of outer products, for all steps."""
     decay_dtype: Dtype | None = None
@@ -104,6 +109,14 @@ def scaled(spec: LinearAttentionSpec, name: str, x: jax.Array, by: jax.Array | N
     return x / factors if name in spec.divided else x * factors
 
 
+def divisor(spec: LinearAttentionSpec, total: jax.Array) -> jax.Array:
+    """Returns what sums are divided by, of sums of scores."""
+    total = total + spec.epsilon
+    if spec.least_magnitude is not None:
+        return jnp.maximum(jnp.abs(total), spec.least_magnitude)
+    return total if spec.least is None else jnp.maximum(total, spec.least)
+
+
 def reference(
     spec: LinearAttentionSpec, query: jax.Array, key: jax.Array, value: jax.Array,
     decay: jax.Array | None = None, log_decays: jax.Array | None = None, captured: jax.Array | None = None,
@@ -125,7 +138,7 @@ def reference(
         states = _running(spec, k[..., :, None] * v[..., None, :])
         found = spec.factor * jnp.einsum("btn,btnp->btp", q, states, precision=high)
         total = spec.factor * jnp.sum(q * _running(spec, k), -1, keepdims=True)
-    return (found / (total + spec.epsilon) if spec.normalised else found).astype(spec.result_dtype)
+    return (found / divisor(spec, total) if spec.normalised else found).astype(spec.result_dtype)
 
 
 def _decays(spec: LinearAttentionSpec, given: jax.Array | None) -> jax.Array:
@@ -161,6 +174,7 @@ _FLOAT32 = jnp.dtype(jnp.float32)
 _SAMPLE = LinearAttentionSpec(8, 1024, 64, 64, _FLOAT32, _FLOAT32, _FLOAT32, _FLOAT32)
 _VARIANTS = {"states": replace(_SAMPLE, spelling="states"), "normalised": replace(_SAMPLE, normalised=True)}
 _VARIANTS |= {"number": replace(_SAMPLE, decay_form="number", rate=-0.1)}
+_VARIANTS |= {"magnitudes": replace(_SAMPLE, normalised=True, least_magnitude=1.0)}
 _OPERANDS = {"query": "B T N", "key": "B T N", "value": "B T P", "decay": "B", "log_decays": "B T", "captured": "B"}
 _OPERANDS |= {"query_factor": "B T", "key_factor": "B T"}
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.kernels.linear_attention import xla_decays
-from autopallas.kernels.linear_attention.operation import LinearAttentionSpec, scaled, seen
+from autopallas.kernels.linear_attention.operation import LinearAttentionSpec, divisor, scaled, seen
 from autopallas.numerics.classes import Numerics
 from autopallas.sites.device import Device
 from autopallas.sites.index_notation import summed_to
@@ -148,8 +148,11 @@ def _centred(values: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _divided(spec: LinearAttentionSpec, sums: jax.Array, mean: jax.Array) -> jax.Array:
     """Returns the quotients of sums [B, T, P + 1] of values without their mean, with the mean."""
-    rest = sums[..., :-1] - spec.epsilon * mean if spec.epsilon else sums[..., :-1]
-    return rest / (sums[..., -1:] + spec.epsilon) + mean
+    rest, total = sums[..., :-1], sums[..., -1:]
+    if spec.least is not None or spec.least_magnitude is not None:
+        return (rest + mean * total) / divisor(spec, total)
+    rest = rest - spec.epsilon * mean if spec.epsilon else rest
+    return rest / divisor(spec, total) + mean
 
 
 def _summed(

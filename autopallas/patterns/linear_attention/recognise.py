@@ -137,6 +137,8 @@ class _Place:
         self.space = self.scope.space
         self.whole = self.space.full(node.outputs[0])
         self.factor, self.epsilon = 1.0, 0.0
+        self.least: float | None = None
+        self.least_magnitude: float | None = None
         self.normalised = False
         sums, divisor = self.whole, None
         if node.name == "div":
@@ -203,6 +205,7 @@ class _Place:
         form = LinearAttentionSpec(
             0, 0, 0, 0, **dtypes, result_dtype=result_dtype, factor=self.factor * weights.factor,
             reverse=weights.seen.reverse, strict=strict, normalised=self.normalised, epsilon=self.epsilon,
+            least=self.least, least_magnitude=self.least_magnitude,
             spelling=parts.spelling, decay_form=weights.form, rate=weights.rate,
             divided=tuple(name for name, own in factors.items() if own is not None and own.divides),
             shared=weights.form is not None and not {*batch} <= read["query"] | read["key"],
@@ -276,21 +279,31 @@ class _Place:
         return None
 
     def _is_total(self, ref: Ref, scores: Ref) -> bool:
-        """Notes that something is divided by the sum of scores over the steps, and a number; returns whether it is."""
-        space, epsilon = self.space, 0.0
+        """Notes that something is divided by the sum of scores over the steps, and a number, or by its magnitude, or by
+        a number where that is less; returns whether it is."""
+        space, epsilon, absolute = self.space, 0.0, False
+        least: float | None = None
         ref = space.canonical(ref)
         for _ in range(_DEEPEST):
             name, operands = self.scope.name(ref), space.operands(ref)
-            if operands is None or name not in ("add", "convert_element_type"):
+            if operands is None or name not in ("add", "max", "abs", "convert_element_type"):
                 break
             if name == "convert_element_type":
                 ref = space.canonical(self._cast(ref))
                 continue
+            if epsilon or (absolute and name != "add"):
+                return False
+            if name == "abs":
+                absolute, ref = True, space.canonical(operands[0])
+                continue
             numbers = [self.scope.number(x) for x in operands]
             place = next((i for i, n in enumerate(numbers) if n is not None and math.isfinite(n)), None)
-            if place is None or epsilon:
+            if place is None or (name == "max" and least is not None):
                 return False
-            epsilon = float(numbers[place] or 0)
+            if name == "max":
+                least = float(numbers[place] or 0)
+            else:
+                epsilon = float(numbers[place] or 0)
             ref = space.canonical(operands[1 - place])
         if self.scope.name(ref) != "reduce_sum":
             return False
@@ -304,6 +317,7 @@ class _Place:
         if not space.same(self._renamed(summed, dict(zip(inner, keys, strict=True))), scores):
             return False
         self.normalised, self.epsilon = True, epsilon
+        self.least, self.least_magnitude = (None, least or 0.0) if absolute else (least, None)
         return True
 
     def _cast(self, ref: Ref) -> Ref:
