@@ -41,7 +41,6 @@ __all__ = [
     "is_wide",
     "live_equations",
     "location",
-    "moved_equation",
     "name_stack",
     "name_stacks",
     "open_jaxpr",
@@ -51,6 +50,7 @@ __all__ = [
     "renamed",
     "repeated_equation",
     "reshape_equation",
+    "transposed_equation",
     "with_bodies",
     "with_operands",
     "with_weak_types",
@@ -317,10 +317,8 @@ def repeated_equation(variable: Var, axis: int, size: int, of_one: bool) -> Jaxp
     return equation.replace(invars=[variable], outvars=[result])
 
 
-def moved_equation(variable: Var, source: int, target: int) -> JaxprEqn:
-    """Returns an equation that moves one axis of an array to another place."""
-    order = [d for d in range(len(variable.aval.shape)) if d != source]
-    order.insert(target, source)
+def transposed_equation(variable: Var, order: Sequence[int]) -> JaxprEqn:
+    """Returns an equation that gives the axes of an array in another order."""
     equation: JaxprEqn
     (equation,) = jax.make_jaxpr(lambda x: jax.lax.transpose(x, order))(np.zeros(variable.aval.shape, bool)).eqns
     shape = tuple(variable.aval.shape[d] for d in order)

@@ -9,7 +9,7 @@ equation that reads the cotangent.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from autopallas.graph.extract import closed
 from autopallas.graph.flatten import Child
 from autopallas.graph.numbering import is_identity
 from autopallas.graph.one_example import OneExample
-from autopallas.patterns.forward import Forward, PerExample, Use
+from autopallas.patterns.forward import Forward, PerExample, PerExampleOfTwo, Use
 
 __all__ = ["Backward", "Level", "Lookup"]
 
@@ -62,8 +62,8 @@ class Backward:
       spread: per use that all examples of a ``vmap`` share, each with a cotangent of its own: the axis along which
         these lie.
       lacking: the uses whose cotangent follows from the result's and is none of the program's.
-      moved: per use whose cotangent has the axis of a ``vmap``'s examples at another place than the use itself has it:
-        the axis of the use, and that of the cotangent.
+      moved: per use whose cotangent has the axes of a ``vmap``'s examples at other places than the use itself has them:
+        the order of the use's axes in the cotangent.
     """
 
     cotangent: int
@@ -71,7 +71,7 @@ class Backward:
     mapped: int | None = None
     spread: dict[int, int] = field(default_factory=dict)
     lacking: frozenset[int] = frozenset()
-    moved: dict[int, tuple[int, int]] = field(default_factory=dict)
+    moved: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def gradients(self) -> list[int]:
@@ -186,10 +186,11 @@ class Lookup:
         shape = tuple(cotangent.aval.shape)
         return [b for c, b in found.items() if c in tied and c not in parts and graph.shape(c) == shape]
 
-    def per_example(self, forward: Forward, wanted: Sequence[int]) -> PerExample | None:
-        """Returns the forward as one of examples, where the program has an array for each of the uses in ``wanted``
-        that all examples share, with as many as these are; or where they share none of these, of which some have the
-        examples along another axis than the result; None where it is neither."""
+    def per_example(self, forward: Forward, wanted: Sequence[int]) -> Iterator[tuple[PerExample, list[int]]]:
+        """Yields the forward as one of examples, each time with the uses that may have a cotangent then: where the
+        program has an array for each of the uses in ``wanted`` that all examples share, with as many as these are; and
+        where some of the others have the examples along another axis than the result, or two axes of examples, as of
+        models and of their seeds."""
         sizes: dict[int, None] = {}
         for i in wanted:
             aval = forward.uses[i].variable.aval
@@ -201,13 +202,18 @@ class Lookup:
         for axis in (axis for axis, size in enumerate(forward.root.aval.shape) if size > 1 and size in sizes):
             example = OneExample.of(forward.jaxpr(), axis)
             if example is not None and any(example.axes[i] is None for i in wanted):
-                return PerExample(forward, example)
+                yield PerExample(forward, example), [*wanted]
+                break
         for axis in (axis for axis, size in enumerate(forward.root.aval.shape) if size > 1):
             example = OneExample.of(forward.jaxpr(), axis)
-            axes = () if example is None else [example.axes[i] for i in wanted]
-            if example is not None and None not in axes and {*axes} - {axis}:
-                return PerExample(forward, example)
-        return None
+            own = [] if example is None else [i for i in wanted if example.axes[i] is not None]
+            if example is not None and {example.axes[i] for i in own} - {axis}:
+                yield PerExample(forward, example), own
+                break
+        if (pair := PerExampleOfTwo.of(forward)) is not None:
+            own = [i for i in wanted if pair.example.axes[i] is not None and pair.inner.axes[i] is not None]
+            if own:
+                yield pair, own
 
     def _derivative(self, forward: Forward, wanted: Sequence[int], mapped: int | None) -> _Derivative:
         """Returns the equations of ``jax.vjp``, from (cotangent, uses) to the cotangents of the uses in ``wanted``;
@@ -233,7 +239,8 @@ class Lookup:
                 self._children.update((id(pattern.equations[i]), own) for i, own in pattern.children.items())
                 shared = forward.shared if isinstance(forward, PerExample) else ()
                 axes = forward.example.axes if isinstance(forward, PerExample) else ()
-                known = self._derivatives[key] = _Derivative(pattern, wanted, shared, axes)
+                twice = isinstance(forward, PerExampleOfTwo)
+                known = self._derivatives[key] = _Derivative(pattern, wanted, shared, axes, twice)
         return known
 
     def _extend(
@@ -557,24 +564,36 @@ class _Derivative:
     """A derivative, from (cotangent, uses) to cotangents of ``wanted`` uses: its paths, those of the site first.
 
     ``spread`` gives, for each use in ``shared``, the axis along which its cotangents of all examples lie. Where all
-    uses have examples of their own, along ``axes``, ``moved`` gives the axes of each use whose cotangent has them at
-    another place: that of the use, and that of its cotangent.
+    uses have examples of their own, along ``axes``, or along two axes each, ``twice``, ``moved`` gives the order of the
+    axes of each use whose cotangent has them at other places.
     """
 
-    def __init__(self, body: Body, wanted: Sequence[int], shared: Sequence[int] = (), axes: Sequence[int | None] = ()):
+    def __init__(
+        self,
+        body: Body,
+        wanted: Sequence[int],
+        shared: Sequence[int] = (),
+        axes: Sequence[int | None] = (),
+        twice: bool = False,
+    ):
         self.body = body
         self.spread: dict[int, int] = {}
-        self.moved: dict[int, tuple[int, int]] = {}
+        self.moved: dict[int, tuple[int, ...]] = {}
         cotangent, *others = body.invars
         given = set(others)
         paths = []
         for i, result in zip(wanted, body.outvars, strict=True):
             if i in shared:
                 result, self.spread[i] = _before_moved(body, result, 0)
+            elif twice:
+                result, order = _before_transposes(body, result, 2)
+                if list(order) != sorted(order):
+                    self.moved[i] = order
             elif axes and (own := axes[i]) is not None and not {*shared} & {*wanted}:
-                result, there = _before_moved(body, result, own)
+                before, there = _before_moved(body, result, own)
                 if there != own:
-                    self.moved[i] = own, there
+                    result, self.moved[i] = _before_transposes(body, result, 1)
+                    assert result is before
             if isinstance(result, Var):
                 path = _leading_to(body.equations, result)
                 read = {atom for e in path for atom in e.invars if isinstance(atom, Var)}
@@ -592,6 +611,20 @@ def _before_moved(body: Body, result: JaxprAtom, to: int) -> tuple[JaxprAtom, in
         if order[to] != to and sorted(others) == others:
             return body.equations[position].invars[0], int(order[to])
     return result, to
+
+
+def _before_transposes(body: Body, result: JaxprAtom, most: int) -> tuple[JaxprAtom, tuple[int, ...]]:
+    """Returns a value as it was before its last transposes, ``most`` of them, and the order of the axes it has
+    afterwards that gives those before."""
+    order = tuple(range(len(result.aval.shape)))
+    for _ in range(most):
+        position = body.defined.get(result) if isinstance(result, Var) else None
+        if position is None or body.equations[position].primitive.name != "transpose":
+            break
+        permutation = [int(d) for d in body.equations[position].params["permutation"]]
+        order = tuple(order[permutation.index(d)] for d in range(len(permutation)))
+        result = body.equations[position].invars[0]
+    return result, order
 
 
 def _leading_to(equations: Sequence[JaxprEqn], result: Var) -> list[JaxprEqn]:

@@ -28,6 +28,7 @@ __all__ = [
     "Forward",
     "Merged",
     "PerExample",
+    "PerExampleOfTwo",
     "Rectified",
     "RectifiedApart",
     "Use",
@@ -346,6 +347,47 @@ class PerExample(Forward):
         equation = node.equation.replace(params=params, outvars=[Var(aval)])
         results = self.graph.find(equation, [source], self.graph.frames[self.body])
         return None if results is None else results[0]
+
+
+class PerExampleOfTwo(PerExample):
+    """A forward of examples along two axes, as those of models and of their seeds, that two ``vmap`` made."""
+
+    def __init__(self, forward: Forward, example: OneExample, inner: OneExample):
+        super().__init__(forward, example)
+        self.inner = inner
+
+    @staticmethod
+    def of(forward: Forward) -> PerExampleOfTwo | None:
+        """Returns the forward as one of examples along the first two axes of its result; None where it is none."""
+        shape = forward.root.aval.shape
+        if len(shape) < 2 or min(shape[:2]) < 2:
+            return None
+        outer = OneExample.of(forward.jaxpr(), 0)
+        if outer is None or any(own is not None for own in outer.alone):
+            return None
+        types = [
+            jax.ShapeDtypeStruct(x.shape if d is None else (*x.shape[:d], *x.shape[d + 1 :]), x.dtype)
+            for x, d in zip(forward.types(), outer.axes, strict=True)
+        ]
+        inner = OneExample.of(compat.make_jaxpr(outer, *types), 0)
+        moved = inner is not None and ({*outer.axes} | {*inner.axes}) - {0, None}
+        if inner is None or not moved or any(own is not None for own in inner.alone):
+            return None
+        return PerExampleOfTwo(forward, outer, inner)
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        return tuple(i for i, axis in enumerate(self.inner.axes) if axis is None or self.example.axes[i] is None)
+
+    def shape(self) -> Hashable:
+        return super().shape(), self.inner.axes
+
+    def pulled(self, program: ClosedJaxpr, wanted: Sequence[int]) -> ArrayFunction:
+        function = pullback(self.inner, wanted)
+        for one in (self.inner, self.example):
+            out = tuple(one.axes[i] or 0 for i in wanted)
+            function = jax.vmap(function, in_axes=(one.axis, *one.axes), out_axes=out)
+        return function
 
 
 class Merged(Forward):

@@ -79,8 +79,7 @@ class BackwardMatch:
       gradients: (position among the site's operands, number of the value that is its cotangent).
       mapped: how many cotangents there are, along a leading axis of each; None for one without that axis.
       further: numbers of the cotangents of the site's other results, in their order.
-      moved: (number of such a value, axis of the operand, axis of the value) for each value that has this axis of its
-        operand at another place.
+      moved: (number of such a value, order of its operand's axes in it) for each value that has them in another order.
     """
 
     body: Body
@@ -88,7 +87,7 @@ class BackwardMatch:
     gradients: tuple[tuple[int, int], ...]
     mapped: int | None = None
     further: tuple[int, ...] = ()
-    moved: tuple[tuple[int, int, int], ...] = ()
+    moved: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @property
     def cotangents(self) -> tuple[int, ...]:

@@ -76,13 +76,12 @@ def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[
             for backward in search.found:
                 lookup.add_up(search.forward, backward, [*search.others, *search.summed])
 
-    def by_example(search: Search) -> bool:
-        """Turns to the backwards of examples; returns whether there may be any."""
-        found: PerExample | None = None
+    def by_example(search: Search) -> list[tuple[PerExample, list[int]]]:
+        """Returns the ways to read a forward as one of examples, with the uses that may have cotangents then."""
+        found: list[tuple[PerExample, list[int]]] = []
         with contained(graph.definitions[search.root]), suppress(OutOfSteps), graph.steps.one_try():
-            found = lookup.per_example(search.forward, [*search.roles, *search.others])
-        search.forward = search.forward if found is None else found
-        return found is not None
+            found += lookup.per_example(search.forward, [*search.roles, *search.others])
+        return found
 
     for search in searches:
         look(search, search.roles)
@@ -104,11 +103,14 @@ def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[
         if asked:
             _drop_echoes(searches)
             left = incomplete(chosen)
-    if asked := [search for search in left if search.by_example and by_example(search)]:
-        for search in asked:
-            look(search, [*search.roles, *search.others])
+    examples = [(search, found) for search in left if search.by_example and (found := by_example(search))]
+    while examples:
+        for search, found in examples:
+            search.forward, wanted = found.pop(0)
+            look(search, wanted)
         _drop_echoes(searches)
         left = incomplete(chosen)
+        examples = [(search, found) for search, found in examples if found and search in left]
     for _ in range(_ROUNDS):
         if not left:
             return chosen

@@ -150,7 +150,7 @@ class _Splicer:
             edit.added.append(forward)
             outputs[body] = variables
         operands = self._operands_in(body, match)
-        moved = {number: axes for number, *axes in backward.moved}
+        moved = dict(backward.moved)
         gradients = []
         for position, number in backward.gradients:
             aval = self.graph.avals[number]
@@ -167,7 +167,7 @@ class _Splicer:
         for (_, number), gradient in zip(backward.gradients, gradients, strict=True):
             given_back = gradient
             if number in moved:
-                equation = jaxprs.moved_equation(gradient, *moved[number])
+                equation = jaxprs.transposed_equation(gradient, moved[number])
                 edit.added.append(equation)
                 (given_back,) = equation.outvars
             self._give(body, number, given_back)

@@ -258,6 +258,34 @@ def test_models_that_share_their_data_have_their_own_gradients(program):
     assert sites(compared.report) == {"attention": "forward+backward"}
 
 
+@pytest.mark.parametrize("tokens", [None, 0], ids=["shared tokens", "tokens of each seed"])
+@pytest.mark.parametrize("program", [one_head, several_heads, keys_that_are_values])
+def test_models_of_several_seeds_have_their_own_gradients(program, tokens):
+    """Two axes of models, of which JAX puts each elsewhere."""
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin(program(p, x)))
+
+    parameters = tuple(array(2, E, D, D, seed=i) / 4 for i in range(3))
+    x = array(B, T, D, seed=5) if tokens is None else array(2, B, T, D, seed=5)
+    step = jax.vmap(jax.vmap(jax.value_and_grad(loss), (0, None)), (0, tokens))
+    compared = compare(step, (parameters, x), gradients=False)
+    assert compared.complaints == []
+    assert sites(compared.report) == {"attention": "forward+backward"}
+
+
+def test_models_that_share_values_too_have_their_own_gradients():
+    """What has no gradient needs no axis of models."""
+
+    def loss(p, v, x):
+        return jnp.sum(jnp.sin(jax.nn.softmax((x @ p[0]) @ (x @ p[1]).mT / 4) @ (x @ v)))
+
+    arguments = tuple(array(E, D, D, seed=i) / 4 for i in range(2)), array(D, D, seed=3) / 4, array(T, D, seed=5)
+    compared = compare(jax.vmap(jax.value_and_grad(loss), (0, None, None)), arguments, gradients=False)
+    assert compared.complaints == []
+    assert sites(compared.report) == {"attention": "forward+backward"}
+
+
 @pytest.mark.parametrize("given_back", [0, (1, 2, 0), (2, 0, 1)])
 def test_examples_along_other_axes_of_each_operand(given_back):
     def loss(q, k, v):

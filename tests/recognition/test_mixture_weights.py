@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from support.compare import compiled, optimized_like_a_user
+from support.compare import compare, compiled, optimized_like_a_user
 from support.mixtures import ONE_SITE, D, E, K, P, T, X, expert, hidden, normal, one_einsum
 
 import autopallas
@@ -300,10 +300,206 @@ def balanced(written, importance):
     return jax.value_and_grad(loss)
 
 
-@pytest.mark.parametrize("written", [scattered, one_hots])
-def test_a_loss_that_reads_the_weights_of_all_experts_is_named(written):
+def divided_by_their_sum(chosen, weights):
+    kept = one_hots(chosen, weights)
+    return kept / (jnp.sum(kept, -1, keepdims=True) + 1e-3)
+
+
+def selected_by_a_mask(chosen, weights):
+    mask = jnp.any(chosen[..., None] == jnp.arange(E), 1)
+    return jnp.where(mask, weights.sum(-1, keepdims=True) * jnp.arange(1.0, E + 1), 0.0)
+
+
+def in_sixteen_bits(chosen, weights):
+    return scattered(chosen, weights).astype("bfloat16").astype("float32")
+
+
+IMPORTANCE = {
+    "sum": lambda every, *_: every.sum(0),
+    "share of tokens times mean": lambda every, *_: (every > 0).mean(0) * every.mean(0),
+    "variation": lambda every, *_: jnp.std(every.sum(0)) / (jnp.mean(every.sum(0)) + 1e-9) * jnp.arange(E),
+    "squares in another layout": lambda every, *_: jnp.square(every.T).mean(1),
+    "with what they are made of": lambda every, chosen, weights: every.sum(0) * weights.mean(),
+}
+
+
+@pytest.mark.parametrize("importance", IMPORTANCE.values(), ids=IMPORTANCE)
+@pytest.mark.parametrize(
+    "written",
+    [scattered, one_hots, divided_by_their_sum, selected_by_a_mask, in_sixteen_bits],
+    ids=lambda f: f.__name__,
+)
+def test_a_loss_of_balance_reads_the_weights_of_all_experts_too(written, importance):
+    """Its gradient is added to that of the mixture before both come back to the choice."""
+    outcome = compare(balanced(written, importance), (P, X), gradients=False)
+    assert outcome.complaints == []
+    sites = [(site.direction, site.verdict) for site in outcome.report.sites if site.op == OP]
+    assert sites == [("forward+backward", "applied")]
+
+
+def test_a_loss_of_balance_that_reads_weights_before_they_are_divided_is_named():
+    """Their cotangent is the sum of that of the quotient's two operands and that of the loss, in one."""
+
+    def loss(p, x):
+        probabilities = jax.nn.softmax(x @ p["router"])
+        kept = jnp.where(jax.nn.one_hot(lax.top_k(probabilities, K)[1], E).sum(1) > 0, probabilities, 0.0)
+        y = jnp.einsum("tef,efd,te->td", hidden(p, x), p["down"], kept / kept.sum(-1, keepdims=True))
+        return jnp.sum(jnp.sin(y)) + jnp.var(kept.sum(0))
+
+    optimized = optimized_like_a_user(jax.value_and_grad(loss))
+    (miss,) = (miss for miss in autopallas.explain(optimized, P, X).near_misses if miss.op == OP)
+    assert "the weights of all experts are also used by reduce_sum" in miss.reason
+
+
+def test_weights_that_are_zero_though_their_expert_is_chosen_have_a_gradient():
+    """What decides is the choice, and not the weight."""
+
+    def loss(p, x):
+        scores, chosen = lax.top_k(x @ p["router"], K)
+        every = one_hots(chosen, jax.nn.softmax(scores) * p["scale"])
+        y = jnp.einsum("tef,efd,te->td", hidden(p, x), p["down"], every)
+        return jnp.sum(jnp.sin(y)) + jnp.var(every.sum(0))
+
+    p = P | {"scale": jnp.where(WITHOUT, 0.0, 1.0)[:, None]}
+    outcome = compare(jax.value_and_grad(loss), (p, X), gradients=False)
+    assert outcome.complaints == []
+    assert outcome.counts(OP) == 1
+    gradients = jax.grad(loss)(p, X)["scale"]
+    assert np.all(np.abs(gradients[WITHOUT]) > 0)
+
+
+def layers_of(layer):
+    def whole(p, x):
+        def step(carried, scale):
+            x, total = carried
+            y, balance = layer({name: value * scale for name, value in p.items()}, x)
+            return (x + y, total + balance), None
+
+        (x, total), _ = lax.scan(step, (x, 0.0), jnp.array([1.0, 0.9, 0.8]))
+        return jnp.sum(jnp.sin(x)) + total
+
+    return whole
+
+
+def balanced_layer(p, x):
+    scores, chosen = lax.top_k(x @ p["router"], K)
+    every = scattered(chosen, jax.nn.softmax(scores))
+    return jnp.einsum("tef,efd,te->td", hidden(p, x), p["down"], every), jnp.var(every.sum(0))
+
+
+def written_out_layers(p, x):
+    total = 0.0
+    for scale in (1.0, 0.9, 0.8):
+        y, balance = balanced_layer({name: value * scale for name, value in p.items()}, x)
+        x, total = x + y, total + balance
+    return jnp.sum(jnp.sin(x)) + total
+
+
+LAYERS = {
+    "scan": (layers_of(balanced_layer), 1),
+    "checkpointed": (layers_of(jax.checkpoint(balanced_layer)), 1),
+    "written out": (written_out_layers, 3),
+}
+
+
+@pytest.mark.parametrize(("whole", "count"), LAYERS.values(), ids=LAYERS)
+def test_layers_that_a_loss_of_balance_reads(whole, count):
+    outcome = compare(jax.value_and_grad(whole), (P, X), gradients=False)
+    assert outcome.complaints == []
+    assert outcome.counts(OP) == count
+
+
+@jax.custom_vjp
+def with_a_gradient_of_unit_length(x):
+    return x
+
+
+with_a_gradient_of_unit_length.defvjp(lambda x: (x, None), lambda _, ct: (ct / jnp.linalg.norm(ct),))
+
+
+@jax.custom_vjp
+def straight_through(mask, x):
+    return jnp.where(mask, x, 0.0)
+
+
+straight_through.defvjp(lambda mask, x: (jnp.where(mask, x, 0.0), None), lambda _, ct: (None, ct))
+
+
+@jax.custom_jvp
+def straight_through_forward(mask, x):
+    return mask * x
+
+
+straight_through_forward.defjvp(lambda given, tangents: (given[0] * given[1], tangents[1]))
+
+
+def of_all_probabilities(select):
+    def written(p, x):
+        probabilities = jax.nn.softmax(x @ p["router"])
+        return select(jax.nn.one_hot(lax.top_k(probabilities, K)[1], E).sum(1), probabilities)
+
+    return written
+
+
+def of_weights(change):
+    def written(p, x):
+        scores, chosen = lax.top_k(x @ p["router"], K)
+        return change(scattered(chosen, jax.nn.softmax(scores)))
+
+    return written
+
+
+CHANGED = {
+    "the gradient is divided by its norm": of_weights(with_a_gradient_of_unit_length),
+    "straight through": of_all_probabilities(lambda mask, x: straight_through(mask > 0, x)),
+    "straight through forward": of_all_probabilities(straight_through_forward),
+    "straight through by differences": of_all_probabilities(lambda mask, x: x + lax.stop_gradient(mask * x - x)),
+}
+
+
+@pytest.mark.parametrize("with_balance", [False, True], ids=["alone", "balanced"])
+@pytest.mark.parametrize("written", CHANGED.values(), ids=CHANGED)
+def test_a_gradient_that_experts_without_a_choice_have_too_is_kept(written, with_balance):
+    """It reaches what the weights are made of by a rule of its own, of all experts."""
+
+    def loss(p, x):
+        every = written(p, x)
+        y = jnp.einsum("tef,efd,te->td", hidden(p, x), p["down"], every)
+        return jnp.sum(jnp.sin(y)) + (jnp.var(every.sum(0)) if with_balance else 0.0)
+
+    outcome = compare(jax.value_and_grad(loss), (P, X), gradients=False)
+    assert outcome.complaints == []
+    assert outcome.counts(OP) == 0
+
+
+def test_gradients_of_weights_that_something_else_reads_are_kept():
+    """Where the gradient of all weights is a result, it is that of experts without a choice too."""
+
+    def whole(p, x):
+        scores, chosen = lax.top_k(x @ p["router"], K)
+        every = scattered(chosen, jax.nn.softmax(scores))
+
+        def loss(p, every):
+            y = jnp.einsum("tef,efd,te->td", hidden(p, x), p["down"], every)
+            return jnp.sum(jnp.sin(y)) + jnp.var(every.sum(0))
+
+        return jax.value_and_grad(loss, (0, 1))(p, every)
+
+    outcome = compare(whole, (P, X), gradients=False)
+    assert outcome.complaints == []
+    assert outcome.counts(OP) == 0
+
+
+def test_a_loss_that_reads_weights_whose_gradient_goes_elsewhere_is_named():
     """And not the experts' own activation, whose derivative the backward reads."""
-    optimized = optimized_like_a_user(balanced(written, lambda every, *_: every.sum(0)))
+
+    def loss(p, x):
+        scores, chosen = lax.top_k(x @ p["router"], K)
+        every = with_a_gradient_of_unit_length(scattered(chosen, jax.nn.softmax(scores)))
+        y = jnp.einsum("tef,efd,te->td", hidden(p, x), p["down"], every)
+        return jnp.sum(jnp.sin(y)) + jnp.var(every.sum(0))
+
+    optimized = optimized_like_a_user(jax.value_and_grad(loss))
     (miss,) = (miss for miss in autopallas.explain(optimized, P, X).near_misses if miss.op == OP)
     assert "the weights of all experts are also used by reduce_sum" in miss.reason
 

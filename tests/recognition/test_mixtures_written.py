@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 from support import mixtures
 from support.compare import compare, compiled, optimized_like_a_user
-from support.mixtures import E, K, P, T, X, at, expert, one_einsum, route
+from support.mixtures import E, K, P, T, X, at, expert, one_einsum, route, scattered_weights, sum_after_a_product
 from support.mixtures_written import KINDS, SITES, collected, everyone, sorted_rows
 
 OP = "grouped_matmul"
@@ -216,13 +216,24 @@ def test_stacked_programs(own):
         found(jax.vmap(function, (axes, 0)), (p, x))
 
 
-def test_models_that_share_their_tokens_are_told_as_such():
-    """Where each has tokens of its own, they are a site."""
+@pytest.mark.parametrize("function", [one_einsum, sum_after_a_product, scattered_weights], ids=lambda f: f.__name__)
+def test_models_may_share_their_tokens(function):
+    """Each chooses experts of its own for all of them."""
     models = jax.tree.map(lambda a: jnp.stack([a, 0.5 * a, -a]), P)
-    compared = compare(jax.vmap(one_einsum, (0, None)), (models, X))
+    found(jax.vmap(function, (0, None)), (models, X))
+    found(jax.vmap(function), (models, jnp.stack([X, 2 * X, X + 1])))
+
+
+@pytest.mark.parametrize("axes", [(0, None), (0, 0)], ids=["shared tokens", "tokens of their own"])
+@pytest.mark.parametrize("function", [one_einsum, sum_after_a_product, scattered_weights], ids=lambda f: f.__name__)
+def test_train_steps_of_several_models(function, axes):
+    models = jax.tree.map(lambda a: jnp.stack([a, 0.5 * a, -a]), P)
+    tokens = X if axes[1] is None else jnp.stack([X, 2 * X, X + 1])
+    step = jax.vmap(jax.value_and_grad(lambda p, x: jnp.sum(jnp.sin(function(p, x)))), axes)
+    compared = compare(step, (models, tokens), gradients=False)
     assert compared.complaints == []
-    assert any("share the tokens" in reason for reason in compared.reasons())
-    found(jax.vmap(one_einsum), (models, jnp.stack([X, 2 * X, X + 1])))
+    sites = [(site.direction, site.verdict) for site in compared.report.sites if site.op == "grouped_matmul"]
+    assert sites == [("forward+backward", "applied")]
 
 
 def test_rectifiers_in_differentiated_loops():

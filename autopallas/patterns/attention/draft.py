@@ -383,7 +383,7 @@ class AttentionDraft(ProvedAttention):
                         (positions[u], steps[levels[u]].cotangent) for u, steps in backward.levels.items() if u in pins
                     ),
                     backward.mapped,
-                    moved=tuple((backward.levels[u][0].cotangent, *axes) for u, axes in backward.moved.items()),
+                    moved=tuple((backward.levels[u][0].cotangent, order) for u, order in backward.moved.items()),
                 )
                 for backward, body in pairs
             ),

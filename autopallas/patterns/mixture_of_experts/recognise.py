@@ -46,6 +46,12 @@ from autopallas.patterns.mixture_of_experts.loops import added_on_the_way, even_
 from autopallas.patterns.mixture_of_experts.picks import GATHERED, PICKED
 from autopallas.patterns.mixture_of_experts.readers import read
 from autopallas.patterns.mixture_of_experts.refusals import DENSE, refuse_compared
+from autopallas.patterns.mixture_of_experts.shared_weights import (
+    SharedWeights,
+    returns_to_choice,
+    shared_weights,
+    with_chosen,
+)
 from autopallas.patterns.mixture_of_experts.site import NoMixture, Sites
 from autopallas.patterns.mixture_of_experts.slots import DISPATCHED, SCATTERED
 from autopallas.patterns.settling import Search, settle
@@ -221,7 +227,21 @@ def _with_backward(
     A program adds up the cotangents of a value that is read in several places. The sum is looked for first, then each
     cotangent by itself, in case something else is added in between.
     """
+    for root, mismatch in _settled(graph, drafts, matches).items():
+        misses[root] = replace(misses[root], reason=mismatch.reason, advice=mismatch.advice)
+    apart: dict[int, Draft] = {}
+    for root, draft in drafts.items():
+        if root not in matches:
+            with contained(draft.root), suppress(Mismatch), bounded(graph):
+                if draft.find_shared_weights():
+                    apart[root] = draft
+    _settled(graph, apart, matches)  # or the reason stays that of the whole
+
+
+def _settled(graph: Graph, drafts: dict[int, Draft], matches: dict[int, Match]) -> dict[int, Mismatch]:
+    """Adds the sites of which a program has the whole backward; returns why the others are none."""
     lookup = Lookup.of(graph) if drafts else None
+    refused: dict[int, Mismatch] = {}
     for kind in _KINDS:
         waiting = {root: draft for root, draft in drafts.items() if root not in matches}
         searches: dict[int, _Search] = {}
@@ -241,7 +261,8 @@ def _with_backward(
                     with bounded(graph):
                         matches[root] = drafts[root].match_with(search)
                 except Mismatch as mismatch:
-                    misses[root] = replace(misses[root], reason=mismatch.reason, advice=mismatch.advice)
+                    refused[root] = mismatch
+    return refused
 
 
 def _with_loops_again(graph: Graph, drafts: dict[int, Draft], matches: dict[int, Match]) -> None:
@@ -352,6 +373,8 @@ class Draft:
     """Whether it reads the values that its body is handed, and not those that they are computed from elsewhere."""
     equations: set[int] = field(default_factory=set)
     """Its equations, by identity."""
+    shared: Sequence[SharedWeights] = ()
+    """Weights that it reads as operands, since something else reads them too."""
     _depends: dict[bool, dict[int, bool]] = field(default_factory=lambda: {False: {}, True: {}})
 
     @property
@@ -384,6 +407,13 @@ class Draft:
     def inside(self, number: int) -> bool:
         """Returns whether a value on the way to the sum belongs to it: it depends on the choices, is made of literals
         and positions, or only repeats something smaller."""
+        if any(number == weights.number for weights in self.shared):
+            return False
+        return self._belongs(number)
+
+    def _belongs(self, number: int) -> bool:
+        """Returns whether a value is inside, or one of the weights that it shares, or belongs to what these are made
+        of."""
         graph = self.graph
         if self.handed and graph.positions[self.body].get(number, (0,))[0] < 0 and not self._constant(number):
             return False
@@ -465,20 +495,45 @@ class Draft:
     def without_backward(self) -> Mismatch:
         """Returns why only a part of the backward was recognised: what else reads the weights of all experts adds its
         own gradient to theirs before that comes back to the choice."""
-        graph, alive = self.graph, surviving(self.graph)
-        reason = f"only a part of its backward was recognised; {self.escaped}"
         for node in self._parts()[0]:
             for number in node.outputs:
-                weighs = number in alive and is_floating(graph.dtype(number)) and self.depends(number)
-                if not weighs or self.depends(number, on_products=True) or self._is_given(number):
-                    continue
-                for user in graph.users[number]:
-                    outside = id(user.equation) not in self.equations and not self.holds(user.body)
-                    if outside and not in_backward(user) and not alive.isdisjoint(user.outputs):
+                if self._weighs(number) and not self._is_given(number):
+                    for user in self._other_readers(number):
                         where = jaxprs.location(user.equation)
                         reason = f"{self.what}, and the weights of all experts are also used by {user.name} at {where}"
                         return Mismatch(f"{reason}, whose gradient is added to theirs", advice=WEIGHTS_APART)
-        return Mismatch(reason, advice=EXPERTS_APART)
+        return Mismatch(f"only a part of its backward was recognised; {self.escaped}", advice=EXPERTS_APART)
+
+    def _weighs(self, number: int) -> bool:
+        """Returns whether a value is a number that is made by the choice, and not of what experts compute."""
+        floating = is_floating(self.graph.dtype(number))
+        return floating and self.depends(number) and not self.depends(number, on_products=True)
+
+    def _other_readers(self, number: int) -> Iterator[Node]:
+        """Yields what reads a value and is neither a part of the site nor of a backward."""
+        alive = surviving(self.graph)
+        for user in self.graph.users[number] if number in alive else ():
+            outside = id(user.equation) not in self.equations and not self.holds(user.body)
+            if outside and not in_backward(user) and not alive.isdisjoint(user.outputs):
+                yield user
+
+    def _is_shared(self, number: int) -> bool:
+        """Returns whether something else reads a value too, or a layout of it."""
+        todo = [number]
+        while todo:
+            number = todo.pop()
+            self.graph.steps.spend()
+            if any(True for _ in self._other_readers(number)):
+                return True
+            todo += [user.outputs[0] for user in self.graph.users[number] if user.name in MOVES]
+        return False
+
+    def find_shared_weights(self) -> bool:
+        """Makes operands of the weights that something else reads too; returns whether there are any."""
+        if self.loops:
+            return False
+        self.shared = shared_weights(self.graph, self.number, self._weighs, self._is_shared)
+        return bool(self.shared)
 
     def _is_given(self, number: int) -> bool:
         """Returns whether a value is a part of an argument, such as the matrix of one expert."""
@@ -537,7 +592,7 @@ class Draft:
         if not forward.complete or isinstance(forward, (Rectified, RectifiedApart)) and not forward.differs:
             return None
         wanted = [i for i, u in enumerate(forward.uses) if differentiable(u) and not self._constant(u.number)]
-        search = _Search(forward, wanted[::-1], [])
+        search = _Search(forward, wanted[::-1], [], by_example=kind is Merged)
         search.products = frozenset(n for n in forward.own if self.depends(n, on_products=True))
         return search
 
@@ -556,7 +611,13 @@ class Draft:
             if not all(is_available(graph, forward.uses[i].number, (self.body,), body, across=True) for i in places):
                 raise Mismatch("the backward lacks an operand where it stands", advice=WHOLE_GRADIENT)
             gradients = tuple((places[use], levels[0].cotangent) for use, levels in backward.levels.items())
-            backwards.append(BackwardMatch(body, backward.cotangent, gradients, backward.mapped))
+            if backward.spread:
+                raise Mismatch(
+                    f"{self.what}, and each example of a vmap has gradients of its own of what all of them read",
+                    advice=WHOLE_GRADIENT,
+                )
+            moved = tuple((backward.levels[use][0].cotangent, order) for use, order in backward.moved.items())
+            backwards.append(BackwardMatch(body, backward.cotangent, gradients, backward.mapped, moved=moved))
         if not backwards:
             raise Mismatch("the backward was not recognised", advice=WHOLE_GRADIENT)
         inputs = [Var(use.variable.aval) for use in forward.uses]
@@ -576,7 +637,27 @@ class Draft:
                 given.append(variable if differentiable(use) else shared.setdefault(use.number, variable))
         read = [inputs[i] for i in places]
         original = closed(read, [forward.root], [*equations, *forward.over(given)])
-        return self._match([forward.uses[i].number for i in places], original, original, (), tuple(backwards))
+        operands = [forward.uses[i].number for i in places]
+        if self.shared:
+            self._check_shared(search)
+            operands, original = with_chosen(graph, original, operands, self.shared)
+            for number in operands[len(places) :]:
+                here = number in graph.positions[self.body]
+                if not here or not all(is_available(graph, number, (self.body,), b.body, True) for b in backwards):
+                    raise Mismatch("the backward lacks the choice of experts where it stands", advice=WHOLE_GRADIENT)
+        return self._match(operands, original, original, (), tuple(backwards))
+
+    def _check_shared(self, search: Search) -> None:
+        """Requires that the gradients of shared weights go on to what these are made of, and nowhere else."""
+        graph, lookup, numbers = self.graph, Lookup.of(self.graph), {weights.number for weights in self.shared}
+        for backward in search.found:
+            for use, (level, *_) in backward.levels.items():
+                number = search.forward.uses[use].number
+                if number not in numbers:
+                    continue
+                if not returns_to_choice(graph, lookup, self.body, number, level.cotangent, self._belongs):
+                    reason = f"{self.what}, and more than their choice reads the gradient of their weights"
+                    raise Mismatch(reason, advice=WEIGHTS_APART)
 
     def _home(self, backward: Backward) -> Body:
         """Returns the body that computes the cotangents."""

@@ -110,9 +110,9 @@ class SumReader:
                     if not self.choosing:
                         raise Mismatch(f"{DENSE}, and there is one token alone", advice=ONE_TOKEN)
                     raise Mismatch(f"{DISPATCHED}, in no form that is known", advice=NUMBER_SLOTS)
-            self._refuse_shared_tokens()
-            refuse_hidden(self.scope, self.factors, self.expert, self.tokens)
-            return None
+            if not self._models_share_tokens():
+                refuse_hidden(self.scope, self.factors, self.expert, self.tokens)
+                return None
         if not any(choices.off(factor) == 0 for factor in self.factors):
             raise Mismatch(
                 f"{DENSE}, and it cannot be shown that what is not chosen has no weight{choices.note}",
@@ -289,17 +289,14 @@ class SumReader:
                     "and no kernel of this library does that better.",
                 )
 
-    def _refuse_shared_tokens(self) -> None:
-        """Refuses experts of several models that all compute the same tokens, as where ``vmap`` maps parameters
-        alone."""
+    def _models_share_tokens(self) -> bool:
+        """Returns whether experts of several models all compute the same tokens, as where ``vmap`` maps parameters
+        alone: then each token is one of each model's, since each chooses experts of its own."""
         self._shares_tokens, self._holds = True, {}
         if any(map(self.holds_product, self.factors)):
-            raise Mismatch(
-                f"{DENSE}, and several models, each with experts of its own, share the tokens",
-                advice="Give each model tokens of its own, as an argument that has an axis of models too: "
-                "jax.vmap(model, (0, 0)).",
-            )
+            return True
         self._shares_tokens, self._holds = False, {}
+        return False
 
     def _refuse_narrow(self, choices: Choices) -> None:
         """Refuses experts that are counted in a type too narrow for their numbers."""
