@@ -88,7 +88,7 @@ def normalised_too(q, k, v, logs, f):
 
 def divided_by_the_absolute_value_of_sums(q, k, v, logs, f):
     """As the matrix LSTM has it, with gates of sigmoids."""
-    s = scores(q, k) * decays(logs) * jax.nn.sigmoid(f)[:, :, None]
+    s = scores(jnp.abs(q), -0.1 * jnp.abs(k)) * decays(logs) * jax.nn.sigmoid(f)[:, :, None]
     return weighted(s / jnp.maximum(jnp.abs(s.sum(-1, keepdims=True)), 1), v)
 
 

@@ -101,12 +101,13 @@ def normalised_after(q, k, v):
 
 
 def by_magnitudes_before(q, k, v):
-    s = jnp.tril(scores(q, k))
+    """Sums of one sign, on both sides of the least magnitude: what cancels has no digits to compare."""
+    s = jnp.tril(scores(positive(q), -0.01 * positive(k)))
     return weighted(s / jnp.maximum(jnp.abs(jnp.sum(s, -1, keepdims=True)), 1), v)
 
 
 def by_magnitudes_after(q, k, v):
-    s = jnp.where(causal(), scores(q, k), 0)
+    s = jnp.where(causal(), scores(positive(q), -0.01 * positive(k)), 0)
     return weighted(s, v) / jnp.maximum(1.0, jnp.abs(s.sum(-1))).transpose(0, 2, 1)[..., None]
 
 

@@ -54,10 +54,9 @@ class LinearAttentionSpec(Spec):
     epsilon: float = 0.0
     """A number that is added to the sums of the scores."""
     least: float | None = None
-    """The least number by which sums are divided, where there is one."""
+    """The least number by which sums are divided."""
     least_magnitude: float | None = None
-    """The least one where sums are divided by magnitudes, as in the matrix LSTM (Beck et al., 2024, arXiv:2405.04517);
-    None where they are not."""
+    """The least one where sums are divided by their magnitudes, as in the matrix LSTM (arXiv:2405.04517)."""
     spelling: Spelling = "scores"
     """What the original stores: "scores" of all pairs of steps, or "states", sums of outer products, for all steps."""
     decay_dtype: Dtype | None = None
