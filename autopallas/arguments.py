@@ -14,19 +14,23 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
+from autopallas import compat
 from autopallas.compat import Array, PyTree
+from autopallas.key_order import put_in_order
 
 __all__ = [
     "Static",
     "Untraceable",
     "Watched",
     "given_back",
+    "has_traced_parts",
     "in_objects",
     "is_flag",
     "is_number",
     "is_quantity",
     "join",
     "split",
+    "split_traced",
     "told_apart",
     "traceable",
     "with_arguments",
@@ -59,6 +63,8 @@ class Static:
     """Per leaf: what it is now; nothing before :func:`told_apart`."""
     numbers: bool = False
     """Whether Python's numbers are among the arrays."""
+    given: PyTree = field(default=None, compare=False)
+    """The arguments themselves, where dictionaries among them are to keep their order."""
 
 
 def traceable(leaf: object) -> bool:
@@ -66,10 +72,9 @@ def traceable(leaf: object) -> bool:
     if isinstance(leaf, (np.ndarray, np.generic)):
         return leaf.dtype.kind not in "OSUMm" and leaf.dtype.names is None
     return (
-        isinstance(leaf, (jax.Array, bool, int, float, complex))
+        isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, bool, int, float, complex))
         or hasattr(leaf, "__jax_array__")
         or hasattr(leaf, "aval")
-        or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
     )
 
 
@@ -143,7 +148,22 @@ def join(static: Static, arrays: Sequence[ArrayLike]) -> tuple[tuple[PyTree, ...
     left = iter(arrays)
     leaves = [next(left) if kind is None else leaf for kind, leaf in zip(static.kinds, static.leaves, strict=True)]
     args, kwargs = jax.tree.unflatten(static.structure, leaves)
+    if static.given is not None:
+        put_in_order(static.given, (args, kwargs))
     return args, kwargs
+
+
+def split_traced(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> tuple[list[Array], Static]:
+    """Splits the arguments that jit gives a function which it traces: what is traced, and what it holds fixed, such as
+    its static arguments, which stay what they are."""
+    if compat.is_outermost():  # as where jit is disabled, and traces nothing
+        return split(args, kwargs)
+    fixed = {id(one) for one in (*args, *kwargs.values()) if not any(map(compat.is_tracer, jax.tree.leaves(one)))}
+    leaves, structure = jax.tree.flatten((tuple(args), kwargs), is_leaf=lambda node: id(node) in fixed)
+    arrays = [leaf for leaf in leaves if compat.is_tracer(leaf)]
+    rest = tuple(None if compat.is_tracer(leaf) else leaf for leaf in leaves)
+    kinds = tuple(None if compat.is_tracer(leaf) else type(leaf) for leaf in leaves)
+    return cast("list[Array]", arrays), Static(structure, kinds, rest)
 
 
 @jax.tree_util.register_static
@@ -186,6 +206,21 @@ def given_back(result: PyTree, fixed: Static) -> PyTree:
         return _Argument(places[id(leaf)])
 
     return jax.tree.map(given, result)
+
+
+def has_traced_parts(structure: jax.tree_util.PyTreeDef) -> bool:
+    """Returns whether an object of a tree holds what is traced and is none of the tree's leaves, such as a field of a
+    dataclass that is no array field: a result of jit would hold it for ever."""
+    todo = [structure]
+    while todo:
+        tree = todo.pop()
+        node = tree.node_data()
+        if node is not None:
+            todo += tree.children()
+            fixed = node[1] if isinstance(node[1], tuple) else (node[1],)
+            if any(map(compat.is_tracer, fixed)):
+                return True
+    return False
 
 
 def with_arguments(result: PyTree, fixed: Static) -> PyTree:
@@ -240,9 +275,9 @@ class Watched:
     def _now(
         self, kept: list[tuple[_Container, _Container]] | None = None
     ) -> tuple[jax.tree_util.PyTreeDef, list[object], tuple[Hashable, ...]] | None:
-        leaves, structure = jax.tree.flatten(self._given)
         parts = _Parts(kept)
         try:
+            leaves, structure = jax.tree.flatten(self._given)
             states = tuple(parts.state(leaf, 0) for leaf in leaves if not traceable(leaf))
             hash(states)
         except (TypeError, ValueError):  # what it is made of cannot be seen, and it is not held fixed either
@@ -301,6 +336,12 @@ class _Same:
         return id(self.one)
 
 
+def _exactly(value: object) -> Hashable:
+    """Returns what tells a number apart that is equal to others, such as zeros of both signs."""
+    parts = (value.real, value.imag) if isinstance(value, (float, complex)) else ()
+    return tuple(float(part).hex() for part in parts)
+
+
 def _is_code(value: object) -> bool:
     """Returns whether a value is a function, a class or a module, or an object that stands for a function."""
     return isinstance(value, types.ModuleType) or (callable(value) and hasattr(value, "__name__"))
@@ -311,6 +352,8 @@ def _held(value: object) -> Mapping[str, object]:
     return vars(value) if hasattr(value, "__dict__") else {}
 
 
+_MOST_BYTES, _MOST_HIDDEN = 2**20, 100
+"""Of a NumPy array, and parts of another object, that such an object holds and that are read in each call."""
 _TOLD = (int, float, complex, str, bytes, tuple, frozenset, jax.Array)
 """Attributes by which objects that are equal by a rule of their own are told apart."""
 
@@ -366,23 +409,24 @@ class _Plain:
 class _Parts:
     """Reads what objects are made of, each once; keeps in ``kept`` what containers hold now, if it is given."""
 
-    def __init__(self, kept: list[tuple[_Container, _Container]] | None = None) -> None:
+    def __init__(self, kept: list[tuple[_Container, _Container]] | None = None, most: int = _MOST_PARTS) -> None:
         self._met: dict[int, int] = {}
         self._kept = kept
+        self._most = most
 
     def state(self, value: object, depth: int) -> Hashable:
         """Returns what tells a value from what it was before or will be later."""
         kind = type(value)
         if value is None or kind in (bool, int, str, bytes):
             return kind, value
-        if isinstance(value, float):
-            return kind, value.hex()
-        if isinstance(value, complex):
+        if isinstance(value, np.floating) or (isinstance(value, float) and kind is float):
+            return kind, float(value).hex()
+        if isinstance(value, complex) and kind is complex:
             return kind, value.real.hex(), value.imag.hex()
         if id(value) in self._met:
             return _Parts, self._met[id(value)]
         self._met[id(value)] = len(self._met)
-        if len(self._met) > _MOST_PARTS or depth > _DEEPEST:
+        if len(self._met) > self._most or depth > _DEEPEST:
             raise Untraceable(f"a {kind.__name__} among its arguments has too many parts to see whether they change")
         if isinstance(value, jax.Array):
             return kind, _Same(value)
@@ -403,7 +447,7 @@ class _Parts:
             if kind.__basicsize__ > _Plain.__basicsize__ or not hasattr(value, "__dict__"):
                 raise Untraceable(f"a {kind.__name__} among its arguments may change without notice")
             return kind, _Same(value), self.state(vars(value), depth + 1)
-        return kind, value, self._read(value) if _is_code(value) else self._hidden(value, depth + 1)
+        return kind, value, self._read(value) if _is_code(value) else self._hidden(value, depth + 1), _exactly(value)
 
     def _read(self, code: object) -> Hashable:
         """Returns what a function, a class or a module reads of its own: its attributes, and what a function closes
@@ -417,18 +461,38 @@ class _Parts:
         What cannot be told apart is left to the object's own rule.
         """
         held = {f.name: getattr(value, f.name, None) for f in fields(value)} if is_dataclass(value) else _held(value)
+        if isinstance(value, (tuple, frozenset)):
+            held = {**held, "": tuple(value)}
         found: list[Hashable] = []
         for name, part in held.items():
-            if part is None or isinstance(part, _TOLD) or (
-                type(part) in (list, dict, set) or type(part).__hash__ not in (None, object.__hash__)
-            ):  # fmt: skip
-                try:
+            kind = type(part)
+            told = isinstance(part, _TOLD) or kind in (list, dict, set) or kind.__hash__ not in (None, object.__hash__)
+            try:
+                if part is None or told:
                     state = self.state(part, depth)
-                    hash(state)
-                except TypeError:
+                elif self._kept is None:  # an object may fill such parts when it is used
+                    state = self._content(part, depth)
+                else:
                     continue
-                found.append((name, state))
+                hash(state)
+            except (TypeError, ValueError):
+                continue
+            found.append((name, state))
         return tuple(found)
+
+    def _content(self, part: object, depth: int) -> Hashable:
+        """Returns what is in an array or in an object, whichever one it is.
+
+        Raises:
+          TypeError: that cannot be told.
+        """
+        if isinstance(part, np.ndarray):
+            if part.dtype.hasobject or part.nbytes > _MOST_BYTES:
+                raise Untraceable("its elements are not read")
+            return type(part), part.shape, part.dtype.str, part.tobytes()
+        if _is_code(part):
+            raise Untraceable("it is told by what it is")
+        return type(part), _Parts(most=_MOST_HIDDEN).state(vars(part), depth + 1)
 
     @staticmethod
     def _inside(value: object) -> Sequence[object] | None:
@@ -441,4 +505,7 @@ class _Parts:
             return [value.__func__, value.__self__]
         if type(value) is functools.partial:
             return [value.func, value.args, value.keywords]
+        if isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
+            owner = value.__self__
+            return None if owner is None or isinstance(owner, types.ModuleType) else [value.__name__, owner]
         return None

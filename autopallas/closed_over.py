@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import dis
 import functools
+import gc
+import inspect
 import itertools
 import random
 import sys
@@ -17,12 +21,14 @@ import numpy as np
 
 from autopallas import compat
 
-__all__ = ["ClosedOver"]
+__all__ = ["ClosedOver", "reads_iterator"]
 
 _MOST = 10_000
 """How many objects are looked at."""
 _LIBRARIES = sys.stdlib_module_names | {"autopallas", "jax", "jaxlib", "numpy"}
 """Libraries whose objects stay as they are: they hold what was compiled, or belong to several threads."""
+_MOST_FUNCTIONS = 256
+"""How many functions are looked at that a function calls."""
 _MOST_BYTES = 2**24
 """Of NumPy arrays that are looked at."""
 _Names: TypeAlias = dict[object, object]
@@ -56,10 +62,12 @@ class ClosedOver:
         self._random: list[tuple[_Random, object]] = []
         self._bytes = 0
         self._variables = [(variable, variable.read()) for variable in _variables(function)]
+        self._memos = [memo for memo in _memos(function) if not _keeps_traced(memo)]
         globals_ = (value for variable, value in self._variables if isinstance(variable.place, dict))
         self._shared = {id(value) for value in globals_ if type(value) in _KINDS}
         """Containers with global names, of which nothing but what is traced is the function's own doing."""
         todo, seen = [*_read(function, True)], set[int]()
+        self._direct = {id(value) for value, _ in todo}
         for value, is_own in todo:  # which grows meanwhile
             if id(value) not in seen and len(seen) < _MOST:
                 seen.add(id(value))
@@ -80,7 +88,7 @@ class ClosedOver:
                 self._arrays.append((value, value.copy()))
             return []
         if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random)):
-            if is_own:
+            if is_own or id(value) in self._direct:
                 self._random.append((value, _state(value)))
             return []
         if kind in _KINDS:
@@ -93,19 +101,22 @@ class ClosedOver:
             except Exception:  # an object that stands for another one, which is not there, may raise anything
                 return []
         if type(held) not in _KINDS:
-            return []
+            return [(getattr(value, name, None), is_own) for name in _slots(kind)] if held is None else []
         kept = _KINDS[type(held)](held, is_own, id(held) in self._shared)
         self._kept.append(kept)
         before = kept.before
         return [(part, is_own) for part in (before.values() if isinstance(before, dict) else before)]
 
     def changed(self) -> bool:
-        """Returns whether a variable, an object or a container has what is traced and had not; or the objects of a
-        method or of a partial function have another number, text or array, or more or fewer parts.
+        """Returns whether a variable, an object or a container has what is traced and had not, or a function that keeps
+        its results has such a one; or a variable to which the function writes, or the objects of a method or of a
+        partial function, have another number, text or array, or more or fewer parts; or random numbers were drawn.
 
         Where the function is called as it is written, they have the array or the number of that call then.
         """
-        if any(_is_lost(before, variable.read(), False) for variable, before in self._variables):
+        if any(_is_lost(before, variable.read(), variable.is_written) for variable, before in self._variables):
+            return True
+        if any(map(_keeps_traced, self._memos)):
             return True
         had = {id(kept.content): kept.before for kept in self._kept}
         changed = {id(kept.content) for kept in self._kept if kept.is_changed(had)}
@@ -118,8 +129,12 @@ class ClosedOver:
         """Gives the objects of a method or of a partial function what they had, and others, which code that runs beside
         the trace may have changed too, what they lost or what is traced now."""
         for variable, one in self._variables:
-            if one is not _Lacks and _is_traced(variable.read()):
+            now = variable.read()
+            if now is not one and (variable.is_written or (one is not _Lacks and _is_traced(now))):
                 variable.write(one)
+        for memo in self._memos:
+            if _keeps_traced(memo):
+                memo.cache_clear()
         for kept in self._kept:
             kept.restore()
         for array, elements in self._arrays:
@@ -139,6 +154,8 @@ def _read(function: object, named: bool) -> Iterator[tuple[object, bool]]:
         yield function.__self__, True
         yield from _read(function.__func__, named)
     elif isinstance(function, types.FunctionType):
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            yield value, False
         for cell in function.__closure__ or ():
             try:
                 yield cell.cell_contents, False
@@ -157,34 +174,143 @@ def _read(function: object, named: bool) -> Iterator[tuple[object, bool]]:
 class _Variable:
     """A variable that a function closes over, or a global one that it names."""
 
-    place: types.CellType | dict[str, object]
+    place: object
+    """A cell, the global variables of a module, a class, or an object with slots."""
     name: str
+    is_written: bool = False
+    """Whether the function itself gives it other values."""
 
     def read(self) -> object:
-        if isinstance(self.place, dict):
-            return self.place.get(self.name, _Lacks)
+        if isinstance(self.place, (dict, type)):
+            names = self.place if isinstance(self.place, dict) else vars(self.place)
+            return names.get(self.name, _Lacks)
+        name = "cell_contents" if isinstance(self.place, types.CellType) else self.name
         try:
-            return self.place.cell_contents
-        except ValueError:  # nothing is in it
+            return getattr(self.place, name)
+        except (AttributeError, ValueError):  # nothing is in it
             return _Lacks
 
     def write(self, value: object) -> None:
+        name = "cell_contents" if isinstance(self.place, types.CellType) else self.name
         if isinstance(self.place, dict):
-            self.place[self.name] = value
+            self.place.update({name: value} if value is not _Lacks else {})
+            if value is _Lacks:
+                self.place.pop(name, None)
+        elif value is _Lacks:
+            delattr(self.place, name)
         else:
-            self.place.cell_contents = value
+            setattr(self.place, name, value)
 
 
 def _variables(function: object) -> Iterator[_Variable]:
     """Yields the variables around a function to which it may write."""
-    while isinstance(function, (functools.partial, types.MethodType)):
-        function = function.func if isinstance(function, functools.partial) else function.__func__
-    if isinstance(function, types.FunctionType):
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            yield _Variable(cell, name)
-        for name in function.__code__.co_names:
-            if name in function.__globals__:
-                yield _Variable(function.__globals__, name)
+    code = _code(function)
+    if isinstance(code, types.FunctionType):
+        written = _written(code.__code__)
+        for name, cell in zip(code.__code__.co_freevars, code.__closure__ or (), strict=True):
+            yield _Variable(cell, name, name in written)
+        for name in code.__code__.co_names:
+            if name in code.__globals__ or name in written:
+                yield _Variable(code.__globals__, name, name in written)
+    for value in (value for value, is_own in _read(function, False) if is_own):
+        kind = value if isinstance(value, type) else type(value)
+        if kind.__module__.partition(".")[0] not in _LIBRARIES:
+            simple = [name for name, held in vars(kind).items() if isinstance(held, _SIMPLE) and name[:2] != "__"]
+            yield from (_Variable(kind, name, True) for name in simple)
+            yield from (_Variable(value, name, True) for name in _slots(kind) if kind is not value)
+
+
+def _slots(kind: type) -> Iterator[str]:
+    """Yields the names of attributes that instances of a class have in no dictionary."""
+    for one in kind.__mro__:
+        names = vars(one).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__"):
+                yield f"_{one.__name__.lstrip('_')}{name}" if name[:2] == "__" and name[-2:] != "__" else name
+
+
+def _code(function: object) -> object:
+    """Returns the function of a partial function, of a method or of an object that is called."""
+    while True:
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif isinstance(function, types.MethodType):
+            function = function.__func__
+        elif isinstance(function, (types.FunctionType, type)):
+            return function
+        else:
+            method = inspect.getattr_static(type(function), "__call__", None)
+            return method if isinstance(method, types.FunctionType) else function
+
+
+@functools.lru_cache(maxsize=256)
+def _written(code: types.CodeType) -> frozenset[str]:
+    """Returns the names of global variables, and of those of functions around it, to which a function's code writes."""
+    inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
+    own = {one.argval for one in dis.get_instructions(code) if one.opname in ("STORE_GLOBAL", "STORE_DEREF")}
+    return frozenset(own).union(*map(_written, inner)) - {*code.co_cellvars}
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Returns the names of global variables and attributes that a function's code reads."""
+    inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def reads_iterator(function: object) -> bool:
+    """Returns whether a function reads an iterator that it closes over, that has a global name, or that the object of
+    a method holds: it would be given one thing when it is traced, and no other ever after."""
+    code = _code(function)
+    if not isinstance(code, types.FunctionType):
+        return False
+    names = _names(code.__code__).union(code.__code__.co_freevars)
+    read = [variable.read() for variable in _variables(function) if variable.name in names]
+    while isinstance(function, functools.partial):
+        read += [*function.args, *function.keywords.values()]
+        function = function.func
+    for value, is_own in _read(function, False):
+        held = getattr(value, "__dict__", None) if is_own and not isinstance(value, (type, types.ModuleType)) else None
+        read += [held[name] for name in names & held.keys()] if isinstance(held, dict) else []
+    return any(hasattr(type(value), "__next__") for value in read)
+
+
+_Memo = type(functools.lru_cache(int))
+"""A function that keeps its results."""
+
+
+def _memos(function: object) -> list[functools._lru_cache_wrapper[object]]:
+    """Returns the functions that keep their results, of those that a function names, and that these name."""
+    found: dict[int, functools._lru_cache_wrapper[object]] = {}
+    todo, seen = [_code(function)], set[int]()
+    for one in todo:  # which grows meanwhile
+        if isinstance(one, _Memo):
+            found.setdefault(id(one), one)
+        if callable(one) and (type(one).__module__ or "").partition(".")[0] in _LIBRARIES:
+            todo.append(getattr(one, "__wrapped__", None))
+        if not isinstance(one, types.FunctionType) or id(one) in seen or len(seen) > _MOST_FUNCTIONS:
+            continue
+        seen.add(id(one))
+        if (one.__module__ or "").partition(".")[0] in _LIBRARIES:
+            continue
+        names = _names(one.__code__)
+        holders: list[Mapping[str, object]] = [one.__globals__]
+        for name in names:
+            value = one.__globals__.get(name)
+            if isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] not in _LIBRARIES:
+                holders.append(vars(value))
+        todo += [holder[name] for holder in holders for name in names if name in holder]
+        for cell in one.__closure__ or ():
+            with contextlib.suppress(ValueError):  # nothing was written to it yet
+                todo.append(cell.cell_contents)
+    return [*found.values()]
+
+
+def _keeps_traced(memo: functools._lru_cache_wrapper[object]) -> bool:
+    """Returns whether a function keeps what is traced among its results."""
+    for part in gc.get_referents(memo):
+        if any(map(_is_traced, part.values() if type(part) is dict else (part,))):
+            return True
+    return False
 
 
 C = TypeVar("C", _Names, list[object], set[object], collections.deque[object])

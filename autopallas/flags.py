@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from autopallas.arguments import in_objects
+from autopallas.arguments import in_objects, is_flag
 from autopallas.compat import PyTree
 from autopallas.trace_context import TraceContext
 
@@ -68,8 +68,14 @@ def may_have_names(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> bool
     return any(map(is_integer, jax.tree.leaves(inside)))
 
 
-def has_flags(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> bool:
-    """Returns whether a call is given flags, which a function may compare by identity."""
+def has_flags(args: Sequence[PyTree], kwargs: Mapping[str, PyTree], inside: bool = False) -> bool:
+    """Returns whether a call is given flags, which a function may compare by identity; with ``inside`` also inside of
+    other arguments, where a program that was traced for an integer would run for one with a name."""
+    if inside:
+        try:
+            return any(map(is_flag, {*map(type, jax.tree.leaves((args, kwargs)))}))
+        except Exception:  # as of a dictionary whose keys have no order, which jit cannot take apart either
+            return True
     for one in args:
         if isinstance(one, int) and type(one) is not int:
             return True

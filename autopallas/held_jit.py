@@ -29,7 +29,7 @@ class HeldJit(Generic[P, R]):
         self._function, self._holder, self._name = function, holder, name
         self.jitted: Callable[..., object] = getattr(holder, name)
 
-    def call(self, instead: Callable[..., object], *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self, instead: Callable[..., object], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the object, with another function in the place of its jit function while it runs; as it is, if it was
         given another jit function meanwhile."""
         if getattr(self._holder, self._name) not in (self.jitted, instead):  # another thread may just call it
@@ -40,7 +40,7 @@ class HeldJit(Generic[P, R]):
         finally:
             setattr(self._holder, self._name, self.jitted)
 
-    def traced(self, trace: Callable[..., object], *args: P.args, **kwargs: P.kwargs) -> None:
+    def traced(self, trace: Callable[..., object], /, *args: P.args, **kwargs: P.kwargs) -> None:
         """Calls the object up to its jit function, of which it traces a call; calls of other threads are made."""
         own = threading.get_ident()
 

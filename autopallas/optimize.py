@@ -86,7 +86,7 @@ def _unbound(fn: ArrayFunction) -> tuple[ArrayFunction, Args]:
 
 
 @own_frames.left_out
-def explain(fn: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> Report:
+def explain(fn: ArrayFunction, /, *args: PyTree, **kwargs: PyTree) -> Report:
     """Reports what :func:`optimize` would do with a call, without compiling or running anything.
 
     Args:
@@ -118,6 +118,6 @@ def explain(fn: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> Report:
     return fresh.report()
 
 
-def _only_trace(jitted: Jitted, *args: PyTree, **kwargs: PyTree) -> PyTree:
+def _only_trace(jitted: Jitted, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
     with first_call.unchecked():
         return jitted.eval_shape(*args, **kwargs)

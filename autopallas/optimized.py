@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, cast
 import jax
 from jax.typing import ArrayLike
 
-from autopallas import compat, own_frames, pipeline
-from autopallas.arguments import Static, is_flag, join, split
+from autopallas import compat, key_order, own_frames, pipeline
+from autopallas.arguments import Static, is_flag, join, split_traced
 from autopallas.compat import ArrayFunction, ClosedJaxpr, Jitted, Params, PyTree
 from autopallas.errors import one_line, warn
 from autopallas.fallback.bisect import is_bisecting, no_site_is_allowed
@@ -24,7 +24,7 @@ from autopallas.faults import MEANT
 from autopallas.flags import MayHaveFlags, MayHaveNames, as_jit_traces, has_flags, may_have_flags, may_have_names
 from autopallas.gc_pause import paused, rare
 from autopallas.options import Options, resolve
-from autopallas.plain_calls import Args, Kwargs, PlainCalls, call_jitted
+from autopallas.plain_calls import CONCRETE, Args, Kwargs, PlainCalls, call_jitted
 from autopallas.report import Failure, Report, at_exit
 from autopallas.report.live_report import LiveReport
 from autopallas.sharding import call_shardings
@@ -80,13 +80,13 @@ class Optimized(Generic[P, R]):
         self._canary: Canary | None = None
         self._disabled: dict[pipeline.Place, str] = {}
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if self._canary is not None and self._canary.due():
             from autopallas.verification.compared_calls import compared  # only programs with canaries pay for it
 
             return compared(self, self._canary, args, kwargs)
         run = self._run  # which another thread may change meanwhile
-        if self._plain is not None and run is self._jit and has_flags(args, kwargs):
+        if self._plain is not None and run is self._jit and has_flags(args, kwargs, self._looks_inside):
             run = functools.partial(self._plain.call, call_jitted)
         failed: Exception | None = None
         try:  # the common call pays only for this frame
@@ -104,6 +104,9 @@ class Optimized(Generic[P, R]):
         except call_shardings.ShardingsNeeded:
             self._spread = True
             return self(*args, **kwargs)
+        except key_order.OrderNeeded:
+            with key_order.given(self, args, kwargs):
+                return self(*args, **kwargs)
         except (MayHaveFlags, MayHaveNames) as refused:
             assert self._plain is not None
             self._plain.knows_names |= isinstance(refused, MayHaveNames)
@@ -132,7 +135,11 @@ class Optimized(Generic[P, R]):
             return self(*args, **kwargs)
 
     def __get__(self, instance: object, owner: type | None = None) -> Optimized[P, R] | types.MethodType:
-        return self if instance is None else types.MethodType(self, instance)
+        """Binds where the function would: one that is bound already, a static one, and most objects that are called do
+        not."""
+        fn: object = self._function
+        binds = hasattr(type(fn), "__get__") and not isinstance(fn, (staticmethod, types.MethodType))
+        return self if instance is None or not binds else types.MethodType(self, instance)
 
     def __repr__(self) -> str:
         return f"<autopallas.optimize of {self._function!r}>"
@@ -153,19 +160,19 @@ class Optimized(Generic[P, R]):
     # ------------------------------------------------------------------ the API of jit
 
     @own_frames.left_out
-    def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
+    def lower(self, /, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """Lowers the rewritten program, as ``jax.jit(f).lower`` does."""
         with first_call.unchecked(), inspection_only():
             return self._placed(self._jit.lower, args, kwargs)
 
     @own_frames.left_out
-    def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
+    def trace(self, /, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
         """Traces the rewritten program, as ``jax.jit(f).trace`` does."""
         with first_call.unchecked(), inspection_only():
             return self._placed(self._jit.trace, args, kwargs)
 
     @own_frames.left_out
-    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> PyTree:
+    def eval_shape(self, /, *args: P.args, **kwargs: P.kwargs) -> PyTree:
         """Returns shapes and dtypes of the result, as ``jax.jit(f).eval_shape`` does."""
         with first_call.unchecked(), inspection_only():
             return self._placed(self._jit.eval_shape, args, kwargs)
@@ -184,6 +191,9 @@ class Optimized(Generic[P, R]):
         if self._plain is not None and (may_have_flags(args, kwargs) or may_have_names(args, kwargs)):
             with as_jit_traces(True):  # as part of the key, or a call would use what is traced here
                 return self._placed(use, args, kwargs)
+        if self._plain is not None and not key_order.is_given(self):
+            with key_order.given(self, args, kwargs):
+                return self._placed(use, args, kwargs)
         if not self._spread:
             try:
                 return use(*args, **kwargs)
@@ -199,15 +209,20 @@ class Optimized(Generic[P, R]):
             return self._as_written(args, kwargs, fixed)
         if options.verify is True:
             first_call.demand()
-        arrays, static = split(args, kwargs)
+        arrays, static = split_traced(args, kwargs)
 
         def program_of(*arrays: ArrayLike) -> PyTree:
             return self._as_written(*join(static, arrays), fixed)
 
         program_of.__signature__ = _ANY_ARRAYS  # type: ignore[attr-defined]
         program_of.__wrapped__ = self._inner  # type: ignore[attr-defined] # the function that JAX's errors name
-        with pipeline.inside(True), rare():
-            program, shapes = compat.make_jaxpr_and_shapes(program_of, *arrays)
+        try:
+            with pipeline.inside(True), rare():
+                program, shapes = compat.make_jaxpr_and_shapes(program_of, *arrays)
+        except CONCRETE:
+            if self._plain is None and getattr(jax.config, "jax_disable_jit", False):  # the function may look at values
+                return self._called(args, kwargs)
+            raise
         if call_shardings.needs_shardings(program, self._settings):
             raise call_shardings.ShardingsNeeded
         shardings, rewritten = None, program
@@ -280,6 +295,12 @@ class Optimized(Generic[P, R]):
         """Returns another function, optimized with the same options."""
         return Optimized(function, self._explicit)
 
+    @property
+    def _looks_inside(self) -> bool:
+        """Whether flags inside of arguments are looked for before a call: in the first ones, since another thread may
+        just trace a program for integers, and in all where there is such a program."""
+        return not self._was_traced or (self._plain is not None and self._plain.knows_names)
+
     def _repeated(self, args: Args, kwargs: Kwargs) -> _Repeated:
         return _Repeated(self, args, kwargs)
 
@@ -334,16 +355,18 @@ class _Repeated:
 
     def _use(self, use: ArrayFunction) -> PyTree:
         function, plain = self.function, self.function._plain
-        if function._run is function._jit and not (plain is not None and has_flags(self.args, self.kwargs)):
-            return use(function._jit, *self.args, **self.kwargs)
-        assert plain is not None
+        if plain is None or (
+            function._run is function._jit and not has_flags(self.args, self.kwargs, function._looks_inside)
+        ):
+            with key_order.given(function, self.args, self.kwargs):
+                return use(function._jit, *self.args, **self.kwargs)
         return plain.call(use, *self.args, **self.kwargs)
 
     def __call__(self) -> PyTree:
         return jax.block_until_ready(self._use(call_jitted))
 
     def trace(self) -> jax.stages.Traced:
-        traced: jax.stages.Traced = self._use(lambda jitted, *args, **kwargs: jitted.trace(*args, **kwargs))
+        traced: jax.stages.Traced = self._use(lambda jitted, /, *args, **kwargs: jitted.trace(*args, **kwargs))
         return traced
 
     def spent(self) -> bool:

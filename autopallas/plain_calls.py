@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import jax
 
-from autopallas import compat
+from autopallas import compat, key_order
 from autopallas.arguments import (
     Static,
     Untraceable,
     Watched,
     given_back,
+    has_traced_parts,
     in_objects,
     is_flag,
     is_number,
@@ -28,7 +31,7 @@ from autopallas.arguments import (
     traceable,
     with_arguments,
 )
-from autopallas.closed_over import ClosedOver
+from autopallas.closed_over import ClosedOver, reads_iterator
 from autopallas.compat import ArrayFunction, PyTree
 from autopallas.errors import one_line, warn
 from autopallas.fallback.rerun import is_users_error, mark_users_error
@@ -42,13 +45,13 @@ from autopallas.report.live_report import LiveReport
 if TYPE_CHECKING:
     from autopallas.optimized import Optimized
 
-__all__ = ["Args", "Kwargs", "PlainCalls", "call_jitted"]
+__all__ = ["CONCRETE", "Args", "Kwargs", "PlainCalls", "call_jitted"]
 
 T = TypeVar("T")
 Args: TypeAlias = tuple[PyTree, ...]
 Kwargs: TypeAlias = dict[str, PyTree]
 
-_CONCRETE = (
+CONCRETE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
@@ -56,8 +59,9 @@ _CONCRETE = (
 )
 """Errors that jit raises where a function looks at the value of an argument."""
 
-_OF_ARGUMENTS = (TypeError, OverflowError)
-"""Errors that jit raises itself for arguments that it does not take, such as integers of more than 32 bits."""
+_OF_ARGUMENTS = (TypeError, ValueError, OverflowError)
+"""Errors that jit raises itself for arguments that it does not take, such as integers of more than 32 bits, or arrays
+with a mask."""
 
 _MOST_HELD = 32
 """For how many values of arguments that are held fixed a function is compiled."""
@@ -97,6 +101,8 @@ class PlainCalls:
         """Why calls run as they are that would be compiled for further values: what was said of that."""
         self._gives_back = False
         """Whether results have leaves of the arguments that no trace can follow."""
+        self._traced_by: set[int] = set()
+        """Threads in which it is being traced, and may call itself."""
         self._settles = False
         """Whether the last trace found that the function changes its object, which its next call may find done."""
 
@@ -125,10 +131,30 @@ class PlainCalls:
         Raises:
           Untraceable: it does what would be lost.
         """
+        with key_order.as_given(self._owner, args, kwargs):
+            own = threading.get_ident()
+            added = {own} - self._traced_by
+            self._traced_by |= added
+            try:
+                return self._as_written(args, kwargs, fixed)
+            finally:
+                self._traced_by -= added
+
+    def _as_written(self, args: Args, kwargs: Kwargs, fixed: Static | None) -> PyTree:
+        if reads_iterator(self._owner._inner):
+            raise Untraceable("it reads an iterator, which gives it something else in each call")
         watched, around = Watched(args, kwargs), ClosedOver(self._owner._inner)
         try:
             result = self._owner._called(args, kwargs)
-            if not all(map(traceable, jax.tree.leaves(result))):
+            if inspect.iscoroutine(result):
+                result.close()
+            try:
+                leaves, structure = jax.tree.flatten(result)
+            except Exception as error:
+                raise Untraceable(f"it returns what jit cannot take apart: {one_line(error)}") from error
+            if has_traced_parts(structure):
+                raise Untraceable("it returns an object with a traced array among the parts that it holds fixed")
+            if not all(map(traceable, leaves)):
                 if fixed is None:
                     raise Untraceable("it returns something that is neither an array nor a number")
                 result = given_back(result, fixed)
@@ -158,16 +184,23 @@ class PlainCalls:
         """
         if isinstance(error, MEANT) or is_users_error(error, self._owner):
             return False
-        if isinstance(error, (*_CONCRETE, Untraceable)):
+        if isinstance(error, (*CONCRETE, Untraceable)):
             return True
-        fixed = any(is_number(leaf) or not traceable(leaf) for leaf in jax.tree.leaves((args, kwargs)))
+        try:
+            leaves = jax.tree.leaves((args, kwargs))
+        except Exception:  # as of a dictionary whose keys have no order
+            return True
+        fixed = any(is_number(leaf) or not traceable(leaf) for leaf in leaves)
         if is_users_error(error):
             return fixed or compat.is_outermost()
-        return fixed and isinstance(error, _OF_ARGUMENTS)
+        return isinstance(error, _OF_ARGUMENTS) and (fixed or compat.is_outermost())
 
     def call_again(self, error: Exception, args: Args, kwargs: Kwargs) -> PyTree:
         """Calls a plain function that jit failed to trace, as :meth:`call` does from now on."""
-        kind = _kind(split(args, kwargs)[1])
+        try:
+            kind = _kind(split(args, kwargs)[1])
+        except Exception:  # jit cannot take them apart
+            kind = None
         if kind is not None:
             self._ways.setdefault(kind, (1, error))
         self._owner._run = functools.partial(self.call, call_jitted)
@@ -181,7 +214,7 @@ class PlainCalls:
             if self._ways.get(kind, (0, None))[1] is not None:
                 self._ways.pop(kind, None)
 
-    def call(self, use: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> PyTree:
+    def call(self, use: ArrayFunction, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Calls a plain function, which may take and return what jit does not, or look at the values of numbers.
 
         Compiles it in the first way of :meth:`_attempts` that works; otherwise runs it as it is.
@@ -189,23 +222,28 @@ class PlainCalls:
         if self.as_it_is is not None:
             return self._uncompiled(use, args, kwargs)
         self.knows_names = True  # each call is looked through
-        arrays, fixed = split(args, kwargs)
+        try:
+            arrays, fixed = split(args, kwargs)
+        except Exception as error:
+            untraceable = Untraceable(f"it is given what jit cannot take apart: {one_line(error)}")
+            return self._run_as_it_is(use, untraceable, args, kwargs)
         kind = _kind(fixed)
         first, failed = self._ways.get(kind, (0, None))  # each trace that fails takes as long as another
         for way, static, traced in self._attempts(args, kwargs, arrays, fixed):
             if way < first:
                 continue
             try:
-                if static is None:  # as part of the key: another thread may just call it with a flag in that place
-                    with as_jit_traces(True) if may_have_flags(args, kwargs) else contextlib.nullcontext():
-                        result = use(self._owner._jit, *args, **kwargs)
-                elif self._holds(static := told_apart(static)):
-                    result = use(self._owner._fixed, static, *traced)
-                    if self._gives_back:
-                        result = with_arguments(result, static)
-                else:
-                    failed = None  # too many are held: this one is called as it is, and the function stays compiled
-                    break
+                with key_order.given(self._owner, args, kwargs):
+                    if static is None:  # as part of the key: another thread may just call it with a flag in that place
+                        with as_jit_traces(True) if may_have_flags(args, kwargs) else contextlib.nullcontext():
+                            result = use(self._owner._jit, *args, **kwargs)
+                    elif self._holds(static := told_apart(static)):
+                        result = use(self._owner._fixed, static, *traced)
+                        if self._gives_back:
+                            result = with_arguments(result, static)
+                    else:
+                        failed = None  # too many are held: this one is called as it is, and the function stays compiled
+                        break
             except Exception as error:
                 unhashable = static is not None and isinstance(error, TypeError)
                 if not unhashable and not self.may_be_ours(error, args, kwargs):
@@ -253,7 +291,11 @@ class PlainCalls:
             if not resolve(self._owner._explicit).strict:
                 self._settles, self._owner._run = True, self._owner._jit
                 return self._owner._function(*args, **kwargs)
-        perhaps_own, called, result = not isinstance(error, (*_CONCRETE, Untraceable)), False, None
+        perhaps_own, called, result = not isinstance(error, (*CONCRETE, Untraceable)), False, None
+        if (
+            perhaps_own and threading.get_ident() in self._traced_by
+        ):  # the call around it is made again, and this one too
+            raise error
         if (use is call_jitted or self._owner._dry) and (holder := self._holder) is not None:
             with self._owner._lock:  # threads that call it at the same time share one
                 inside = self.inside or self._owner._with_options(holder.jitted)
@@ -346,6 +388,6 @@ def _kind(static: Static) -> Hashable:
     return kind
 
 
-def call_jitted(jitted: Callable[..., T], *args: PyTree, **kwargs: PyTree) -> T:
+def call_jitted(jitted: Callable[..., T], /, *args: PyTree, **kwargs: PyTree) -> T:
     """Calls a jit function: the use of it that a call is."""
     return jitted(*args, **kwargs)

@@ -22,6 +22,7 @@ FLOORS = (
         "flags",
         "gc_pause",
         "held_jit",
+        "key_order",
         "own_frames",
         "place_selectors",
         "progress",

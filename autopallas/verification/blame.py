@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import jax
@@ -57,6 +57,8 @@ def judge(
       options: the options in force.
     """
     arrays, static = split(args, kwargs)
+    if function._settings is None:
+        static = replace(static, given=(args, kwargs))
     original, shapes, names = original_program(function._inner, arrays, static)
     shardings = call_shardings.known(original, args, kwargs, arrays, shapes, function._settings)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ class Verification:
         return text.render(self)
 
 
-def verify(fn: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> Verification:
+def verify(fn: ArrayFunction, /, *args: PyTree, **kwargs: PyTree) -> Verification:
     """Checks that :func:`autopallas.optimize` does not change what a call computes.
 
     Runs the original, the rewritten program, and a float64 evaluation of the original, the oracle.  The oracle promotes
@@ -108,6 +108,8 @@ def check(fn: ArrayFunction, args: Sequence[PyTree], kwargs: dict[str, PyTree]) 
             "arrays of one process"
         )
     arrays, static = split(args, kwargs)
+    if getattr(fn, "_settings", None) is None:
+        static = replace(static, given=(args, kwargs))
     original, rewritten, names = _programs(fn, arrays, static)
     replaced = len(applied_sites(rewritten))
     if any(equation.primitive.name in _NOT_AGAIN for equation in jaxprs.every_equation(original)):

@@ -118,6 +118,12 @@ def test_without_jit():
     assert optimized.report().counts()["attention"] == 1
 
 
+def test_a_function_that_looks_at_values_without_jit():
+    optimized = always(jax.jit(lambda x: x * 2 if float(x.sum()) > -1e9 else x))
+    with jax.disable_jit():
+        np.testing.assert_array_equal(optimized(X), 2 * X)
+
+
 def test_float64_arguments_stay_float64():
     with jax.enable_x64(True):
         w, x = W.astype(np.float64), X.astype(np.float64)

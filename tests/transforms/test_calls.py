@@ -9,6 +9,7 @@ import pickle
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from support.catalogue import array
@@ -87,6 +88,46 @@ def test_static_arguments_of_an_existing_jit(qkv):
     assert wrapped.report().counts()["attention"] == 2
     wrapped(*qkv, "name")
     assert wrapped.report().counts()["attention"] == 1
+
+
+@jax.tree_util.register_pytree_node_class
+class Sizes:
+    """Has an array among its leaves, and something beside them; jit takes it as a static argument."""
+
+    def __init__(self, scale, name=None):
+        self.scale, self.name = scale, name
+
+    def tree_flatten(self):
+        return (self.scale,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(*leaves)
+
+    def __eq__(self, other):
+        return isinstance(other, Sizes) and self.name == other.name
+
+    def __hash__(self):
+        return hash(self.name)
+
+
+@pytest.mark.parametrize(
+    ("use", "fixed"),
+    [
+        (lambda x, n: jnp.zeros(n) + x[0], np.int64(4)),
+        (lambda x, n: x * 2 if n > 0.4 else x, np.float32(0.5)),
+        (lambda x, n: x.reshape(n), tuple(np.array([3, 1]))),
+        (lambda x, n: x * (float(n.scale) + len(n.name)), Sizes(np.float32(2), "name")),
+        (lambda x, n: x * (float(n.scale) + len(n.name)), Sizes(jnp.float32(2), "name")),
+    ],
+    ids=["size", "compared", "sizes", "object", "object with an array"],
+)
+def test_a_static_argument_stays_what_it_is(use, fixed):
+    """Whatever it is made of: a number of NumPy was traced, and an object taken apart."""
+    x = jnp.arange(3.0)
+    wrapped = optimized(jax.jit(use, static_argnums=1))
+    for _ in range(2):
+        same(wrapped(x, fixed), use(x, fixed))
 
 
 @pytest.mark.parametrize("use", ["static", "donate"])
@@ -233,6 +274,37 @@ def test_a_method_that_jit_made_reads_the_object_of_each_call(qkv):
     same(wrapped(qkv[0]), scaled.attend(qkv[0]))
     scaled.scale = jnp.asarray(0.25)
     same(wrapped(qkv[0]), scaled.attend(qkv[0]))
+
+
+class Doubled:
+    def __call__(self, x):
+        return 2 * x
+
+
+class Holder:
+    """Holds what is bound to no instance, beside a function, which is."""
+
+    of_object = autopallas.optimize(Doubled())
+    of_partial = autopallas.optimize(functools.partial(jnp.multiply, 3))
+    of_method = autopallas.optimize(Doubled().__call__)
+
+    @autopallas.optimize
+    @staticmethod
+    def of_none(x):
+        return 4 * x
+
+    @autopallas.optimize
+    def of_instance(self, x):
+        return 5 * x
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [("of_object", 2), ("of_partial", 3), ("of_method", 2), ("of_none", 4), ("of_instance", 5)],
+)
+def test_an_attribute_of_a_class_is_bound_as_the_function_would_be(name, factor):
+    x = jnp.arange(3.0)
+    same(getattr(Holder(), name)(x), factor * x)
 
 
 @pytest.mark.parametrize("copied", [False, True], ids=["attributes by name", "attributes copied"])

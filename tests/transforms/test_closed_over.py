@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
+import random
 
 import jax
 import jax.numpy as jnp
@@ -370,3 +372,188 @@ def test_a_global_dictionary_is_given_nothing_back_that_others_took():
     autopallas.optimize(function)(X)
     assert JOBS == {"second": 2}
     assert not any(map(compat.is_tracer, LOG))
+
+
+COUNT = 0
+
+
+def with_a_global_number(x):
+    global COUNT
+    COUNT += 1
+    return x * COUNT
+
+
+def with_a_number_around_it():
+    count = 0
+
+    def function(x):
+        def inner():
+            nonlocal count
+            count += 1
+
+        inner()
+        return x * count
+
+    return function
+
+
+class WithSlots:
+    __slots__ = ("count", "log")
+
+    def __init__(self):
+        self.count, self.log = 0, []
+
+    def step(self, x):
+        self.count += 1
+        self.log.append(1)
+        return x * self.count * len(self.log)
+
+
+class OfClass:
+    count = 0
+
+    @classmethod
+    def step(cls, x):
+        cls.count += 1
+        return x * cls.count
+
+    def of_instance(self, x):
+        type(self).count += 1
+        return x * self.count
+
+
+NUMBERS = {
+    "global": lambda: globals().update(COUNT=0) or with_a_global_number,
+    "closed over": with_a_number_around_it,
+    "slots": lambda: WithSlots().step,
+    "class": lambda: setattr(OfClass, "count", 0) or OfClass.step,
+    "class of an instance": lambda: setattr(OfClass, "count", 0) or OfClass().of_instance,
+}
+
+
+@pytest.mark.filterwarnings("ignore:autopallas runs")
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_a_function_gives_another_value_in_each_call_is_not_lost(name):
+    function = NUMBERS[name]()
+    wanted = [function(X) for _ in range(4)]
+    wrapped = autopallas.optimize(NUMBERS[name]())
+    for one in wanted:
+        assert jnp.array_equal(wrapped(X), one)
+    assert "which would be lost" in wrapped.report().failures[0].error
+
+
+def with_a_default():
+    def function(x, memo={}):  # noqa: B006
+        if "mask" not in memo:
+            memo["mask"] = jnp.tril(jnp.ones((3, 3)))
+        return memo["mask"] @ x
+
+    return function
+
+
+def with_a_default_by_name():
+    def function(x, *, memo=[]):  # noqa: B006
+        memo.append(jnp.tril(jnp.ones((3, 3))))
+        return memo[0] @ x * len(memo)
+
+    return function
+
+
+@functools.cache
+def mask_of(size):
+    return jnp.tril(jnp.ones((size, size)))
+
+
+def with_a_function_that_keeps_its_results():
+    mask_of.cache_clear()
+    return lambda x: mask_of(3) @ x
+
+
+def with_one_that_another_calls():
+    mask = functools.lru_cache(lambda size: jnp.tril(jnp.ones((size, size))))
+
+    def masked(x):
+        return mask(3) @ x
+
+    return lambda x: masked(x)
+
+
+@pytest.mark.filterwarnings("ignore:autopallas runs")
+@pytest.mark.parametrize(
+    "make",
+    [
+        with_a_default,
+        with_a_default_by_name,
+        with_a_function_that_keeps_its_results,
+        with_one_that_another_calls,
+    ],
+)
+def test_what_a_trace_keeps_for_other_calls_is_not_traced(make):
+    """The trace of a second shape would find what the first one has left, which is of no use to anybody."""
+    given, wanted = autopallas.optimize(make()), make()
+    for x in (X, jnp.ones((3, 2)), X, jnp.ones((3, 4))):
+        assert jnp.array_equal(given(x), wanted(x))
+    if make is not with_a_default_by_name:
+        assert given._as_it_is is None
+    assert not compat.is_tracer(mask_of(3))
+
+
+RANDOM = np.random.RandomState(0)
+
+
+@pytest.mark.filterwarnings("ignore:autopallas runs")
+@pytest.mark.parametrize("name", ["closed over", "global", "of Python"])
+def test_random_numbers_of_a_generator_that_a_function_reads_are_others_in_each_call(name):
+    def make():
+        numpy, python = np.random.default_rng(0), random.Random(0)
+        RANDOM.seed(0)
+        return {
+            "closed over": lambda x: x + numpy.integers(100),
+            "global": lambda x: x + RANDOM.randint(100),
+            "of Python": lambda x: x + python.randrange(100),
+        }[name]
+
+    function = make()
+    wanted = [function(X) for _ in range(4)]
+    wrapped = autopallas.optimize(make())
+    for one in wanted:
+        assert jnp.array_equal(wrapped(X), one)
+
+
+class Reader:
+    def __init__(self):
+        self.numbers = (n for n in range(9))
+
+    def __call__(self, x):
+        return x + next(self.numbers)
+
+    def other(self, x):
+        return x + 1
+
+
+def with_an_iterator():
+    numbers = itertools.count()
+    return lambda x: x + next(numbers)
+
+
+def with_keys():
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+    return lambda x: x + jax.random.uniform(next(keys), x.shape)
+
+
+@pytest.mark.filterwarnings("ignore:autopallas runs")
+@pytest.mark.parametrize(
+    "make",
+    [Reader, with_an_iterator, with_keys, lambda: functools.partial(lambda it, x: x + next(it), iter([1, 2, 3]))],
+)
+def test_what_a_function_reads_of_an_iterator_is_something_else_in_each_call(make):
+    given, wanted = autopallas.optimize(make()), make()
+    for _ in range(3):
+        assert jnp.array_equal(given(X), wanted(X))
+    assert "reads an iterator" in given.report().failures[0].error
+
+
+def test_a_method_that_does_not_read_the_iterator_of_its_object_is_compiled():
+    given = autopallas.optimize(Reader().other)
+    assert jnp.array_equal(given(X), X + 1)
+    assert not given.report().failures

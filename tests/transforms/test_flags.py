@@ -78,6 +78,17 @@ def test_integers_with_names_inside_of_other_arguments_are_held_fixed(inside, lo
         np.testing.assert_array_equal(wrapped(qkv[0], inside(mode)), use(qkv[0], inside(mode)))
 
 
+def test_integers_with_names_are_held_fixed_after_others_without(qkv):
+    """A program that was traced for an integer runs for one with a name, as far as jit knows."""
+
+    def use(x, config):
+        return x * 2 if config["mode"] is Mode.TWICE else x
+
+    wrapped = autopallas.optimize(use)
+    for mode in (1, Mode.TWICE, 0, Mode.PLAIN, Mode.TWICE):
+        np.testing.assert_array_equal(wrapped(qkv[0], {"mode": mode}), use(qkv[0], {"mode": mode}))
+
+
 def test_integers_without_names_inside_of_other_arguments_are_traced_once():
     traces = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import random
 import threading
@@ -106,6 +107,194 @@ def test_objects_that_are_equal_by_a_rule_of_their_own_are_told_apart_by_what_th
         np.testing.assert_array_equal(given, wanted)
         np.testing.assert_array_equal(np.signbit(given), np.signbit(wanted))
     assert wrapped._fixed._cache_size() == len(things)
+
+
+class Inner:
+    def __init__(self, scale):
+        self.scale = scale
+
+
+class Unit(float):
+    def __new__(cls, value, name):
+        unit = super().__new__(cls, value)
+        unit.name = name
+        return unit
+
+
+class Sizes(tuple):
+    """No node of a tree, as JAX sees it."""
+
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    ("use", "things"),
+    [
+        (lambda x, s: x * s.scale.scale, [Named(Inner(2.0)), Named(Inner(3.0))]),
+        (lambda x, s: x * s.scale, [Named(np.full(3, 2.0)), Named(np.full(3, 3.0))]),
+        (lambda x, s: x * s.further, [Settings(1, np.full(3, 2.0)), Settings(1, np.full(3, 3.0))]),
+        (lambda x, s: x * s * len(s.name), [Unit(2.0, "a"), Unit(2.0, "ab"), Unit(-0.0, "a"), Unit(0.0, "a")]),
+        (lambda x, s: x * s[0], [Sizes([1]), Sizes([1.0]), Sizes([True])]),
+    ],
+    ids=["object", "array", "field", "number with a name", "tuple"],
+)
+def test_equal_objects_are_told_apart_by_what_their_rule_leaves_out(use, things):
+    x = jnp.arange(1, 4)
+    wrapped = optimized(use)
+    for thing in [*things, *things]:
+        given, wanted = wrapped(x, thing), use(x, thing)
+        assert given.dtype == wanted.dtype
+        np.testing.assert_array_equal(given, wanted)
+        np.testing.assert_array_equal(np.signbit(given), np.signbit(wanted))
+    assert not wrapped.report().failures
+
+
+@pytest.mark.filterwarnings("ignore:autopallas runs")
+@pytest.mark.parametrize("kind", ["dictionary", "random", "iterator"])
+def test_methods_of_what_python_and_numpy_have_read_what_it_is_now(kind):
+    def change(source):
+        if kind == "dictionary":
+            source["a"] += 1
+            return source.get
+        return source.normal if kind == "random" else source.__next__
+
+    def use(x, method):
+        return x * (method("a") if kind == "dictionary" else method())
+
+    make = {
+        "dictionary": lambda: {"a": 1.0},
+        "random": lambda: np.random.default_rng(0),
+        "iterator": lambda: iter([1, 2, 3]),
+    }[kind]
+    given, wanted, wrapped = make(), make(), autopallas.optimize(use)
+    for _ in range(3):
+        np.testing.assert_array_equal(wrapped(jnp.ones(3), change(given)), use(jnp.ones(3), change(wanted)))
+
+
+@pytest.mark.parametrize("name", ["use", "jitted", "self", "fn", "instead", "trace", "static", "args", "kwargs"])
+def test_an_argument_may_have_any_name(name):
+    wrapped = optimized(lambda x, **named: x * len(named[name]))
+    x = jnp.arange(3.0)
+    same(wrapped(x, **{name: "text"}), x * 4)
+    assert not autopallas.explain(wrapped, x, **{name: "text"}).failures
+    same(wrapped(x, **{name: [x, x]}), x * 2)
+    assert wrapped.eval_shape(x, **{name: [x]}).shape == (3,)
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+@pytest.mark.filterwarnings("ignore:autopallas runs")
+@pytest.mark.parametrize("where", ["argument", "by name", "result", "added"])
+def test_dictionaries_whose_keys_have_no_order_run_as_they_are(where):
+    """jit puts keys in order, and raises an error where it cannot."""
+    x = jnp.arange(3.0)
+
+    def use(x, colors=None):
+        if where == "result":
+            return {Color.BLUE: x, Color.RED: 2 * x}
+        if where == "added":
+            colors[1] = x
+            return 2 * x
+        return x * colors[Color.RED] + colors[Color.BLUE]
+
+    colors = {"a": x} if where == "added" else {Color.RED: x, Color.BLUE: 2 * x}
+    wrapped = autopallas.optimize(use)
+    for _ in range(2):
+        if where == "result":
+            assert jnp.array_equal(wrapped(x)[Color.RED], 2 * x)
+        elif where == "by name":
+            assert jnp.array_equal(wrapped(x, colors=colors), use(x, colors=colors))
+        else:
+            assert jnp.array_equal(wrapped(x, colors), use(x, colors))
+    assert wrapped.report().failures
+
+
+def through(layers, x):
+    for name, layer in layers.items():
+        x = jnp.tanh(x @ layer["w"]) + len(name)
+    return x
+
+
+@pytest.mark.parametrize("verify", [False, True, 0.9])
+@pytest.mark.parametrize("mode", [None, "text"])
+@pytest.mark.parametrize("lowered_before", [False, True])
+def test_dictionaries_keep_the_order_of_their_keys(verify, mode, lowered_before, qkv):
+    """jit sorts them: layer_10 would come before layer_2."""
+
+    def use(layers, q, k, v, mode=None, **further):
+        return through(further, through(layers, attend(q, k, v))) + (mode is None)
+
+    def named(n):
+        return {f"layer_{i}": {"w": array(D, D, seed=i), "b": array(D, seed=i)} for i in range(n, 12)}
+
+    wrapped = optimized(use, verify=verify)
+    if lowered_before and mode is None:
+        wrapped.lower(named(7), *qkv, z=named(11)["layer_11"], a=named(10)["layer_10"])
+    inner = jax.jit(lambda q: wrapped(named(7), q, *qkv[1:], mode, z=named(11)["layer_11"], a=named(10)["layer_10"]))
+    for _ in range(3):
+        given = wrapped(named(7), *qkv, mode, z=named(11)["layer_11"], a=named(10)["layer_10"])
+        wanted = use(named(7), *qkv, mode, z=named(11)["layer_11"], a=named(10)["layer_10"])
+        same(given, wanted)
+        same(inner(qkv[0]), wanted)
+    assert not wrapped.report().failures
+    assert wrapped.report().counts()["attention"] == 1
+
+
+def test_a_function_within_another_keeps_the_order_of_its_own_dictionary():
+    def layers(*names):
+        return {name: {"w": array(D, D, seed=len(name))} for name in names}
+
+    inner = autopallas.optimize(lambda given, x: through(given, x))
+    outer = autopallas.optimize(lambda given, x: inner(layers("zz", "a"), through(given, x)))
+    x, given = array(2, D, seed=1), layers("yyy", "bbbb")
+    same(outer(given, x), through(layers("zz", "a"), through(given, x)))
+
+
+class Series:
+    """An array of another library, which jit does not take."""
+
+    def __init__(self, values):
+        self.values, self.shape, self.dtype = values, values.shape, values.dtype
+
+
+def masked(values):
+    return np.ma.masked_array(values, [False, False, True])
+
+
+class Variable:
+    def __init__(self, value):
+        self.value = value
+
+    def __jax_array__(self):
+        return self.value
+
+
+@pytest.mark.filterwarnings("ignore:autopallas runs")
+@pytest.mark.parametrize("make", [Series, Variable, masked], ids=lambda make: make.__name__)
+def test_what_looks_like_an_array_and_is_none_of_jax(make):
+    def use(x, other):
+        return x + (other.sum() if make is masked else other.values if make is Series else other.value)
+
+    wrapped, x = autopallas.optimize(use), jnp.arange(3.0)
+    for scale in (1, 2):
+        same(wrapped(x, make(scale * np.ones(3, np.float32))), use(x, make(scale * np.ones(3, np.float32))))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Result:
+    value: jax.Array
+    total: object = dataclasses.field(metadata=dict(static=True))
+
+
+@pytest.mark.filterwarnings("ignore:autopallas runs")
+def test_a_result_that_holds_an_array_where_no_array_belongs_holds_none_that_is_traced():
+    wrapped = autopallas.optimize(lambda x: Result(2 * x, x.sum()))
+    for _ in range(2):
+        assert float(wrapped(jnp.arange(3.0)).total) == 3.0
 
 
 class Layer:
@@ -224,6 +413,22 @@ def test_a_number_that_changes_beside_what_is_held_fixed_is_compiled_once(fixed,
         same(wrapped(qkv[0], step, fixed), function(qkv[0], step, fixed))
         same(wrapped(qkv[0], step, fixed=fixed), function(qkv[0], step, fixed))
     assert wrapped._fixed._cache_size() == 2
+
+
+def test_an_own_error_of_a_function_that_calls_itself_is_raised_soon():
+    """Each call was made again for the error of the one inside, twice as many for each one more."""
+    calls = []
+
+    def function(x, n):
+        calls.append(n)
+        if n == 0:
+            raise ValueError("mine")
+        return wrapped(2 * x, n - 1)
+
+    wrapped = autopallas.optimize(function)
+    with pytest.raises(ValueError, match="mine"):
+        wrapped(jnp.ones(3), 6)
+    assert len(calls) < 60
 
 
 def test_an_own_error_beside_a_number_is_raised_and_costs_nothing(qkv):
