@@ -468,7 +468,9 @@ def test_the_public_function_computes_all_of_its_forms():
         (): lambda total: 1,
         (("normalised", True),): lambda total: total,
         (("normalised", True), ("least", 20.0)): lambda total: np.maximum(total, 20),
-        (("normalised", True), ("least_magnitude", 20.0), ("factor", -0.5)): lambda total: np.maximum(-total, 20),
+        (("normalised", True), ("magnitudes", True), ("least", 20.0), ("factor", -0.5)): lambda total: np.maximum(
+            -total, 20
+        ),
     }
     for reverse, strict, (more, divided_by) in itertools.product((False, True), (False, True), divisors.items()):
         mask = np.tril(np.ones((70, 70)), -1 if strict else 0)

@@ -29,7 +29,7 @@ class LinearAttentionSpec(Spec):
     """Sums over the steps s up to each step t: ``y[t] = sum of score[t, s] * value[s]``.
 
     ``score[t, s]`` is ``factor * (query[t] . key[s])``, times the decay between both steps, and where normalised over
-    ``epsilon`` plus the sum of these; that is ``least`` at least, or its magnitude ``least_magnitude``, where given.
+    ``epsilon`` plus the sum of these, or its magnitude; that is ``least`` at least, where given.
     Operands: query, key [B|1, T|1, N]; value [B|1, T|1, P]; decay [B|1] or log_decays [B|1, T|1] or none; query_factor
     and key_factor [B|1, T|1], by which queries and keys are multiplied, or none; floating.
     Of a captured array that tells masks, positions or a number, captured [B|1] is one element, of any dtype.
@@ -53,10 +53,10 @@ class LinearAttentionSpec(Spec):
     """Whether the sums are divided by those of the scores."""
     epsilon: float = 0.0
     """A number that is added to the sums of the scores."""
+    magnitudes: bool = False
+    """Whether sums are divided by the magnitudes of those of the scores, as in the matrix LSTM (arXiv:2405.04517)."""
     least: float | None = None
     """The least number by which sums are divided."""
-    least_magnitude: float | None = None
-    """The least one where sums are divided by their magnitudes, as in the matrix LSTM (arXiv:2405.04517)."""
     spelling: Spelling = "scores"
     """What the original stores: "scores" of all pairs of steps, or "states", sums of outer products, for all steps."""
     decay_dtype: Dtype | None = None
@@ -74,30 +74,23 @@ class LinearAttentionSpec(Spec):
     """Whether sequences with decays of their own have the same queries and keys, whose products an original shares."""
 
     def assumptions(self) -> tuple[str, ...]:
-        times = ", also times factors of their steps" if self.has_factors else ""
+        times = ", also times factors of their steps" if self.query_factor_dtype or self.key_factor_dtype else ""
         stated = f"queries, keys and values are finite{times}, and so are sums of their products (assume_finite)"
         decays = "decays are finite, also between steps that the mask hides (assume_finite)"
         return (stated,) if self.decay_form is None else (stated, decays)
 
-    @property
-    def has_factors(self) -> bool:
-        """Whether queries or keys have factors."""
-        return self.query_factor_dtype is not None or self.key_factor_dtype is not None
-
     def __str__(self) -> str:
-        order = ", from the last step" if self.reverse else ""
-        order += ", without the own step" if self.strict else ""
-        order += ", normalised" if self.normalised else ""
-        order += "" if self.decay_form is None else f", decays by {self.decay_form}"
-        order += ", factors of steps" if self.has_factors else ""
+        told = {"from the last step": self.reverse, "without the own step": self.strict, "normalised": self.normalised}
+        told[f"decays by {self.decay_form}"] = self.decay_form is not None
+        told["factors of steps"] = bool(self.query_factor_dtype or self.key_factor_dtype)
+        order = ", ".join([self.spelling, *(words for words, holds in told.items() if holds)])
         sizes = f"B={self.batch} T={self.steps} N={self.features} P={self.columns}"
-        return f"linear_attention {sizes} {self.query_dtype}, by {self.spelling}{order}"
+        return f"linear_attention {sizes} {self.query_dtype}, by {order}"
 
 
 def seen(count: int, reverse: bool, strict: bool) -> jax.Array:
     """Returns which of ``count`` steps each of them sums over, [count, count]."""
-    t, s = (lax.broadcasted_iota(jnp.int32, (count, count), axis) for axis in (0, 1))
-    t, s = (s, t) if reverse else (t, s)
+    t, s = (lax.broadcasted_iota(jnp.int32, (count, count), axis) for axis in ((1, 0) if reverse else (0, 1)))
     return s < t if strict else s <= t
 
 
@@ -110,9 +103,7 @@ def scaled(spec: LinearAttentionSpec, name: str, x: jax.Array, by: jax.Array | N
 
 def divisor(spec: LinearAttentionSpec, total: jax.Array) -> jax.Array:
     """Returns what sums are divided by, of sums of scores."""
-    total = total + spec.epsilon
-    if spec.least_magnitude is not None:
-        return jnp.maximum(jnp.abs(total), spec.least_magnitude)
+    total = jnp.abs(total + spec.epsilon) if spec.magnitudes else total + spec.epsilon
     return total if spec.least is None else jnp.maximum(total, spec.least)
 
 
@@ -145,11 +136,9 @@ def _decays(spec: LinearAttentionSpec, given: jax.Array | None) -> jax.Array:
     t, s = (lax.broadcasted_iota(jnp.int32, (1, spec.steps, spec.steps), axis) for axis in (1, 2))
     later, earlier = (s, t) if spec.reverse else (t, s)
     distance = spec.rate * jnp.maximum(later - earlier, 0).astype(spec.accumulation_dtype)
-    if given is None:
-        return jnp.exp(distance)
-    if given.ndim == 1:
-        by = given.astype(distance.dtype)[:, None, None]
-        return jnp.exp(by * distance) if spec.decay_form == "rates" else jnp.power(by, distance)
+    if given is None or given.ndim == 1:
+        by = 1 if given is None else given.astype(distance.dtype)[:, None, None]
+        return jnp.power(by, distance) if spec.decay_form in ("powers", "captured") else jnp.exp(by * distance)
     logs = jnp.broadcast_to(given.astype(distance.dtype), (given.shape[0], spec.steps))[:, :, None]
     logs = lax.cumsum(jnp.where(t > s, logs, 0), axis=1) if spec.decay_form == "steps" else logs - logs.mT
     logs = logs.mT if spec.reverse else logs
@@ -173,7 +162,7 @@ _FLOAT32 = jnp.dtype(jnp.float32)
 _SAMPLE = LinearAttentionSpec(8, 1024, 64, 64, _FLOAT32, _FLOAT32, _FLOAT32, _FLOAT32)
 _VARIANTS = {"states": replace(_SAMPLE, spelling="states"), "normalised": replace(_SAMPLE, normalised=True)}
 _VARIANTS |= {"number": replace(_SAMPLE, decay_form="number", rate=-0.1)}
-_VARIANTS |= {"magnitudes": replace(_SAMPLE, normalised=True, least_magnitude=1.0)}
+_VARIANTS |= {"magnitudes": replace(_SAMPLE, normalised=True, magnitudes=True, least=1.0)}
 _OPERANDS = {"query": "B T N", "key": "B T N", "value": "B T P", "decay": "B", "log_decays": "B T", "captured": "B"}
 _OPERANDS |= {"query_factor": "B T", "key_factor": "B T"}
 

@@ -149,7 +149,7 @@ def _centred(values: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _divided(spec: LinearAttentionSpec, sums: jax.Array, mean: jax.Array) -> jax.Array:
     """Returns the quotients of sums [B, T, P + 1] of values without their mean, with the mean."""
     rest, total = sums[..., :-1], sums[..., -1:]
-    if spec.least is not None or spec.least_magnitude is not None:
+    if spec.magnitudes or spec.least is not None:
         return (rest + mean * total) / divisor(spec, total)
     rest = rest - spec.epsilon * mean if spec.epsilon else rest
     return rest / divisor(spec, total) + mean

@@ -138,7 +138,7 @@ class _Place:
         self.whole = self.space.full(node.outputs[0])
         self.factor, self.epsilon = 1.0, 0.0
         self.least: float | None = None
-        self.least_magnitude: float | None = None
+        self.magnitudes = False
         self.normalised = False
         sums, divisor = self.whole, None
         if node.name == "div":
@@ -205,7 +205,7 @@ class _Place:
         form = LinearAttentionSpec(
             0, 0, 0, 0, **dtypes, result_dtype=result_dtype, factor=self.factor * weights.factor,
             reverse=weights.seen.reverse, strict=strict, normalised=self.normalised, epsilon=self.epsilon,
-            least=self.least, least_magnitude=self.least_magnitude,
+            magnitudes=self.magnitudes, least=self.least,
             spelling=parts.spelling, decay_form=weights.form, rate=weights.rate,
             divided=tuple(name for name, own in factors.items() if own is not None and own.divides),
             shared=weights.form is not None and not {*batch} <= read["query"] | read["key"],
@@ -317,7 +317,7 @@ class _Place:
         if not space.same(self._renamed(summed, dict(zip(inner, keys, strict=True))), scores):
             return False
         self.normalised, self.epsilon = True, epsilon
-        self.least, self.least_magnitude = (None, least or 0.0) if absolute else (least, None)
+        self.magnitudes, self.least = absolute, least
         return True
 
     def _cast(self, ref: Ref) -> Ref:
