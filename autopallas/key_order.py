@@ -10,13 +10,16 @@ from __future__ import annotations
 import collections
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 
 from autopallas.compat import PyTree
 
-__all__ = ["OrderNeeded", "as_given", "given", "is_given", "put_in_order"]
+__all__ = ["OrderNeeded", "as_given", "called", "given", "is_given", "put_in_order"]
+
+T = TypeVar("T")
 
 
 class OrderNeeded(Exception):
@@ -40,6 +43,16 @@ def given(function: object, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
     before, _CALL.given = _CALL.given, (function, args, kwargs)
     try:
         yield
+    finally:
+        _CALL.given = before
+
+
+def called(function: object, run: Callable[..., T], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> T:
+    """Calls ``run`` with a function's arguments, which are kept meanwhile: a trace that was aborted for them would leave
+    jit's calls of this signature slow for ever."""
+    before, _CALL.given = _CALL.given, (function, args, kwargs)
+    try:
+        return run(*args, **kwargs)
     finally:
         _CALL.given = before
 

@@ -95,7 +95,7 @@ class Optimized(Generic[P, R]):
                     if self._canary is not None:
                         self._canary.left += 1  # the call was counted
                     return self(*args, **kwargs)
-            result = run(*args, **kwargs)
+            result = run(*args, **kwargs) if self._plain is None else key_order.called(self, run, args, kwargs)
             if self._unread:
                 self._wait_for(result)
             return result
