@@ -48,7 +48,7 @@ def given(function: object, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 
 
 def called(function: object, run: Callable[..., T], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> T:
-    """Calls ``run`` with a function's arguments, which are kept meanwhile: a trace that was aborted for them would leave
+    """Calls ``run`` with a function's arguments, which are kept meanwhile: a trace that is aborted for them would leave
     jit's calls of this signature slow for ever."""
     before, _CALL.given = _CALL.given, (function, args, kwargs)
     try:
