@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import jax
+import numpy as np
 
 from autopallas import compat, key_order
 from autopallas.arguments import (
@@ -59,9 +60,8 @@ CONCRETE = (
 )
 """Errors that jit raises where a function looks at the value of an argument."""
 
-_OF_ARGUMENTS = (TypeError, ValueError, OverflowError)
-"""Errors that jit raises itself for arguments that it does not take, such as integers of more than 32 bits, or arrays
-with a mask."""
+_OF_ARGUMENTS = (TypeError, OverflowError)
+"""Errors that jit raises itself for arguments that it does not take, such as integers of more than 32 bits."""
 
 _MOST_HELD = 32
 """For how many values of arguments that are held fixed a function is compiled."""
@@ -190,10 +190,11 @@ class PlainCalls:
             leaves = jax.tree.leaves((args, kwargs))
         except Exception:  # as of a dictionary whose keys have no order
             return True
-        fixed = any(is_number(leaf) or not traceable(leaf) for leaf in leaves)
+        foreign = any(map(_is_foreign, leaves))
+        fixed = foreign or any(map(is_number, leaves))
         if is_users_error(error):
             return fixed or compat.is_outermost()
-        return isinstance(error, _OF_ARGUMENTS) and (fixed or compat.is_outermost())
+        return (fixed and isinstance(error, _OF_ARGUMENTS)) or (foreign and isinstance(error, ValueError))
 
     def call_again(self, error: Exception, args: Args, kwargs: Kwargs) -> PyTree:
         """Calls a plain function that jit failed to trace, as :meth:`call` does from now on."""
@@ -365,6 +366,13 @@ class PlainCalls:
             )
             self._owner._report.add(Failure("trace", f"further calls run as they are: {reason}"))
             warn(f"autopallas runs further calls of {self._owner!r} as they are: {reason}")
+
+
+def _is_foreign(leaf: object) -> bool:
+    """Returns whether an argument is neither a number nor an array of JAX or NumPy itself, such as one with a mask, for
+    which jit may raise a ValueError too."""
+    known = isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.generic, bool, int, float, complex))
+    return not traceable(leaf) or not (known or type(leaf) is np.ndarray)
 
 
 def _has_quantities(fixed: Static) -> bool:
