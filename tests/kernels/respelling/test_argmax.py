@@ -50,11 +50,16 @@ def test_positions_of_extrema(dtype, shape, axis, function):
 
 
 def test_rows_of_long_axes_hold_for_none_that_is_shorter():
-    """40 rows of 100,000 took twice as long; rows were measured from 64 on."""
-    names = [sites(lambda x: jnp.argmax(x, 0), jnp.ones((n, 100)))[0].site.form for n in (40, 64)]
-    assert [kind_named("argmax").feature(form) for form in names] == [
+    """40 rows of 100,000, and 64 of 17,000, took twice as long with JAX 0.10."""
+    shapes = (24, 100), (40, 100), (64, 100), (40, 15_000), (64, 17_000), (40, 100_000)
+    forms = [sites(lambda x: jnp.argmax(x, 0), jnp.ones(shape))[0].site.form for shape in shapes]
+    assert [kind_named("argmax").feature(form) for form in forms] == [
         "floats, short other axis",
+        "floats, middle other axis",
         "floats, long other axis",
+        "floats, short other axis",
+        "floats, long other axis of wide rows",
+        "floats, short other axis of wide rows",
     ]
 
 
