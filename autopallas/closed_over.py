@@ -280,16 +280,19 @@ _Memo = type(functools.lru_cache(int))
 
 def _memos(function: object) -> list[functools._lru_cache_wrapper[object]]:
     """Returns the functions that keep their results, of those that a function names, and that these name."""
-    found: dict[int, functools._lru_cache_wrapper[object]] = {}
-    todo, seen = [_code(function)], set[int]()
+    found: list[functools._lru_cache_wrapper[object]] = []
+    todo, seen, functions = [_code(function)], set[int](), 0
     for one in todo:  # which grows meanwhile
-        if isinstance(one, _Memo):
-            found.setdefault(id(one), one)
-        if callable(one) and (type(one).__module__ or "").partition(".")[0] in _LIBRARIES:
-            todo.append(getattr(one, "__wrapped__", None))
-        if not isinstance(one, types.FunctionType) or id(one) in seen or len(seen) > _MOST_FUNCTIONS:
+        if id(one) in seen or len(seen) > _MOST:
             continue
         seen.add(id(one))
+        if isinstance(one, _Memo):
+            found.append(one)
+        if callable(one) and (type(one).__module__ or "").partition(".")[0] in _LIBRARIES:
+            todo.append(getattr(one, "__wrapped__", None))
+        if not isinstance(one, types.FunctionType) or functions > _MOST_FUNCTIONS:
+            continue
+        functions += 1
         if (one.__module__ or "").partition(".")[0] in _LIBRARIES:
             continue
         names = _names(one.__code__)
@@ -302,7 +305,7 @@ def _memos(function: object) -> list[functools._lru_cache_wrapper[object]]:
         for cell in one.__closure__ or ():
             with contextlib.suppress(ValueError):  # nothing was written to it yet
                 todo.append(cell.cell_contents)
-    return [*found.values()]
+    return found
 
 
 def _keeps_traced(memo: functools._lru_cache_wrapper[object]) -> bool:

@@ -557,3 +557,9 @@ def test_a_method_that_does_not_read_the_iterator_of_its_object_is_compiled():
     given = autopallas.optimize(Reader().other)
     assert jnp.array_equal(given(X), X + 1)
     assert not given.report().failures
+
+
+def test_functions_that_name_each_other_as_wrapped_are_looked_at_once():
+    twice = functools.lru_cache(lambda n: 2 * n)
+    twice.__wrapped__ = twice
+    np.testing.assert_array_equal(autopallas.optimize(lambda x: x * twice(3))(X), X * 6)

@@ -86,6 +86,18 @@ class Named:
         return 1
 
 
+def told_apart(use, things):
+    """Calls a function twice with each of some equal things, compares, and returns the optimized function."""
+    x = jnp.arange(1, 4)
+    wrapped = optimized(use)
+    for thing in [*things, *things]:
+        given, wanted = wrapped(x, thing), use(x, thing)
+        assert given.dtype == wanted.dtype
+        np.testing.assert_array_equal(given, wanted)
+        np.testing.assert_array_equal(np.signbit(given), np.signbit(wanted))
+    return wrapped
+
+
 @pytest.mark.parametrize(
     ("use", "things"),
     [
@@ -99,13 +111,7 @@ class Named:
     ids=["field", "not compared", "inner", "tuple", "own rule", "array"],
 )
 def test_objects_that_are_equal_by_a_rule_of_their_own_are_told_apart_by_what_they_hold(use, things):
-    x = jnp.arange(1, 4)
-    wrapped = optimized(use)
-    for thing in [*things, *things]:
-        given, wanted = wrapped(x, thing), use(x, thing)
-        assert given.dtype == wanted.dtype
-        np.testing.assert_array_equal(given, wanted)
-        np.testing.assert_array_equal(np.signbit(given), np.signbit(wanted))
+    wrapped = told_apart(use, things)
     assert wrapped._fixed._cache_size() == len(things)
 
 
@@ -139,13 +145,7 @@ class Sizes(tuple):
     ids=["object", "array", "field", "number with a name", "tuple"],
 )
 def test_equal_objects_are_told_apart_by_what_their_rule_leaves_out(use, things):
-    x = jnp.arange(1, 4)
-    wrapped = optimized(use)
-    for thing in [*things, *things]:
-        given, wanted = wrapped(x, thing), use(x, thing)
-        assert given.dtype == wanted.dtype
-        np.testing.assert_array_equal(given, wanted)
-        np.testing.assert_array_equal(np.signbit(given), np.signbit(wanted))
+    wrapped = told_apart(use, things)
     assert not wrapped.report().failures
 
 
