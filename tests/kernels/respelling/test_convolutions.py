@@ -50,6 +50,54 @@ def test_grouped_convolutions_and_their_gradients(
     assert found.counts("respelling") == 3
 
 
+@pytest.mark.parametrize(
+    ("rank", "layout"), [(rank, layout) for rank in (1, 2) for layout in range(len(LAYOUTS[rank]))]
+)
+@pytest.mark.parametrize(("channels", "groups", "multiplier"), [(4, 4, 2), (6, 3, 1), (6, 2, 2)])
+@pytest.mark.parametrize(
+    ("stride", "padding", "dilation", "base"),
+    [
+        (1, "SAME", 1, 1),
+        (2, "SAME", 1, 1),
+        (1, "SAME", 2, 1),
+        (1, [(15, 0)], 1, 1),
+        (1, [(-1, 3)], 1, 2),
+    ],
+)
+def test_gradients_of_grouped_weights_with_more_taps_are_convolutions_over_groups_of_features(
+    rank, layout, channels, groups, multiplier, stride, padding, dilation, base
+):
+    padding = padding * rank if isinstance(padding, list) else padding
+    x, w = operands(
+        rank, layout, channels, groups, multiplier, size=25 if rank == 1 else 9, window=12 if rank == 1 else 4
+    )
+    run = convolution(groups, LAYOUTS[rank][layout], stride, padding, dilation, base)
+    gradient = jax.grad(lambda x, w: (jnp.tanh(run(x, w)) ** 2).sum(), 1)
+    found = compare(gradient, (x, w), gradients=False)
+    assert found.complaints == []
+    assert found.counts("respelling") == 2
+    lowered = optimized(gradient, ops="convolution").lower(x, w).as_text()
+    assert f"batch_group_count = {groups}" in jax.jit(gradient).lower(x, w).as_text()
+    assert f"batch_group_count = {groups}" not in lowered
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_gradients_of_grouped_weights_are_summed_in_float32(dtype):
+    x, w = operands(1, 0, 6, 3, size=25, window=12, dtype=dtype)
+    run = convolution(3, LAYOUTS[1][0])
+    found = compare(jax.grad(lambda x, w: (run(x, w) ** 2).sum(), 1), (x, w), gradients=False)
+    assert found.complaints == []
+    assert found.counts("respelling") == 2
+
+
+def test_gradients_of_many_taps_are_found_whatever_their_number():
+    """As of the positional convolution of a speech model, 128 taps over more positions than that."""
+    x, w = random(1, 150, 8), random(128, 4, 8, seed=1)
+    found = compare(jax.grad(lambda x, w: (convolution(2, LAYOUTS[1][0])(x, w) ** 2).sum(), 1), (x, w), gradients=False)
+    assert found.complaints == []
+    assert found.counts("respelling") == 1  # not the forward, which has no form
+
+
 @pytest.mark.parametrize(("window", "products"), [(2, 4), (3, 1)])
 def test_products_of_many_taps_stand_in_a_loop(window, products):
     """What each tap reads is a kernel of its own to compile, since each begins at another place."""

@@ -6,6 +6,9 @@ A convolution has taps where its window is small (``w``): each adds a shifted sl
 result is small instead, as that of a weight's gradient, each of its elements is one product of x, shifted, with the
 whole window (``y``).  Padding and the zeros between dilated elements are multiplied like any other element, as in the
 original, so that infinities and NaNs give the same; where the original skips them, it is assumed that there are none.
+
+The gradient of grouped weights divides the batch into groups, and XLA's CPU compiler computes it for each of them with
+the features of all.  Where it has more taps, the groups are brought to the features, and a library computes it.
 """
 
 from __future__ import annotations
@@ -35,6 +38,10 @@ from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 __all__ = ["KIND"]
 
 _MOST_TAPS = 64
+_MOST_CONTRACTED = 9
+"""Taps of a gradient of grouped weights up to which it is a product of matrices for each of them."""
+_FEW_GROUPS = 4
+"""Groups up to which the original computes a gradient of grouped weights about as fast, depending on its strides."""
 _MOST_TAPS_IN_LOOPS = 4096
 """Taps of a window over one channel or over each of several, which stand in a loop over the window's first axis."""
 _FEW_RESULTS = 9
@@ -121,6 +128,12 @@ class _Convolution:
         if self.few_weights:
             return self._is_depthwise
         return self._is_depthwise_gradient
+
+    @property
+    def groups_features(self) -> bool:
+        """Whether the groups of the batch become groups of features."""
+        least_taps = min(math.prod(self.window), math.prod(self.result))
+        return _becomes_features(self.of_batch, self._is_depthwise_gradient, len(self.window), least_taps)
 
     @property
     def taps(self) -> int:
@@ -228,10 +241,17 @@ def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
         of_batch = params["batch_group_count"] > 1
         images = equation.outvars[0].aval.shape[sizes.out_spec[0]] if of_batch else features
         given = [equation.outvars[0].aval.shape[axis] for axis in sizes.out_spec[2:]] if of_batch else windows
-        if not (images == 1 and results == groups and _are_few(given)):
-            return None
+        is_depthwise = images == 1 and results == groups
+        if not (is_depthwise and _are_few(given)):
+            if not _becomes_features(of_batch, is_depthwise, len(windows), min(window, result)):
+                return None
     found = parameters(params) | {"groups": groups, "of_batch": params["batch_group_count"] > 1}
     return found if precision in _USUAL else found | {"precision": tuple(p.name for p in precision)}
+
+
+def _becomes_features(of_batch: bool, is_depthwise: bool, axes: int, taps: int) -> bool:
+    """Returns whether the groups of a batch become groups of features, by the numbers of axes of space and of taps."""
+    return of_batch and not is_depthwise and axes < 3 and taps > _MOST_CONTRACTED
 
 
 def _are_few(taps: Sequence[int]) -> bool:
@@ -259,6 +279,8 @@ def _original(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Arra
 
 def _respelt(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Array]:
     own = _of(spec)
+    if own.groups_features:
+        return [_by_features(spec, own, x, w).astype(own.dtype)]
     around = [(0, 0, 0)] * x.ndim
     for axis, (low, high), dilation in zip(own.lhs[2:], own.image_padding, own.lhs_dilation, strict=True):
         around[axis] = (low, high, dilation - 1)
@@ -269,6 +291,29 @@ def _respelt(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Array
     else:
         found = _contracted(own, x, w)
     return [found.astype(own.dtype)]
+
+
+def _by_features(spec: RespellingSpec, own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
+    """Computes a convolution over groups of the batch as one over groups of features."""
+    batch, features = own.lhs[:2]
+    shape = [
+        own.examples if a == batch else size * (own.groups if a == features else 1) for a, size in enumerate(x.shape)
+    ]
+    x = x.reshape(*x.shape[:batch], own.groups, own.examples, *x.shape[batch + 1 :])
+    order = [a for a in range(x.ndim) if a != batch]
+    order.insert(features, batch)  # the groups before the features
+    x = lax.transpose(x, order).reshape(shape)
+    return lax.conv_general_dilated(
+        x.astype(own.accumulation),
+        w.astype(own.accumulation),
+        own.strides,
+        own.padding,
+        own.lhs_dilation,
+        own.rhs_dilation,
+        dimension_numbers(spec),
+        own.groups,
+        precision=own.precision,
+    )
 
 
 def _places(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -498,11 +543,17 @@ def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:
 def _feature(spec: RespellingSpec) -> str:
     """Returns what is computed, the number of taps, whether a large window exceeds the image, where the channels stand,
     and of windows over groups whether these have channels in fours, which XLA computes on vectors (JAX 0.10), and
-    whether there are few elements."""
+    whether there are few elements; of groups that become features their number, that of the axes,
+    strides, and whether there are more taps than the image has elements."""
     own = _of(spec)
     many = "" if own.elementwise else ", many groups" if own.groups > 16 else ", few groups"
-    taps = next(limit for limit in (4, 9, 25, _MOST_TAPS, _MOST_TAPS_IN_LOOPS) if own.taps <= limit)
     order = "channels last" if own.lhs[0 if own.of_batch else 1] == len(own.lhs) - 1 else "channels first"
+    if own.groups_features:
+        apart = ", strided" if max(own.rhs_dilation) > 1 else ""
+        few = many if own.groups > _FEW_GROUPS else f", up to {_FEW_GROUPS} groups"
+        beyond = ", beyond the image" if math.prod(own.window) < math.prod(own.result) else ""
+        return f"grouped{few}, {len(own.window)} axes, more taps{apart}{beyond}"
+    taps = next(limit for limit in (4, 9, 25, _MOST_TAPS, _MOST_TAPS_IN_LOOPS) if own.taps <= limit)
     dilated = ", dilated" if max(own.lhs_dilation) > 1 else ", strided" if max(own.strides) > 1 else ""
     if own.groups == 1:
         return f"one channel, {len(own.window)} axes, {taps} taps{dilated}"
@@ -579,6 +630,42 @@ def _samples() -> Iterator[tuple[str, Sample]]:
             yield f"{base}-dw", Sample(gradient_of(convolve, w, 1), (x, y))
 
 
+_OF_GROUPED: tuple[tuple[tuple[int, ...], int, tuple[tuple[int, ...], ...]], ...] = tuple(
+    (window, stride, shapes)
+    for window, shapes in (
+        ((12,), ((1, 200, 128), (2, 1000, 256), (1, 33000, 64))),
+        ((128,), ((1, 24, 64), (2, 49, 128), (2, 49, 768))),
+        ((4, 4), ((1, 14, 14, 96), (2, 56, 56, 96), (1, 184, 184, 64))),
+    )
+    for stride in (1, 4)
+)
+"""Window, stride and shapes, the channels last, of each gradient of grouped weights."""
+
+
+def _samples_of_grouped() -> Iterator[tuple[str, Sample]]:
+    """Yields gradients of grouped weights with more taps than what is a product of matrices for each of them."""
+    for window, stride, shapes in _OF_GROUPED:
+        for shape, groups in itertools.product(shapes, (2, 8, 32)):
+            letters = "HW"[: len(window)]
+            numbers = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
+
+            def convolve(
+                x: jax.Array,
+                w: jax.Array,
+                strides: tuple[int, ...] = (stride,) * len(window),
+                numbers: tuple[str, str, str] = numbers,
+                groups: int = groups,
+            ) -> jax.Array:
+                return lax.conv_general_dilated(
+                    x, w, strides, "SAME", dimension_numbers=numbers, feature_group_count=groups
+                )
+
+            x = jax.ShapeDtypeStruct(shape, jnp.float32)
+            w = jax.ShapeDtypeStruct((*window, shape[-1] // groups, shape[-1]), jnp.float32)
+            name = f"{groups}-of-{'x'.join(map(str, window))}{'-stride' if stride > 1 else ''}-{math.prod(shape)}-dw"
+            yield name, Sample(gradient_of(convolve, w, 1), (x, jax.eval_shape(convolve, x, w)))
+
+
 def _samples_of_one() -> Iterator[tuple[str, Sample]]:
     """Yields convolutions from one channel to one; the gradients of images are such too."""
     for window, stride, shapes in _OF_ONE:
@@ -600,10 +687,11 @@ KIND = Kind(
     primitives=("conv_general_dilated",),
     numerics="reordered",
     assumptions=_assumptions,
-    instead="a sum over the taps of the window, or of the result, of shifted slices times weights",
+    instead="a sum over the taps of the window, or of the result, of shifted slices times weights; "
+    "of gradients of grouped weights with more taps a convolution over groups of features",
     match=_match,
     original=_original,
     respelt=_respelt,
     feature=_feature,
-    samples=lambda: itertools.chain(_samples(), _samples_of_one()),
+    samples=lambda: itertools.chain(_samples(), _samples_of_one(), _samples_of_grouped()),
 )
