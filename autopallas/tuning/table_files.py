@@ -190,7 +190,8 @@ class Files(Mapping[str, Rows]):
           device: the device, as tables name it.
           rows: the rows, with block sizes of the operation's class.
           both_objectives: whether these are all rows for their keys: a second row of an old key, for
-            :data:`~autopallas.tuning.row.LEAST_MEMORY`, is then removed.
+            :data:`~autopallas.tuning.row.LEAST_MEMORY`, is then removed. It is removed in any case where the row of
+            least time that it was measured with gives way to one of another version of JAX.
 
         Returns:
           The file.
@@ -209,7 +210,7 @@ class Files(Mapping[str, Rows]):
         path.parent.mkdir(parents=True, exist_ok=True)
         # The file is renamed when complete, since a truncated file would be believed.
         unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text(self.text([*kept, *rows.items()]), encoding="utf-8", newline="")
+        unfinished.write_text(self.text(_paired([*kept, *rows.items()])), encoding="utf-8", newline="")
         os.replace(unfinished, path)
         self._views.clear()
         return path
@@ -269,6 +270,7 @@ def _for_processor(
     A minor version without rows that lies between two with rows has those of the lesser gain: where they disagree,
     either may be right.  One before or after all of them has those of the nearest.
     """
+    rows = _paired(rows)
     measured: dict[Key, dict[tuple[str, str], float]] = defaultdict(dict)
     for key, row in rows:
         place, own = key_of_least_time(key), (row.measured_with, row.jax_line)
@@ -288,6 +290,20 @@ def _for_processor(
         near = before if before == [line] else [*before, *after]
         best[place] = min(((extensions, version) for version in near), key=lambda own: gains[own])
     return {key: row for key, row in rows if (row.measured_with, row.jax_line) == best[key_of_least_time(key)]}
+
+
+def _paired(rows: Sequence[tuple[Key, Row[BlockSizes]]]) -> list[tuple[Key, Row[BlockSizes]]]:
+    """Leaves out the rows of least memory that stand beside rows of least time of other processors and versions of JAX
+    alone.  Such a row would hide these where its own version runs."""
+
+    def own(row: Row[BlockSizes]) -> tuple[str, str]:
+        return row.measured_with, row.jax_line
+
+    timed: dict[Key, set[tuple[str, str]]] = defaultdict(set)
+    for key, row in rows:
+        if key == key_of_least_time(key):
+            timed[key].add(own(row))
+    return [(key, row) for key, row in rows if own(row) in timed.get(key_of_least_time(key), {own(row)})]
 
 
 def _age(line: str) -> list[int]:

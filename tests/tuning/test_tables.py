@@ -20,6 +20,7 @@ from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.sites.device import Device
 from autopallas.sites.operation import operation_named
 from autopallas.tuning import processor, table_files
+from autopallas.tuning.row import key_of_least_time
 from autopallas.tuning.table import DEVICES, LEAST_MEMORY, Bucket, Row, lookup, table_device
 from autopallas.tuning.table_files import Files, device_of, folder_of
 from autopallas.workbench.cases import DIRECTIONS, Case, cases_of, match_of
@@ -222,6 +223,31 @@ def test_a_second_row_goes_only_where_both_objectives_were_tuned(files):
     assert set(files["cpu"]) == {key("a")}
 
 
+def with_jax(version, size, extensions="avx2"):
+    return dataclasses.replace(row(size, size), versions=f"jax {version}", extensions=extensions)
+
+
+def test_a_row_of_least_memory_goes_with_the_row_of_least_time_that_it_was_measured_with(files):
+    """On GPUs and TPUs a row takes the place of one of any version of JAX."""
+    lean, alone = key("a", "full" + LEAST_MEMORY), key("b", "full" + LEAST_MEMORY)
+    before = {key("a"): with_jax("0.12.0.1", 8), lean: with_jax("0.12.0.1", 4), alone: with_jax("0.12.0.1", 2)}
+    files.write("NVIDIA H100", before)
+    files.write("NVIDIA H100", {key("a"): with_jax("0.12.1", 16)})
+    assert [k for k, _ in files.read("NVIDIA H100")] == [key("a"), lean, alone], "of the same minor version"
+    files.write("NVIDIA H100", {key("a"): with_jax("0.11.2", 32)})
+    assert [k for k, _ in files.read("NVIDIA H100")] == [key("a"), alone]
+
+
+@pytest.mark.parametrize("version", ["0.10.2", "0.11.2", "0.12.0.1"])
+def test_a_row_of_least_memory_does_not_hide_a_row_of_another_version_of_jax(files, monkeypatch, version):
+    monkeypatch.setattr(compat, "versions", lambda: {"jax": version})
+    rows = {key("a"): with_jax("0.11.2", 8), key("a", "full" + LEAST_MEMORY): with_jax("0.12.0.1", 4)}
+    path = files.path("NVIDIA H100")
+    path.parent.mkdir()
+    path.write_text(files.text(list(rows.items())))
+    assert files["NVIDIA H100"] == {key("a"): rows[key("a")]}
+
+
 def test_a_cpus_vector_extensions_are_a_second_key(files, monkeypatch):
     def with_extensions(name, *sizes):
         return dataclasses.replace(row(*sizes), extensions=name)
@@ -246,9 +272,6 @@ def test_a_cpus_vector_extensions_are_a_second_key(files, monkeypatch):
 
 
 def test_the_minor_version_of_jax_is_a_part_of_that_key_on_cpus(files, monkeypatch):
-    def with_jax(version, size, extensions="avx2"):
-        return dataclasses.replace(row(size, size), versions=f"jax {version}", extensions=extensions)
-
     lean = key("a", "full" + LEAST_MEMORY)
     files.write("cpu", {key("a"): with_jax("0.10.2", 8), lean: with_jax("0.10.2", 4)})
     files.write("cpu", {key("a"): with_jax("0.9.2", 2)})
@@ -301,6 +324,16 @@ def test_the_checked_in_files_are_as_they_would_be_written(op):
     files = importlib.import_module(f"autopallas.kernels.{op}.tuned_block_sizes").TABLE.files
     for device in files:
         assert files.text(files.read(device)) == files.path(device).read_text(), device
+
+
+@pytest.mark.parametrize("op", TUNED)
+def test_checked_in_rows_of_least_memory_have_a_row_of_least_time_of_the_same_processor_and_version(op):
+    files = importlib.import_module(f"autopallas.kernels.{op}.tuned_block_sizes").TABLE.files
+    for device in files:
+        settings = {(key, row.measured_with, row.jax_line) for key, row in files.read(device)}
+        lean = {place for place in settings if place[0][4].endswith(LEAST_MEMORY)}
+        lacking = {(key_of_least_time(key), *setting) for key, *setting in lean} - settings
+        assert not lacking, device
 
 
 @pytest.mark.parametrize("variant", ["plain", "states", "normalised", "number", "rates", "powers", "steps", "sums"])
