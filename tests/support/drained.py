@@ -22,15 +22,29 @@ def drained_barriers() -> Iterator[list[int]]:
     from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 
     count = [0]
-    plain = shared_memory.BarrierReallocationChecker.on_final_deallocate
 
-    def checked(self: Any, barrier: Any) -> None:
-        plain(self, barrier)
+    def check(barrier: Any) -> None:
         count[0] += 1
         for thread, seen in (barrier.last_observed_phase_by_thread or {"nothing": 0}).items():
             if seen != barrier.phase:
                 raise ValueError(f"a block ended when {thread} had seen {seen} of {barrier.phase} phases of a barrier")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_memory.BarrierReallocationChecker, "on_final_deallocate", checked)
+        if hasattr(shared_memory, "BarrierReallocationChecker"):
+            last = shared_memory.BarrierReallocationChecker.on_final_deallocate
+
+            def checked_last(self: Any, barrier: Any) -> None:
+                last(self, barrier)
+                check(barrier)
+
+            patch.setattr(shared_memory.BarrierReallocationChecker, "on_final_deallocate", checked_last)
+        else:  # JAX 0.11
+            plain = shared_memory.Barrier.deallocate
+
+            def checked(barrier: Any) -> None:
+                plain(barrier)
+                if barrier.has_zero_ref_count():
+                    check(barrier)
+
+            patch.setattr(shared_memory.Barrier, "deallocate", checked)
         yield count
