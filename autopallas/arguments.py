@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import sys
 import types
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -15,6 +16,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from autopallas import compat
+from autopallas.closed_over import slots_of
 from autopallas.compat import Array, PyTree
 from autopallas.key_order import put_in_order
 
@@ -44,6 +46,17 @@ _DEEPEST = 32
 
 class Untraceable(TypeError):
     """Raised for a value that no trace can follow, such as a string or an arbitrary object."""
+
+
+class _Unseen(Untraceable):
+    """Raised for an array that may change, and too large to be read in each call, also where what an object holds is
+    otherwise left to the object's own rule."""
+
+
+_HOLDS_ARRAY = (
+    "an object among its arguments holds a NumPy array, which may change without notice; hold a JAX array there, or "
+    "call its setflags(write=False)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +365,35 @@ def _held(value: object) -> Mapping[str, object]:
     return vars(value) if hasattr(value, "__dict__") else {}
 
 
+_slots = functools.lru_cache(maxsize=256)(slots_of)
+
+
+def _attributes(value: object) -> Mapping[str, object]:
+    """Returns the attributes that an object has by itself, in slots too; of one of Python's own, such as a date, what
+    another one would be made of, since it keeps what it computes."""
+    kind: type = type(value)
+    if kind.__module__.partition(".")[0] in sys.stdlib_module_names:
+        if hasattr(value, "__dict__"):
+            return vars(value)
+        try:
+            return {"": value.__reduce_ex__(4)}
+        except Exception:  # it cannot be copied
+            return {}
+    slots = _slots(kind)
+    return {**_held(value), **{name: getattr(value, name, None) for name in slots}} if slots else _held(value)
+
+
+def _elements(array: np.ndarray) -> Hashable:
+    """Returns what is in an array.
+
+    Raises:
+      Untraceable: too much is to be read in each call, or it may change itself.
+    """
+    if array.dtype.hasobject or array.nbytes > _MOST_BYTES:
+        raise _Unseen(_HOLDS_ARRAY)
+    return type(array), array.shape, array.dtype.str, array.tobytes()
+
+
 _MOST_BYTES, _MOST_HIDDEN = 2**20, 100
 """Of a NumPy array, and parts of another object, that such an object holds and that are read in each call."""
 _TOLD = (int, float, complex, str, bytes, tuple, frozenset, jax.Array)
@@ -409,10 +451,14 @@ class _Plain:
 class _Parts:
     """Reads what objects are made of, each once; keeps in ``kept`` what containers hold now, if it is given."""
 
-    def __init__(self, kept: list[tuple[_Container, _Container]] | None = None, most: int = _MOST_PARTS) -> None:
+    def __init__(
+        self, kept: list[tuple[_Container, _Container]] | None = None, most: int = _MOST_PARTS, reads: bool = False
+    ) -> None:
         self._met: dict[int, int] = {}
         self._kept = kept
         self._most = most
+        self._reads = reads
+        """Whether the elements of arrays are read, as in an object that is equal to others by a rule of its own."""
 
     def state(self, value: object, depth: int) -> Hashable:
         """Returns what tells a value from what it was before or will be later."""
@@ -433,10 +479,9 @@ class _Parts:
         if isinstance(value, np.ndarray):
             # Reading its elements would not do: JAX knows such constants by their identity too.
             if value.flags.writeable or value.base is not None:
-                raise Untraceable(
-                    "an object among its arguments holds a NumPy array, which may change without notice; hold a JAX "
-                    "array there, or call its setflags(write=False)"
-                )
+                if self._reads:
+                    return _elements(value)
+                raise Untraceable(_HOLDS_ARRAY)
             return kind, _Same(value)
         if self._kept is not None and isinstance(value, (dict, list, set)) and kind in (dict, list, set):
             self._kept.append((value, value.copy()))
@@ -460,10 +505,20 @@ class _Parts:
         To a frozen dataclass 1, 1.0 and True are equal, and so are 0.0 and -0.0; other attributes it may not compare.
         What cannot be told apart is left to the object's own rule.
         """
-        held = {f.name: getattr(value, f.name, None) for f in fields(value)} if is_dataclass(value) else _held(value)
+        if is_dataclass(value):
+            held: Mapping[str, object] = {f.name: getattr(value, f.name, None) for f in fields(value)}
+        else:
+            held = _attributes(value)
         if isinstance(value, (tuple, frozenset)):
             held = {**held, "": tuple(value)}
-        found: list[Hashable] = []
+        before, self._reads = self._reads, self._kept is None
+        try:
+            return tuple(self._told(held, depth))
+        finally:
+            self._reads = before
+
+    def _told(self, held: Mapping[str, object], depth: int) -> Iterator[Hashable]:
+        """Yields the names and the states of attributes, as far as these tell."""
         for name, part in held.items():
             kind = type(part)
             told = isinstance(part, _TOLD) or kind in (list, dict, set) or kind.__hash__ not in (None, object.__hash__)
@@ -475,10 +530,11 @@ class _Parts:
                 else:
                     continue
                 hash(state)
+            except _Unseen:
+                raise
             except (TypeError, ValueError):
                 continue
-            found.append((name, state))
-        return tuple(found)
+            yield name, state
 
     def _content(self, part: object, depth: int) -> Hashable:
         """Returns what is in an array or in an object, whichever one it is.
@@ -487,12 +543,10 @@ class _Parts:
           TypeError: that cannot be told.
         """
         if isinstance(part, np.ndarray):
-            if part.dtype.hasobject or part.nbytes > _MOST_BYTES:
-                raise Untraceable("its elements are not read")
-            return type(part), part.shape, part.dtype.str, part.tobytes()
+            return self.state(part, depth)
         if _is_code(part):
             raise Untraceable("it is told by what it is")
-        return type(part), _Parts(most=_MOST_HIDDEN).state(vars(part), depth + 1)
+        return type(part), _Parts(most=_MOST_HIDDEN, reads=True).state(vars(part), depth + 1)
 
     @staticmethod
     def _inside(value: object) -> Sequence[object] | None:

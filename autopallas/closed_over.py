@@ -21,7 +21,7 @@ import numpy as np
 
 from autopallas import compat
 
-__all__ = ["ClosedOver", "reads_iterator"]
+__all__ = ["ClosedOver", "reads_iterator", "slots_of"]
 
 _MOST = 10_000
 """How many objects are looked at."""
@@ -101,7 +101,7 @@ class ClosedOver:
             except Exception:  # an object that stands for another one, which is not there, may raise anything
                 return []
         if type(held) not in _KINDS:
-            return [(getattr(value, name, None), is_own) for name in _slots(kind)] if held is None else []
+            return [(getattr(value, name, None), is_own) for name in slots_of(kind)] if held is None else []
         kept = _KINDS[type(held)](held, is_own, id(held) in self._shared)
         self._kept.append(kept)
         before = kept.before
@@ -217,16 +217,18 @@ def _variables(function: object) -> Iterator[_Variable]:
         if kind.__module__.partition(".")[0] not in _LIBRARIES:
             simple = [name for name, held in vars(kind).items() if isinstance(held, _SIMPLE) and name[:2] != "__"]
             yield from (_Variable(kind, name, True) for name in simple)
-            yield from (_Variable(value, name, True) for name in _slots(kind) if kind is not value)
+            yield from (_Variable(value, name, True) for name in slots_of(kind) if kind is not value)
 
 
-def _slots(kind: type) -> Iterator[str]:
-    """Yields the names of attributes that instances of a class have in no dictionary."""
+def slots_of(kind: type) -> tuple[str, ...]:
+    """Returns the names of attributes that instances of a class have in no dictionary."""
+    found = []
     for one in kind.__mro__:
         names = vars(one).get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:
             if name not in ("__dict__", "__weakref__"):
-                yield f"_{one.__name__.lstrip('_')}{name}" if name[:2] == "__" and name[-2:] != "__" else name
+                found.append(f"_{one.__name__.lstrip('_')}{name}" if name[:2] == "__" and name[-2:] != "__" else name)
+    return tuple(found)
 
 
 def _code(function: object) -> object:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import decimal
 import enum
 import functools
 import random
@@ -150,6 +152,110 @@ def test_equal_objects_are_told_apart_by_what_their_rule_leaves_out(use, things)
 
 
 @pytest.mark.filterwarnings("ignore:autopallas runs")
+class InSlots:
+    """Equal to any other by a rule of its own."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __eq__(self, other):
+        return isinstance(other, InSlots)
+
+    def __hash__(self):
+        return 1
+
+
+class InDictionary(InSlots):
+    def __init__(self, inner):
+        super().__init__(1.0)
+        self.further = inner
+
+
+@dataclasses.dataclass(frozen=True)
+class InField:
+    further: object = dataclasses.field(compare=False)
+
+
+class Holding:
+    def __init__(self, further):
+        self.further = further
+
+
+def _innermost(part):
+    """Returns the array that lies in objects and containers."""
+    while not isinstance(part, np.ndarray) or part.dtype == object:
+        if isinstance(part, (tuple, list, np.ndarray)):
+            part = part[-1]
+        elif isinstance(part, dict):
+            part = part["a"]
+        else:
+            part = part.further if hasattr(part, "further") else part.inner
+    return part
+
+
+@pytest.mark.parametrize(
+    ("make", "is_compiled"),
+    [
+        (InSlots, True),
+        (InDictionary, True),
+        (InField, True),
+        (lambda array: InSlots([array]), True),
+        (lambda array: InDictionary((1, {"a": array})), True),
+        (lambda array: InDictionary(Holding(array)), True),
+        (lambda array: InDictionary(Holding([array])), True),
+        (lambda array: InField([array]), True),
+        (lambda array: InDictionary(np.broadcast_to(array[:1], (600, 1000))), False),
+        (lambda array: InDictionary(np.array([None, array], dtype=object)), False),
+    ],
+    ids=[
+        "slot",
+        "dictionary",
+        "field",
+        "list",
+        "tuple",
+        "object",
+        "list of an object",
+        "list in a field",
+        "large",
+        "objects",
+    ],
+)
+def test_an_array_that_is_changed_in_an_object_with_a_rule_of_its_own_is_read_again(make, is_compiled):
+    calls, x = [], jnp.arange(1.0, 4)
+
+    def use(x, thing):
+        calls.append(1)
+        return x * _innermost(thing).ravel()[0]
+
+    array = np.full(3, 2.0, np.float32)
+    thing, wrapped = make(array), optimized(use, strict=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AutopallasWarning)
+        for value in (2.0, 3.0, 2.0, 5.0):
+            array[:] = value
+            np.testing.assert_array_equal(wrapped(x, thing), x * value)
+    before = len(calls)
+    wrapped(x, thing)
+    assert (len(calls) == before) == is_compiled
+
+
+@pytest.mark.parametrize(
+    ("use", "things"),
+    [
+        (lambda x, n: x * len(str(n)), [decimal.Decimal("0.5"), decimal.Decimal("0.50")]),
+        (lambda x, t: x * t.fold, [datetime.datetime(2020, 1, 1, fold=fold) for fold in (0, 1)]),
+        (lambda x, r: x * r.stop, [range(0, 3, 2), range(0, 4, 2)]),
+        (lambda x, s: x * s.inner, [InSlots(n) for n in (2, 3, 2.0)]),
+    ],
+    ids=["decimal", "time", "range", "slots"],
+)
+def test_equal_objects_without_a_dictionary_are_told_apart(use, things):
+    wrapped = told_apart(use, things)
+    assert wrapped._fixed._cache_size() == len(things)
+
+
 @pytest.mark.parametrize("kind", ["dictionary", "random", "iterator"])
 def test_methods_of_what_python_and_numpy_have_read_what_it_is_now(kind):
     def change(source):
