@@ -16,6 +16,7 @@ __all__ = ["HeldJit", "held_jit"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class HeldJit(Generic[P, R]):
@@ -32,11 +33,15 @@ class HeldJit(Generic[P, R]):
     def call(self, instead: Callable[..., object], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the object, with another function in the place of its jit function while it runs; as it is, if it was
         given another jit function meanwhile."""
+        return self.while_held(instead, self._function, *args, **kwargs)
+
+    def while_held(self, instead: Callable[..., object], use: Callable[..., T], /, *args: object, **named: object) -> T:
+        """Calls the object or a method of it, with another function in the place of its jit function, as ``call``."""
         if getattr(self._holder, self._name) not in (self.jitted, instead):  # another thread may just call it
-            return self._function(*args, **kwargs)
+            return use(*args, **named)
         setattr(self._holder, self._name, instead)
         try:
-            return self._function(*args, **kwargs)
+            return use(*args, **named)
         finally:
             setattr(self._holder, self._name, self.jitted)
 

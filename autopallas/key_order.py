@@ -17,13 +17,9 @@ import jax
 
 from autopallas.compat import PyTree
 
-__all__ = ["OrderNeeded", "as_given", "called", "given", "is_given", "put_in_order"]
+__all__ = ["as_given", "called", "put_in_order"]
 
 T = TypeVar("T")
-
-
-class OrderNeeded(Exception):
-    """Aborts the trace of a plain function with dictionaries, so that it is repeated where their order is known."""
 
 
 class _Call(threading.local):
@@ -37,19 +33,8 @@ _DICTIONARIES = (dict, collections.defaultdict)
 """Those of whose keys jit does not keep the order."""
 
 
-@contextlib.contextmanager
-def given(function: object, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> Iterator[None]:
-    """Keeps the arguments of a call for the trace that it may need."""
-    before, _CALL.given = _CALL.given, (function, args, kwargs)
-    try:
-        yield
-    finally:
-        _CALL.given = before
-
-
 def called(function: object, run: Callable[..., T], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> T:
-    """Calls ``run`` with a function's arguments, which are kept meanwhile: a trace that is aborted for them would leave
-    jit's calls of this signature slow for ever."""
+    """Calls ``run`` with a function's arguments, which are kept for the trace that it may need."""
     before, _CALL.given = _CALL.given, (function, args, kwargs)
     try:
         return run(*args, **kwargs)
@@ -57,24 +42,13 @@ def called(function: object, run: Callable[..., T], args: Sequence[PyTree], kwar
         _CALL.given = before
 
 
-def is_given(function: object) -> bool:
-    """Returns whether the arguments of a call of this function are kept."""
-    return _CALL.given is not None and _CALL.given[0] is function
-
-
 @contextlib.contextmanager
 def as_given(function: object, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> Iterator[None]:
     """Puts the dictionaries among a function's traced arguments in the order of those of the call; inside, the function
-    is called, and its own calls are others.
-
-    Raises:
-      OrderNeeded: there are dictionaries of several keys, and the call is not known.
-    """
+    is called, and its own calls are others."""
     call = _CALL.given
     if call is not None and call[0] is function:
         put_in_order(call[1:], (args, kwargs))
-    elif any(len(one) > 1 for one in _dictionaries((args, kwargs))):
-        raise OrderNeeded
     _CALL.given = None
     try:
         yield
@@ -97,15 +71,6 @@ def put_in_order(given: PyTree, traced: PyTree) -> None:
                 parts = {key: other[key] for key in one}
                 other.clear()
                 other.update(parts)
-
-
-def _dictionaries(tree: PyTree) -> Iterator[Mapping[object, PyTree]]:
-    todo = [tree]
-    while todo:
-        node = todo.pop()
-        if type(node) in _DICTIONARIES:
-            yield node
-        todo += _parts(node)
 
 
 def _parts(node: PyTree) -> Iterable[PyTree]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -86,8 +87,12 @@ class Optimized(Generic[P, R]):
 
             return compared(self, self._canary, args, kwargs)
         run = self._run  # which another thread may change meanwhile
-        if self._plain is not None and run is self._jit and has_flags(args, kwargs, self._looks_inside):
-            run = functools.partial(self._plain.call, call_jitted)
+        if self._plain is not None and run is self._jit:
+            looks_inside = self._looks_inside
+            if has_flags(args, kwargs, looks_inside):
+                run = functools.partial(self._plain.call, call_jitted)
+            elif looks_inside and not self._plain.knows_names:  # a trace that is aborted would leave calls slow
+                self._plain.knows_names = may_have_names(args, kwargs)
         failed: Exception | None = None
         try:  # the common call pays only for this frame
             if self._spread and not call_shardings.is_recording():
@@ -104,9 +109,6 @@ class Optimized(Generic[P, R]):
         except call_shardings.ShardingsNeeded:
             self._spread = True
             return self(*args, **kwargs)
-        except key_order.OrderNeeded:
-            with key_order.given(self, args, kwargs):
-                return self(*args, **kwargs)
         except (MayHaveFlags, MayHaveNames) as refused:
             assert self._plain is not None
             self._plain.knows_names |= isinstance(refused, MayHaveNames)
@@ -163,19 +165,19 @@ class Optimized(Generic[P, R]):
     def lower(self, /, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """Lowers the rewritten program, as ``jax.jit(f).lower`` does."""
         with first_call.unchecked(), inspection_only():
-            return self._placed(self._jit.lower, args, kwargs)
+            return cast(jax.stages.Lowered, self._inspected("lower", args, kwargs))
 
     @own_frames.left_out
     def trace(self, /, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
         """Traces the rewritten program, as ``jax.jit(f).trace`` does."""
         with first_call.unchecked(), inspection_only():
-            return self._placed(self._jit.trace, args, kwargs)
+            return cast(jax.stages.Traced, self._inspected("trace", args, kwargs))
 
     @own_frames.left_out
     def eval_shape(self, /, *args: P.args, **kwargs: P.kwargs) -> PyTree:
         """Returns shapes and dtypes of the result, as ``jax.jit(f).eval_shape`` does."""
         with first_call.unchecked(), inspection_only():
-            return self._placed(self._jit.eval_shape, args, kwargs)
+            return self._inspected("eval_shape", args, kwargs)
 
     def clear_cache(self) -> None:
         """Clears the cache, as for ``jax.jit``, so that the next call traces anew."""
@@ -186,14 +188,28 @@ class Optimized(Generic[P, R]):
 
     # ------------------------------------------------------------------ tracing
 
+    def _inspected(self, name: str, args: Args, kwargs: Kwargs) -> PyTree:
+        """Calls a method of jit that runs nothing; where the function holds a jit function, and cannot be traced as a
+        whole, its own method of that name."""
+        try:
+            return self._placed(getattr(self._jit, name), args, kwargs)
+        except Exception as error:
+            plain = self._plain
+            if plain is None or not plain.inspects(name) or not plain.may_be_ours(error, args, kwargs):
+                raise
+        return plain.inspected(name, args, kwargs)
+
     def _placed(self, use: Callable[..., T], args: Args, kwargs: Kwargs) -> T:
-        """Calls ``use``; if its trace asks for the arguments' shardings, retries with them recorded."""
-        if self._plain is not None and (may_have_flags(args, kwargs) or may_have_names(args, kwargs)):
-            with as_jit_traces(True):  # as part of the key, or a call would use what is traced here
-                return self._placed(use, args, kwargs)
-        if self._plain is not None and not key_order.is_given(self):
-            with key_order.given(self, args, kwargs):
-                return self._placed(use, args, kwargs)
+        """Calls ``use``, for whose trace the order of the call's dictionaries is kept; if the trace asks for the
+        arguments' shardings, retries with them recorded."""
+        if self._plain is None:
+            return self._with_shardings(use, *args, **kwargs)
+        traces_flags = may_have_flags(args, kwargs) or may_have_names(args, kwargs)
+        # as part of the key, or a call would use what is traced here
+        with as_jit_traces(True) if traces_flags else contextlib.nullcontext():
+            return key_order.called(self, functools.partial(self._with_shardings, use), args, kwargs)
+
+    def _with_shardings(self, use: Callable[..., T], /, *args: PyTree, **kwargs: PyTree) -> T:
         if not self._spread:
             try:
                 return use(*args, **kwargs)
@@ -207,6 +223,8 @@ class Optimized(Generic[P, R]):
         options, self._was_traced = resolve(self._explicit), True
         if options.disabled or pipeline.inside.value or no_site_is_allowed():
             return self._as_written(args, kwargs, fixed)
+        if compat.is_outermost() and _seeks_nans():
+            return self._called(args, kwargs)
         if options.verify is True:
             first_call.demand()
         arrays, static = split_traced(args, kwargs)
@@ -342,6 +360,12 @@ class Optimized(Generic[P, R]):
         return (result,)
 
 
+def _seeks_nans() -> bool:
+    """Returns whether JAX looks for the line that made a NaN, for which it repeats a call without jit."""
+    sought = any(getattr(jax.config, name, False) for name in ("jax_debug_nans", "jax_debug_infs"))
+    return sought and not getattr(jax.config, "jax_disable_jit", False)
+
+
 _ANY_ARRAYS = inspect.signature(lambda *arrays: None)
 
 
@@ -355,12 +379,12 @@ class _Repeated:
 
     def _use(self, use: ArrayFunction) -> PyTree:
         function, plain = self.function, self.function._plain
-        if plain is None or (
-            function._run is function._jit and not has_flags(self.args, self.kwargs, function._looks_inside)
-        ):
-            with key_order.given(function, self.args, self.kwargs):
-                return use(function._jit, *self.args, **self.kwargs)
-        return plain.call(use, *self.args, **self.kwargs)
+        run = functools.partial(use, function._jit)
+        if plain is None:
+            return run(*self.args, **self.kwargs)
+        if function._run is not function._jit or has_flags(self.args, self.kwargs, function._looks_inside):
+            run = functools.partial(plain.call, use)
+        return key_order.called(function, run, self.args, self.kwargs)
 
     def __call__(self) -> PyTree:
         return jax.block_until_ready(self._use(call_jitted))

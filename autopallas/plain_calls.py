@@ -38,7 +38,7 @@ from autopallas.errors import one_line, warn
 from autopallas.fallback.rerun import is_users_error, mark_users_error
 from autopallas.faults import MEANT
 from autopallas.flags import MayHaveFlags, MayHaveNames, as_jit_traces, may_have_flags, may_have_names
-from autopallas.held_jit import held_jit
+from autopallas.held_jit import HeldJit, held_jit
 from autopallas.options import resolve
 from autopallas.report import Failure, Report
 from autopallas.report.live_report import LiveReport
@@ -182,7 +182,7 @@ class PlainCalls:
         A function that is traced may raise anything: ``x[:n]`` an IndexError where n is traced, a check of its own
         arguments a ValueError, what JAX's arrays have and traced ones have not an AttributeError.
         """
-        if isinstance(error, MEANT) or is_users_error(error, self._owner):
+        if isinstance(error, (*MEANT, FloatingPointError)) or is_users_error(error, self._owner):
             return False
         if isinstance(error, (*CONCRETE, Untraceable)):
             return True
@@ -234,17 +234,16 @@ class PlainCalls:
             if way < first:
                 continue
             try:
-                with key_order.given(self._owner, args, kwargs):
-                    if static is None:  # as part of the key: another thread may just call it with a flag in that place
-                        with as_jit_traces(True) if may_have_flags(args, kwargs) else contextlib.nullcontext():
-                            result = use(self._owner._jit, *args, **kwargs)
-                    elif self._holds(static := told_apart(static)):
-                        result = use(self._owner._fixed, static, *traced)
-                        if self._gives_back:
-                            result = with_arguments(result, static)
-                    else:
-                        failed = None  # too many are held: this one is called as it is, and the function stays compiled
-                        break
+                if static is None:  # as part of the key: another thread may just call it with a flag in that place
+                    with as_jit_traces(True) if may_have_flags(args, kwargs) else contextlib.nullcontext():
+                        result = use(self._owner._jit, *args, **kwargs)
+                elif self._holds(static := told_apart(static)):
+                    result = use(self._owner._fixed, static, *traced)
+                    if self._gives_back:
+                        result = with_arguments(result, static)
+                else:
+                    failed = None  # too many are held: this one is called as it is, and the function stays compiled
+                    break
             except Exception as error:
                 unhashable = static is not None and isinstance(error, TypeError)
                 if not unhashable and not self.may_be_ours(error, args, kwargs):
@@ -298,10 +297,7 @@ class PlainCalls:
         ):  # the call around it is made again, and this one too
             raise error
         if (use is call_jitted or self._owner._dry) and (holder := self._holder) is not None:
-            with self._owner._lock:  # threads that call it at the same time share one
-                inside = self.inside or self._owner._with_options(holder.jitted)
-                inside._dry = self._owner._dry
-                self.as_it_is, self.inside = error, inside
+            self.as_it_is, inside = error, self._inside_of(holder)
             try:
                 if self._owner._dry:
                     holder.traced(inside.eval_shape, *args, **kwargs)
@@ -335,6 +331,23 @@ class PlainCalls:
         if called or perhaps_own or use is not call_jitted:
             return result
         return self._owner._function(*args, **kwargs)
+
+    def inspects(self, name: str) -> bool:
+        """Returns whether the function holds a jit function, and has a method of this name, such as ``lower``."""
+        return self._holder is not None and callable(getattr(self._owner._function, name, None))
+
+    def inspected(self, name: str, args: Args, kwargs: Kwargs) -> PyTree:
+        """Calls such a method, with what the function holds of jit optimized."""
+        assert self._holder is not None
+        method = getattr(self._owner._function, name)
+        return self._holder.while_held(self._inside_of(self._holder), method, *args, **kwargs)
+
+    def _inside_of(self, holder: HeldJit[..., PyTree]) -> Optimized[..., PyTree]:
+        with self._owner._lock:  # threads that call it at the same time share one
+            inside = self.inside or self._owner._with_options(holder.jitted)
+            inside._dry = self._owner._dry
+            self.inside = inside
+        return inside
 
     def _holds(self, static: Static) -> bool:
         """Returns whether a call is to be compiled with its ``static`` part held fixed.

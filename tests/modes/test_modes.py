@@ -236,3 +236,13 @@ def test_the_persistent_compilation_cache(tmp_path, caplog):
         for name, value in before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
+
+
+def test_debug_nans_names_the_operation_and_the_line():
+    def function(x):
+        return jnp.log(x) * 2
+
+    for run in (jax.jit(function), always(function), always(jax.jit(function))):
+        with jax.debug_nans(True), pytest.raises(FloatingPointError, match="encountered in log") as raised:
+            run(-jnp.ones(3))
+        assert "function" in [entry.name for entry in raised.traceback]

@@ -13,6 +13,7 @@ from support.catalogue import array
 
 import autopallas
 from autopallas import AutopallasWarning
+from autopallas.plain_calls import PlainCalls
 from transforms.test_transforms import optimized, same
 
 T, S, D = 5, 7, 3
@@ -87,6 +88,15 @@ def test_integers_with_names_are_held_fixed_after_others_without(qkv):
     wrapped = autopallas.optimize(use)
     for mode in (1, Mode.TWICE, 0, Mode.PLAIN, Mode.TWICE):
         np.testing.assert_array_equal(wrapped(qkv[0], {"mode": mode}), use(qkv[0], {"mode": mode}))
+
+
+def test_no_trace_is_aborted_for_integers_inside_of_other_arguments(monkeypatch):
+    """After a trace that was aborted, JAX finds what it compiled a hundred microseconds later in every call."""
+    started, refuse = [], PlainCalls.refuse_flags
+    monkeypatch.setattr(PlainCalls, "refuse_flags", lambda *call: started.append(1) or refuse(*call))
+    wrapped = autopallas.optimize(lambda state: state["x"] * state["n"])
+    assert wrapped({"n": 3, "x": jnp.float32(2)}) == 6
+    assert len(started) == 1
 
 
 def test_integers_without_names_inside_of_other_arguments_are_traced_once():

@@ -240,3 +240,39 @@ def test_a_partial_function_of_an_object(given, recwarn, objective):
     assert ours.calls == theirs.calls == 2
     assert optimized.report().counts() == {"attention": int(objective == "always")} or objective == "time"
     assert not recwarn.list
+
+
+class Inspected(Jitted):
+    """Has the methods of jit itself, which call those of the jit function that it holds."""
+
+    def lower(self, model, x):
+        return self.jitted.lower(model.weight, model.calls, x)
+
+    def trace(self, model, x):
+        return self.jitted.trace(model.weight, model.calls, x)
+
+    def eval_shape(self, model, x):
+        return self.jitted.eval_shape(model.weight, model.calls, x)[0]
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+def test_an_object_that_is_lowered_or_traced_is_optimized_too(called_before, given):
+    weight, x = given
+    held = Inspected(Model.__call__)
+    wrapped, model, before = autopallas.optimize(held, objective="always"), Model(weight), held.jitted
+    if called_before:
+        wrapped(model, x)
+    lowered = wrapped.lower(model, x)
+    assert wrapped.report().counts()["attention"] == 1
+    np.testing.assert_allclose(lowered.compile()(weight, jnp.int32(0), x)[0], Model(weight)(x), atol=1e-5)
+    assert "autopallas_site" in str(wrapped.trace(model, x).jaxpr)
+    assert wrapped.eval_shape(model, x).shape == x.shape
+    assert held.jitted is before
+    assert int(model.calls) == called_before
+
+
+def test_an_object_without_methods_of_jit_cannot_be_lowered(given):
+    weight, x = given
+    wrapped = autopallas.optimize(Jitted(Model.__call__), objective="always")
+    with pytest.raises(TypeError, match="non-array argument"):
+        wrapped.lower(Model(weight), x)
