@@ -8,6 +8,7 @@ import inspect
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, cast
@@ -61,15 +62,23 @@ class Optimized(Generic[P, R]):
         self._settings = settings
         self._inner: Callable[..., R] = function if settings is None else function.__wrapped__  # type: ignore[attr-defined]
 
+        # What jit compiled is gone with the last reference to this object, and not when garbage is collected next.
+        this = weakref.ref(self)
+
         @functools.wraps(self._inner, updated=())
         def traced(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            if self._plain is not None:
-                self._plain.refuse_flags(args, kwargs)
+            function = cast("Optimized[..., R]", this())
+            if function._plain is not None:
+                function._plain.refuse_flags(args, kwargs)
             with as_jit_traces(False):  # what is called in the function has flags of its own
-                return self._traced(args, kwargs)
+                return function._traced(args, kwargs)
+
+        def traced_fixed(static: Static, *arrays: ArrayLike) -> PyTree:
+            function = cast("Optimized[..., R]", this())
+            return function._traced(*join(static, arrays), static)
 
         self._jit = cast(Jitted, jax.jit(traced, **(settings or {})))
-        self._fixed = cast(Jitted, jax.jit(self._traced_fixed, static_argnums=0))
+        self._fixed = cast(Jitted, jax.jit(traced_fixed, static_argnums=0))
         self._run: Callable[..., R] = self._jit
         self._plain: PlainCalls | None = PlainCalls(self) if settings is None else None
         self._was_traced = False
@@ -132,6 +141,8 @@ class Optimized(Generic[P, R]):
             except Exception as error:
                 own_frames.leave_out(error)
                 raise
+            finally:
+                failed = None  # whose traceback has this frame, and with it the arguments
         first_call.checked(self, args, kwargs, resolve(self._explicit).strict)
         with first_call.unchecked():
             return self(*args, **kwargs)
@@ -280,9 +291,6 @@ class Optimized(Generic[P, R]):
             mark_users_error(error)
             raise
 
-    def _traced_fixed(self, static: Static, *arrays: ArrayLike) -> PyTree:
-        return self._traced(*join(static, arrays), static)
-
     def _publish(self, report: LiveReport) -> None:
         if is_bisecting():
             return
@@ -305,9 +313,9 @@ class Optimized(Generic[P, R]):
         report.canary = self._canary.record
 
     @property
-    def _as_it_is(self) -> Exception | None:
-        """Why the function runs as it is, if it does."""
-        return None if self._plain is None else self._plain.as_it_is
+    def _runs_as_it_is(self) -> bool:
+        """Whether the function is not compiled, but runs as it is."""
+        return self._plain is not None and self._plain.runs_as_it_is
 
     def _with_options(self, function: Callable[..., T]) -> Optimized[..., T]:
         """Returns another function, optimized with the same options."""
@@ -333,7 +341,7 @@ class Optimized(Generic[P, R]):
 
     def _recovered(self, error: Exception, args: Args, kwargs: Kwargs) -> tuple[R] | None:
         """Returns the result of a failed call if a replaced site was at fault; None if the error is to be raised."""
-        if not self._replaced or self._as_it_is is not None or isinstance(error, MEANT) or is_users_error(error):
+        if not self._replaced or self._runs_as_it_is or isinstance(error, MEANT) or is_users_error(error):
             return None
         options = resolve(self._explicit)
         leaves = jax.tree.leaves((args, kwargs))

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
@@ -80,15 +81,15 @@ class PlainCalls:
     """The calls of one plain function.
 
     Attributes:
-      as_it_is: why jit cannot trace the function, which runs as it is from then on.
+      runs_as_it_is: whether jit cannot trace the function, which runs as it is from then on.
       knows_names: whether it was looked up if integers inside of other arguments have names, which a trace does not
         tell.
       inside: what the function holds of jit, optimized, where the whole cannot be traced.
     """
 
     def __init__(self, owner: Optimized[..., PyTree]):
-        self._owner = owner
-        self.as_it_is: Exception | None = None
+        self._weak_owner = weakref.ref(owner)
+        self.runs_as_it_is = False
         self.knows_names = False
         self.inside: Optimized[..., PyTree] | None = None
         self._holder = held_jit(owner._function)
@@ -105,6 +106,12 @@ class PlainCalls:
         """Threads in which it is being traced, and may call itself."""
         self._settles = False
         """Whether the last trace found that the function changes its object, which its next call may find done."""
+
+    def _owner(self) -> Optimized[..., PyTree]:
+        """Returns the optimized function, which is called, and therefore there."""
+        owner = self._weak_owner()
+        assert owner is not None
+        return owner
 
     def clear_cache(self) -> None:
         """Forgets what calls were compiled for."""
@@ -131,7 +138,7 @@ class PlainCalls:
         Raises:
           Untraceable: it does what would be lost.
         """
-        with key_order.as_given(self._owner, args, kwargs):
+        with key_order.as_given(self._owner(), args, kwargs):
             own = threading.get_ident()
             added = {own} - self._traced_by
             self._traced_by |= added
@@ -141,11 +148,11 @@ class PlainCalls:
                 self._traced_by -= added
 
     def _as_written(self, args: Args, kwargs: Kwargs, fixed: Static | None) -> PyTree:
-        if reads_iterator(self._owner._inner):
+        if reads_iterator(self._owner()._inner):
             raise Untraceable("it reads an iterator, which gives it something else in each call")
-        watched, around = Watched(args, kwargs), ClosedOver(self._owner._inner)
+        watched, around = Watched(args, kwargs), ClosedOver(self._owner()._inner)
         try:
-            result = self._owner._called(args, kwargs)
+            result = self._owner()._called(args, kwargs)
             if inspect.iscoroutine(result):
                 result.close()
             try:
@@ -182,7 +189,7 @@ class PlainCalls:
         A function that is traced may raise anything: ``x[:n]`` an IndexError where n is traced, a check of its own
         arguments a ValueError, what JAX's arrays have and traced ones have not an AttributeError.
         """
-        if isinstance(error, (*MEANT, FloatingPointError)) or is_users_error(error, self._owner):
+        if isinstance(error, (*MEANT, FloatingPointError)) or is_users_error(error, self._owner()):
             return False
         if isinstance(error, (*CONCRETE, Untraceable)):
             return True
@@ -204,12 +211,12 @@ class PlainCalls:
             kind = None
         if kind is not None:
             self._ways.setdefault(kind, (1, error))
-        self._owner._run = functools.partial(self.call, call_jitted)
+        self._owner()._run = functools.partial(self.call, call_jitted)
         try:
-            return self._owner(*args, **kwargs)
+            return self._owner()(*args, **kwargs)
         except Exception:
             if not any(tried is None for _, tried in list(self._ways.values())):  # nothing was learned of it
-                self._owner._run = self._owner._jit
+                self._owner()._run = self._owner()._jit
             raise
         finally:
             if self._ways.get(kind, (0, None))[1] is not None:
@@ -220,7 +227,7 @@ class PlainCalls:
 
         Compiles it in the first way of :meth:`_attempts` that works; otherwise runs it as it is.
         """
-        if self.as_it_is is not None:
+        if self.runs_as_it_is:
             return self._uncompiled(use, args, kwargs)
         self.knows_names = True  # each call is looked through
         try:
@@ -230,32 +237,35 @@ class PlainCalls:
             return self._run_as_it_is(use, untraceable, args, kwargs)
         kind = _kind(fixed)
         first, failed = self._ways.get(kind, (0, None))  # each trace that fails takes as long as another
-        for way, static, traced in self._attempts(args, kwargs, arrays, fixed):
-            if way < first:
-                continue
-            try:
-                if static is None:  # as part of the key: another thread may just call it with a flag in that place
-                    with as_jit_traces(True) if may_have_flags(args, kwargs) else contextlib.nullcontext():
-                        result = use(self._owner._jit, *args, **kwargs)
-                elif self._holds(static := told_apart(static)):
-                    result = use(self._owner._fixed, static, *traced)
-                    if self._gives_back:
-                        result = with_arguments(result, static)
-                else:
-                    failed = None  # too many are held: this one is called as it is, and the function stays compiled
-                    break
-            except Exception as error:
-                unhashable = static is not None and isinstance(error, TypeError)
-                if not unhashable and not self.may_be_ours(error, args, kwargs):
-                    raise
-                failed = error
-                continue
-            if kind is not None:
-                self._ways[kind] = way, None
-            return result
-        if failed is not None:
-            return self._run_as_it_is(use, failed, args, kwargs)
-        return self._uncompiled(use, args, kwargs)
+        try:
+            for way, static, traced in self._attempts(args, kwargs, arrays, fixed):
+                if way < first:
+                    continue
+                try:
+                    if static is None:  # as part of the key: another thread may just call it with a flag in that place
+                        with as_jit_traces(True) if may_have_flags(args, kwargs) else contextlib.nullcontext():
+                            result = use(self._owner()._jit, *args, **kwargs)
+                    elif self._holds(static := told_apart(static)):
+                        result = use(self._owner()._fixed, static, *traced)
+                        if self._gives_back:
+                            result = with_arguments(result, static)
+                    else:
+                        failed = None  # too many are held: this one is called as it is, and the function stays compiled
+                        break
+                except Exception as error:
+                    unhashable = static is not None and isinstance(error, TypeError)
+                    if not unhashable and not self.may_be_ours(error, args, kwargs):
+                        raise
+                    failed = error
+                    continue
+                if kind is not None:
+                    self._ways[kind] = way, None
+                return result
+            if failed is not None:
+                return self._run_as_it_is(use, failed, args, kwargs)
+            return self._uncompiled(use, args, kwargs)
+        finally:
+            failed = None  # whose traceback has this frame, and with it the arguments
 
     def _attempts(
         self, args: Args, kwargs: Kwargs, arrays: Sequence[PyTree], fixed: Static
@@ -278,7 +288,7 @@ class PlainCalls:
         if use is not call_jitted:
             return None
         if self._holder is None or self.inside is None:
-            return self._owner._function(*args, **kwargs)
+            return self._owner()._function(*args, **kwargs)
         return self._holder.call(self.inside, *args, **kwargs)
 
     def _run_as_it_is(self, use: ArrayFunction, error: Exception, args: Args, kwargs: Kwargs) -> PyTree:
@@ -288,64 +298,64 @@ class PlainCalls:
           Exception: the function's own error; what was learned of it is nothing then.
         """
         if isinstance(error, _Changing) and use is call_jitted and self._holder is None and not self._settles:
-            if not resolve(self._owner._explicit).strict:
-                self._settles, self._owner._run = True, self._owner._jit
-                return self._owner._function(*args, **kwargs)
+            if not resolve(self._owner()._explicit).strict:
+                self._settles, self._owner()._run = True, self._owner()._jit
+                return self._owner()._function(*args, **kwargs)
         perhaps_own, called, result = not isinstance(error, (*CONCRETE, Untraceable)), False, None
         if (
             perhaps_own and threading.get_ident() in self._traced_by
         ):  # the call around it is made again, and this one too
             raise error
-        if (use is call_jitted or self._owner._dry) and (holder := self._holder) is not None:
-            self.as_it_is, inside = error, self._inside_of(holder)
+        if (use is call_jitted or self._owner()._dry) and (holder := self._holder) is not None:
+            self.runs_as_it_is, inside = True, self._inside_of(holder)
             try:
-                if self._owner._dry:
+                if self._owner()._dry:
                     holder.traced(inside.eval_shape, *args, **kwargs)
                 else:
                     result = holder.call(inside, *args, **kwargs)
             except Exception as own:
-                self.as_it_is = self.inside = None
-                mark_users_error(own, self._owner)
+                self.runs_as_it_is, self.inside = False, None
+                mark_users_error(own, self._owner())
                 raise
             if inside._was_traced:
                 return result
             called = True  # and did not call what it holds
         elif perhaps_own and use is call_jitted:
             try:
-                result = self._owner._function(*args, **kwargs)
+                result = self._owner()._function(*args, **kwargs)
             except Exception as own:
-                mark_users_error(own, self._owner)
+                mark_users_error(own, self._owner())
                 raise
         elif perhaps_own and (
             not isinstance(error, _OF_ARGUMENTS) or all(map(traceable, jax.tree.leaves((args, kwargs))))
         ):
             raise error
-        self.as_it_is = error
+        self.runs_as_it_is = True
         reason = str(error) if isinstance(error, Untraceable) else one_line(error)
         reason = f"as it is written, since jax.jit cannot trace it: {reason}"
-        self._owner._publish(LiveReport(Report(failures=(Failure("trace", f"the function runs {reason}"),))))
-        if resolve(self._owner._explicit).strict:
+        self._owner()._publish(LiveReport(Report(failures=(Failure("trace", f"the function runs {reason}"),))))
+        if resolve(self._owner()._explicit).strict:
             raise error
-        if not self._owner._dry:
-            warn(f"autopallas runs {self._owner._function!r} {reason}")
+        if not self._owner()._dry:
+            warn(f"autopallas runs {self._owner()._function!r} {reason}")
         if called or perhaps_own or use is not call_jitted:
             return result
-        return self._owner._function(*args, **kwargs)
+        return self._owner()._function(*args, **kwargs)
 
     def inspects(self, name: str) -> bool:
         """Returns whether the function holds a jit function, and has a method of this name, such as ``lower``."""
-        return self._holder is not None and callable(getattr(self._owner._function, name, None))
+        return self._holder is not None and callable(getattr(self._owner()._function, name, None))
 
     def inspected(self, name: str, args: Args, kwargs: Kwargs) -> PyTree:
         """Calls such a method, with what the function holds of jit optimized."""
         assert self._holder is not None
-        method = getattr(self._owner._function, name)
+        method = getattr(self._owner()._function, name)
         return self._holder.while_held(self._inside_of(self._holder), method, *args, **kwargs)
 
     def _inside_of(self, holder: HeldJit[..., PyTree]) -> Optimized[..., PyTree]:
-        with self._owner._lock:  # threads that call it at the same time share one
-            inside = self.inside or self._owner._with_options(holder.jitted)
-            inside._dry = self._owner._dry
+        with self._owner()._lock:  # threads that call it at the same time share one
+            inside = self.inside or self._owner()._with_options(holder.jitted)
+            inside._dry = self._owner()._dry
             self.inside = inside
         return inside
 
@@ -377,8 +387,8 @@ class PlainCalls:
                 f"it was compiled for {values}; give it numbers that change as arrays, and compare them by jnp.where "
                 "or jax.lax.cond"
             )
-            self._owner._report.add(Failure("trace", f"further calls run as they are: {reason}"))
-            warn(f"autopallas runs further calls of {self._owner!r} as they are: {reason}")
+            self._owner()._report.add(Failure("trace", f"further calls run as they are: {reason}"))
+            warn(f"autopallas runs further calls of {self._owner()!r} as they are: {reason}")
 
 
 def _is_foreign(leaf: object) -> bool:

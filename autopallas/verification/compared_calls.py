@@ -80,7 +80,7 @@ def _obstacle(function: Optimized[..., PyTree], args: Args, kwargs: Kwargs) -> s
         return "it is part of another program that is traced"
     if jax.process_count() > 1:
         return "several processes run the program, and one alone cannot run another"
-    return "the function runs as it is" if function._as_it_is is not None else ""
+    return "the function runs as it is" if function._runs_as_it_is else ""
 
 
 def _compare(

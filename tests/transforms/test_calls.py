@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import pickle
+import warnings
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -366,3 +370,43 @@ def test_layers_that_share_a_function_are_not_too_many():
 
     written, flat = sizes(jax.make_jaxpr(function)(jnp.ones((4, 4))))
     assert (written, flat) == (8, 12)
+
+
+def _of_values(x):
+    return x if x.sum() > 0 else -x
+
+
+def _that_fails(x):
+    raise ValueError("always")
+
+
+@pytest.mark.parametrize(
+    ("function", "further"),
+    [
+        (lambda x: x * 2, ()),
+        (jax.jit(lambda x: x * 2), ()),
+        (lambda x, text: x * len(text), ("ab",)),
+        (lambda x, number: x if number > 0 else -x, (3,)),
+        (lambda x, thing: x * 2, (object(),)),
+        (_of_values, ()),
+        (_that_fails, ()),
+    ],
+    ids=["traced", "jit", "text", "number", "object", "as it is", "error"],
+)
+def test_what_is_not_used_any_more_is_gone_without_the_garbage_collector(function, further):
+    """What jit compiled takes a megabyte, and the collector does not know of it."""
+    wrapped, x = autopallas.optimize(function), jnp.ones(3)
+    kept = [weakref.ref(wrapped), weakref.ref(x)]
+    gc.collect()
+    gc.disable()
+    try:
+        with warnings.catch_warnings(), contextlib.suppress(ValueError):
+            warnings.simplefilter("ignore", autopallas.AutopallasWarning)
+            jax.block_until_ready(wrapped(x, *further))
+            jax.block_until_ready(wrapped(x + 1, *further))
+        del x
+        assert kept[1]() is None
+        del wrapped
+        assert kept[0]() is None
+    finally:
+        gc.enable()

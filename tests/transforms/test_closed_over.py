@@ -160,7 +160,7 @@ def test_a_function_whose_first_call_computes_what_later_ones_find_is_compiled_f
     x = jnp.arange(1.0, 4)
     for _ in range(3):
         assert jnp.allclose(given(x), wanted(x), rtol=1e-6)  # in another order of products
-    assert given._as_it_is is None
+    assert not given._runs_as_it_is
     assert not given.report().failures
 
 
@@ -288,7 +288,7 @@ def test_an_object_that_puts_in_order_what_it_used_is_compiled():
     given = autopallas.optimize(Scoped())
     for _ in range(3):
         assert jnp.array_equal(given(X), X * 2)
-    assert given._as_it_is is None
+    assert not given._runs_as_it_is
     assert not given.report().failures
 
 
@@ -494,7 +494,7 @@ def test_what_a_trace_keeps_for_other_calls_is_not_traced(make):
     for x in (X, jnp.ones((3, 2)), X, jnp.ones((3, 4))):
         assert jnp.array_equal(given(x), wanted(x))
     if make is not with_a_default_by_name:
-        assert given._as_it_is is None
+        assert not given._runs_as_it_is
     assert not compat.is_tracer(mask_of(3))
 
 
