@@ -297,40 +297,67 @@ class PlainCalls:
         Raises:
           Exception: the function's own error; what was learned of it is nothing then.
         """
-        if isinstance(error, _Changing) and use is call_jitted and self._holder is None and not self._settles:
-            if not resolve(self._owner()._explicit).strict:
-                self._settles, self._owner()._run = True, self._owner()._jit
-                return self._owner()._function(*args, **kwargs)
-        perhaps_own, called, result = not isinstance(error, (*CONCRETE, Untraceable)), False, None
-        if (
-            perhaps_own and threading.get_ident() in self._traced_by
-        ):  # the call around it is made again, and this one too
-            raise error
-        if (use is call_jitted or self._owner()._dry) and (holder := self._holder) is not None:
-            self.runs_as_it_is, inside = True, self._inside_of(holder)
-            try:
-                if self._owner()._dry:
-                    holder.traced(inside.eval_shape, *args, **kwargs)
-                else:
-                    result = holder.call(inside, *args, **kwargs)
-            except Exception as own:
-                self.runs_as_it_is, self.inside = False, None
-                mark_users_error(own, self._owner())
-                raise
+        runs = use is call_jitted
+        if runs and isinstance(error, _Changing) and self._may_settle():
+            self._settles, self._owner()._run = True, self._owner()._jit
+            return self._owner()._function(*args, **kwargs)
+        perhaps_own = not isinstance(error, (*CONCRETE, Untraceable))
+        if perhaps_own and threading.get_ident() in self._traced_by:
+            raise error  # the call around it is made again, and this one too
+        called, result = False, None
+        if self._holder is not None and (runs or self._owner()._dry):
+            inside, result = self._by_what_it_holds(self._holder, args, kwargs)
             if inside._was_traced:
                 return result
             called = True  # and did not call what it holds
-        elif perhaps_own and use is call_jitted:
-            try:
-                result = self._owner()._function(*args, **kwargs)
-            except Exception as own:
-                mark_users_error(own, self._owner())
-                raise
-        elif perhaps_own and (
-            not isinstance(error, _OF_ARGUMENTS) or all(map(traceable, jax.tree.leaves((args, kwargs))))
+        elif perhaps_own and runs:
+            called, result = True, self._by_itself(args, kwargs)
+        elif perhaps_own and not (
+            isinstance(error, _OF_ARGUMENTS) and any(not traceable(leaf) for leaf in jax.tree.leaves((args, kwargs)))
         ):
             raise error
         self.runs_as_it_is = True
+        self._say_why(error)
+        return self._owner()._function(*args, **kwargs) if runs and not called else result
+
+    def _may_settle(self) -> bool:
+        """Returns whether the next call of a function that changes its object may find that done."""
+        return self._holder is None and not self._settles and not resolve(self._owner()._explicit).strict
+
+    def _by_itself(self, args: Args, kwargs: Kwargs) -> PyTree:
+        """Calls the function as it is; its errors are the user's."""
+        try:
+            return self._owner()._function(*args, **kwargs)
+        except Exception as error:
+            mark_users_error(error, self._owner())
+            raise
+
+    def _by_what_it_holds(
+        self, holder: HeldJit[..., PyTree], args: Args, kwargs: Kwargs
+    ) -> tuple[Optimized[..., PyTree], PyTree]:
+        """Calls the function with what it holds of jit optimized, or traces that alone where nothing is to run.
+
+        Returns:
+          What it holds, optimized, and the result.
+        """
+        self.runs_as_it_is, inside, result = True, self._inside_of(holder), None
+        try:
+            if self._owner()._dry:
+                holder.traced(inside.eval_shape, *args, **kwargs)
+            else:
+                result = holder.call(inside, *args, **kwargs)
+        except Exception as error:
+            self.runs_as_it_is, self.inside = False, None
+            mark_users_error(error, self._owner())
+            raise
+        return inside, result
+
+    def _say_why(self, error: Exception) -> None:
+        """Reports and warns that the function runs as it is written.
+
+        Raises:
+          Exception: ``error``, under ``strict``.
+        """
         reason = str(error) if isinstance(error, Untraceable) else one_line(error)
         reason = f"as it is written, since jax.jit cannot trace it: {reason}"
         self._owner()._publish(LiveReport(Report(failures=(Failure("trace", f"the function runs {reason}"),))))
@@ -338,9 +365,6 @@ class PlainCalls:
             raise error
         if not self._owner()._dry:
             warn(f"autopallas runs {self._owner()._function!r} {reason}")
-        if called or perhaps_own or use is not call_jitted:
-            return result
-        return self._owner()._function(*args, **kwargs)
 
     def inspects(self, name: str) -> bool:
         """Returns whether the function holds a jit function, and has a method of this name, such as ``lower``."""

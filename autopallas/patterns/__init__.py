@@ -12,9 +12,9 @@ from autopallas.faults import contained
 from autopallas.graph import Graph
 from autopallas.graph.edit import surviving
 from autopallas.patterns.match import Match, NearMiss
-from autopallas.patterns.order import circle, in_some_order
 from autopallas.patterns.routers import without_routers
 from autopallas.patterns.selection import looks_for
+from autopallas.patterns.site_order import circle, in_some_order
 from autopallas.sites.operation import Operation, operation_named
 from autopallas.sites.spec import kind_of
 

@@ -20,7 +20,7 @@ from autopallas import array_types, compat, jaxprs
 from autopallas.graph import Graph, Node
 from autopallas.graph.edit import surviving
 from autopallas.graph.loop_slices import is_zero
-from autopallas.kernels.respelling.checkpointed import CheckpointedScan, Loop, Part, key_of
+from autopallas.kernels.respelling.checkpointed_scan import CheckpointedScan, Loop, Part, key_of
 from autopallas.kernels.respelling.kind import Kind
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 from autopallas.numerics.casts import is_quantised

@@ -20,7 +20,7 @@ from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.extract import jaxpr_of
 from autopallas.graph.program_digests import digest
 from autopallas.kernels.respelling.kind import Found
-from autopallas.kernels.respelling.repeated import RepeatedSteps
+from autopallas.kernels.respelling.step_sequences import RepeatedSteps
 from autopallas.patterns.equal_steps import kind_of, often
 
 __all__ = ["LEAST_STEPS", "find"]

@@ -23,7 +23,7 @@ from autopallas.graph.extract import jaxpr_of
 from autopallas.graph.prices import LONG
 from autopallas.graph.program_digests import digest
 from autopallas.kernels.respelling.kind import Found
-from autopallas.kernels.respelling.repeated import StepsApart
+from autopallas.kernels.respelling.step_sequences import StepsApart
 from autopallas.patterns.equal_steps import by_body, often
 
 __all__ = ["find"]

@@ -11,7 +11,7 @@ from autopallas.custom.operation import pattern_of
 from autopallas.graph import Graph
 from autopallas.graph.edit import surviving
 from autopallas.patterns.match import Match
-from autopallas.patterns.order import circle
+from autopallas.patterns.site_order import circle
 from autopallas.plan.decision import Decision
 from autopallas.plan.faster_steps import loops_around, with_faster_steps
 

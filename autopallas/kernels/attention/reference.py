@@ -11,8 +11,8 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
+from autopallas.kernels.accumulation import einsum
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Residuals, Results
 from autopallas.kernels.attention.spec import AttentionSpec, Weight
@@ -41,7 +41,7 @@ def forward(spec: AttentionSpec, block_sizes: BlockSizes | None, operands: Opera
     t = jnp.arange(spec.query_length, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
     s = jnp.arange(spec.key_length, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
 
-    score = _einsum("bkgtd,bksd->bkgts", query, key, dtype, spec.score_precision).astype(spec.score_dtype)
+    score = einsum("bkgtd,bksd->bkgts", query, key, dtype, spec.score_precision).astype(spec.score_dtype)
     x = jnp.broadcast_to(spec.score.evaluate(score, t, s, sides), score.shape).astype(dtype)
     here = Tile(t, s, tuple(sides))
     maximum = jnp.max(heights(spec, spec.inner_weights, x, here), axis=-1, keepdims=True)
@@ -55,7 +55,7 @@ def forward(spec: AttentionSpec, block_sizes: BlockSizes | None, operands: Opera
     if sink is not None:
         total = total + jnp.exp(sink.astype(dtype) - maximum)
     p = weighted(spec.weights, e / total if spec.statistics is None else e, here)
-    out = _einsum("bkgts,bksd->bkgtd", p, value.astype(dtype), dtype, spec.value_precision).astype(spec.result_dtype)
+    out = einsum("bkgts,bksd->bkgtd", p, value.astype(dtype), dtype, spec.value_precision).astype(spec.result_dtype)
     if spec.statistics is None:
         found, factor = logsumexp(maximum, total)
         return Results(out, (found[..., 0],), factor[..., 0])
@@ -104,10 +104,3 @@ def backward(
     for n, gradient in zip(differentiable, dfloating, strict=True):
         dsides[n] = gradient
     return Gradients(dquery, dkey, dvalue, tuple(dsides), dsink)
-
-
-def _einsum(equation: str, a: Array, b: Array, dtype: DTypeLike, precision: str | None) -> Array:
-    if dtype == jnp.float64:
-        a, b = a.astype(dtype), b.astype(dtype)
-    dots = None if precision is None else lax.Precision[precision]
-    return jnp.einsum(equation, a, b, precision=dots, preferred_element_type=dtype)

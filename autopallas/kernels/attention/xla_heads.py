@@ -12,8 +12,8 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
+from autopallas.kernels.accumulation import einsum
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Residuals, Results
 from autopallas.kernels.attention.spec import AttentionSpec
@@ -74,19 +74,14 @@ def _attention(spec: AttentionSpec, query: Array, key: Array, value: Array) -> t
     k, v = (x.reshape(2, -1, spec.key_length, x.shape[-1]) for x in (key, value))
     t = jnp.tile(jnp.arange(spec.query_length, dtype=jnp.int32), spec.groups).reshape(1, 1, rows, 1)
     s = jnp.arange(spec.key_length, dtype=jnp.int32).reshape(1, 1, 1, -1)
-    score = _einsum("abtd,absd->abts", q, k, spec.score_dtype, spec.score_precision)
+    score = einsum("abtd,absd->abts", q, k, spec.score_dtype, spec.score_precision)
     x = jnp.broadcast_to(spec.score.evaluate(score, t, s, ()), score.shape).astype(dtype)
     maximum = lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
     e = jnp.exp(x - maximum)
     total = jnp.sum(e, axis=-1, keepdims=True)
     p = (e / total).astype(spec.reads_weights)
     wide = jnp.promote_types(p.dtype, v.dtype)
-    out = _einsum("abts,absd->abtd", p.astype(wide), v.astype(wide), spec.result_dtype, spec.value_precision)
+    out = einsum("abts,absd->abtd", p.astype(wide), v.astype(wide), spec.result_dtype, spec.value_precision)
     logsumexp = maximum + jnp.log(total)
     shape = (1, spec.key_heads, spec.groups, spec.query_length)
     return out.reshape(*shape, spec.value_head_size), logsumexp.reshape(shape)
-
-
-def _einsum(equation: str, a: Array, b: Array, dtype: DTypeLike, precision: str | None) -> Array:
-    dots = None if precision is None else lax.Precision[precision]
-    return jnp.einsum(equation, a, b, precision=dots, preferred_element_type=dtype)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.compat import PyTree
+from autopallas.kernels.accumulation import einsum
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.operands import Gradients, Operands, Residuals, Results
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, SideArray, Statistic
@@ -41,7 +42,7 @@ def forward(spec: CrossEntropySpec, block_sizes: BlockSizes | None, operands: Op
     key = jnp.arange(spec.vocabulary, dtype=jnp.int32)[None, :]
     pairs = [(operands.x, operands.w), *(side for side in operands.sides if isinstance(side, tuple))]
     logits = [
-        _einsum(spec, "nd,vd->nv" if head.vocabulary_major else "nd,dv->nv", *pair)
+        einsum("nd,vd->nv" if head.vocabulary_major else "nd,dv->nv", *pair, spec.accumulation_dtype, spec.precision)
         for head, pair in zip(spec.heads, pairs, strict=True)
     ]
     z, *further = logits
@@ -89,8 +90,10 @@ def forward(spec: CrossEntropySpec, block_sizes: BlockSizes | None, operands: Op
         x, w = pairs[of.head]
         vocabulary_major = spec.heads[of.head].vocabulary_major
         if of.kind == "rows":
-            return _einsum(spec, "nv,vd->nd" if vocabulary_major else "nv,dv->nd", p, w).astype(of.dtype)
-        return _einsum(spec, "nv,nd->vd" if vocabulary_major else "nv,nd->dv", p, x).astype(of.dtype)
+            equation, factor = "nv,vd->nd" if vocabulary_major else "nv,dv->nd", w
+        else:
+            equation, factor = "nv,nd->vd" if vocabulary_major else "nv,nd->dv", x
+        return einsum(equation, p, factor, spec.accumulation_dtype, spec.precision).astype(of.dtype)
 
     return Results(statistics, tuple(product(p) for p in spec.products))
 
@@ -121,11 +124,3 @@ def backward(
     _, vjp = jax.vjp(floating, *(leaves[n] for n in active))
     found = vjp(tuple(c for c in cotangents if given_cotangent(c)))
     return Gradients.at(dict(zip(active, found, strict=True)), len(spec.sides))
-
-
-def _einsum(spec: CrossEntropySpec, equation: str, a: Array, b: Array) -> Array:
-    dtype = spec.accumulation_dtype
-    if dtype == jnp.float64:
-        a, b = a.astype(dtype), b.astype(dtype)
-    precision = None if spec.precision is None else lax.Precision[spec.precision]
-    return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=dtype)

@@ -10,8 +10,8 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from autopallas.kernels.accumulation import einsum
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.operands import Gradients, Operands
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
@@ -48,17 +48,11 @@ def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes | None, operands: O
         inside = (row >= start[:, g, None]) & (row < end[:, g, None])
         return jnp.where(inside[..., None], x, 0)
 
-    def product(equation: str, a: Array, b: Array) -> Array:
-        dots = None if spec.precision is None else lax.Precision[spec.precision]
-        if dtype == jnp.float64:
-            a, b = a.astype(dtype), b.astype(dtype)
-        return jnp.einsum(equation, a, b, precision=dots, preferred_element_type=dtype)
-
     equation = {"forward": "bmk,bkn->bmn", "dlhs": "bmn,bkn->bmk", "drhs": "bmk,bmn->bkn"}[spec.use]
     parts = []
     for g in range(spec.groups):
         other = owned(second, g) if spec.use == "drhs" else second[:, g]
-        parts.append(product(equation, owned(first, g), other))
+        parts.append(einsum(equation, owned(first, g), other, dtype, spec.precision))
     result = jnp.stack(parts, axis=1) if spec.use == "drhs" else sum(parts[1:], parts[0])
     return spec.finished(jnp.broadcast_to(result, (spec.batch, *spec.result_shape())).astype(spec.result_dtype))
 

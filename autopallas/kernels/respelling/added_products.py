@@ -16,7 +16,7 @@ from jax import lax
 
 from autopallas import compat, jaxprs
 from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
-from autopallas.kernels.respelling.indexed import IndexedLoop
+from autopallas.kernels.respelling.indexed_loops import IndexedLoop
 
 __all__ = ["Term", "elements_of", "factors_of", "is_padded", "may_add_products", "rows_of", "sums_of", "total"]
 

@@ -13,8 +13,8 @@ from autopallas.compat import ArrayFunction, Shaped
 from autopallas.kernels.example import harmless, is_drawn, normal
 from autopallas.kernels.respelling import reference
 from autopallas.kernels.respelling.kinds import kind_named
-from autopallas.kernels.respelling.repeated import StepsApart
 from autopallas.kernels.respelling.site import RespellingSite
+from autopallas.kernels.respelling.step_sequences import StepsApart
 from autopallas.sites.operation import Kernel
 
 __all__ = ["operands", "original", "program", "read", "repeats"]

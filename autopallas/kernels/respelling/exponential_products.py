@@ -22,7 +22,7 @@ from autopallas import compat
 from autopallas.compat import Literal
 from autopallas.graph.extract import jaxpr_of, nodes_between
 from autopallas.kernels.respelling.exponential_plan import Axes, ExponentialSum, Group, Plan, Term
-from autopallas.kernels.respelling.indexed import evaluated
+from autopallas.kernels.respelling.indexed_loops import evaluated
 
 __all__ = ["Shared", "can_be_sure", "is_sure", "run", "shared"]
 

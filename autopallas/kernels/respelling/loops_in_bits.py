@@ -15,7 +15,7 @@ import numpy as np
 from autopallas import jaxprs
 from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.kernels.respelling.bfloat16_bits import BFLOAT16, as_bits, of_bits
-from autopallas.kernels.respelling.indexed import IndexedLoop, evaluated
+from autopallas.kernels.respelling.indexed_loops import IndexedLoop, evaluated
 
 __all__ = ["set_by_slices", "step_in_bits"]
 

@@ -16,10 +16,10 @@ from autopallas import compat
 from autopallas.compat import ClosedJaxpr, Var
 from autopallas.kernels.respelling.added_products import Term, elements_of, factors_of, rows_of, sums_of, total
 from autopallas.kernels.respelling.chunks import Arrays, by_chunks
-from autopallas.kernels.respelling.indexed import chosen, loop_in
+from autopallas.kernels.respelling.indexed_loops import chosen, loop_in
 from autopallas.kernels.respelling.plain_steps import at_a_time
+from autopallas.kernels.respelling.prefetched_slices import scan_ahead
 from autopallas.kernels.respelling.shared_factors import SharedFactors, Taken
-from autopallas.kernels.respelling.slices_ahead import scan_ahead
 from autopallas.kernels.respelling.spec import RespellingSpec
 
 __all__ = ["LARGE", "LEAST_STEPS", "multiplied_by_chunks"]

@@ -22,7 +22,7 @@ from jax import lax
 from autopallas import array_types, compat, jaxprs
 from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn, Var
 from autopallas.graph.custom_rules import ELEMENTWISE
-from autopallas.kernels.respelling.indexed import IndexedLoop
+from autopallas.kernels.respelling.indexed_loops import IndexedLoop
 
 __all__ = ["Parted", "SharedFactors", "Taken", "has_shared_factors"]
 

@@ -14,11 +14,11 @@ from autopallas.kernels.respelling.kinds import kind_named
 from autopallas.sites.spec import Dtype, plain_fields
 
 if TYPE_CHECKING:
-    from autopallas.kernels.respelling.around import Around
     from autopallas.kernels.respelling.chained_steps import ChainedSteps
-    from autopallas.kernels.respelling.checkpointed import CheckpointedScan
-    from autopallas.kernels.respelling.indexed import IndexedLoop
-    from autopallas.kernels.respelling.repeated import RepeatedSteps, StepsApart
+    from autopallas.kernels.respelling.checkpointed_scan import CheckpointedScan
+    from autopallas.kernels.respelling.indexed_loops import IndexedLoop
+    from autopallas.kernels.respelling.loop_surroundings import Around
+    from autopallas.kernels.respelling.step_sequences import RepeatedSteps, StepsApart
 
 __all__ = ["ArrayType", "Parameters", "Plain", "RespellingSpec"]
 

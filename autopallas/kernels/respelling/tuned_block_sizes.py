@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from autopallas.kernels.respelling.block_sizes import BlockSizes
-from autopallas.kernels.respelling.computed_for_others import FOR_OTHERS
 from autopallas.kernels.respelling.kinds import kind_named
 from autopallas.kernels.respelling.operation import OPERATION
+from autopallas.kernels.respelling.recomputed_operands import FOR_OTHERS
 from autopallas.kernels.respelling.spec import RespellingSpec
 from autopallas.sites.workload import Workload
 from autopallas.tuning.coverage import Conditions

@@ -24,7 +24,7 @@ from autopallas.kernels.attention.site_parts import Joined, KeyBlock
 from autopallas.numerics.casts import keeps_range, rounds
 from autopallas.patterns.advice import FLOATS, NORMALISE
 from autopallas.patterns.attention.draft import AttentionDraft
-from autopallas.patterns.attention.several import SeveralDraft
+from autopallas.patterns.attention.joint_drafts import SeveralDraft
 from autopallas.patterns.attention.site import Labels
 from autopallas.patterns.carry import Carrier
 from autopallas.patterns.expressions import Apply, Expression, Scope, precision_of

@@ -17,7 +17,7 @@ from autopallas.graph.labels import Atom, Dimension
 from autopallas.kernels.attention.sum_site import AttentionSum
 from autopallas.numerics.casts import rounds
 from autopallas.patterns.advice import MAPS_ALIKE
-from autopallas.patterns.attention.several import SeveralDraft
+from autopallas.patterns.attention.joint_drafts import SeveralDraft
 from autopallas.patterns.attention.site import Labels
 from autopallas.patterns.carry import Carrier
 from autopallas.patterns.expressions import Scope, computed_from

@@ -23,11 +23,11 @@ from autopallas.graph.labels import is_product
 from autopallas.graph.proof_cache import ProofCache
 from autopallas.patterns.attention.attempt import CUSTOM_RULES, PASSING, Attempt, Settled, holds_softmax
 from autopallas.patterns.attention.draft import AttentionDraft, Escape, Proved, escape_of, match_of
+from autopallas.patterns.attention.equal_layers import TakenOver
 from autopallas.patterns.attention.few_keys import few_keys
 from autopallas.patterns.attention.mapped_softmax import mapped_softmaxes
 from autopallas.patterns.attention.other_weights import other_weights
 from autopallas.patterns.attention.resemblance import Normalised
-from autopallas.patterns.attention.taken_over import TakenOver
 from autopallas.patterns.backward import Lookup
 from autopallas.patterns.examples import of_examples
 from autopallas.patterns.forward import PerExample, in_backward

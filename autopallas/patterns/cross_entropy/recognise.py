@@ -53,7 +53,7 @@ from autopallas.patterns.cross_entropy.passes import passes
 from autopallas.patterns.cross_entropy.region import Region
 from autopallas.patterns.cross_entropy.sigmoid_losses import sigmoid_losses
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, describe_reason, refuse_quantised
-from autopallas.patterns.order import circle
+from autopallas.patterns.site_order import circle
 
 __all__ = ["find"]
 

@@ -7,7 +7,7 @@ from autopallas.graph import Graph
 from autopallas.patterns.match import Match, NearMiss
 from autopallas.patterns.mixture_of_experts.candidates import candidates
 from autopallas.patterns.mixture_of_experts.token_loops import one_by_one
-from autopallas.patterns.mixture_of_experts.written_out import written_out
+from autopallas.patterns.mixture_of_experts.unrolled_experts import written_out
 
 __all__ = ["find"]
 

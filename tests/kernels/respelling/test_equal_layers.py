@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from autopallas.graph import Graph, flatten
-from autopallas.kernels.respelling import carried_proofs, doubling, indexed, scan_proofs
+from autopallas.kernels.respelling import carried_proofs, doubling, indexed_loops, scan_proofs
 from autopallas.patterns import find
 
 T, D = 9, 3
@@ -132,8 +132,8 @@ def test_indexed_loops_of_equal_layers_are_planned_once(monkeypatch):
         plans.append(arguments)
         return IndexedArrays(*arguments)
 
-    IndexedArrays = indexed.IndexedArrays
-    monkeypatch.setattr(indexed, "IndexedArrays", counted)
+    IndexedArrays = indexed_loops.IndexedArrays
+    monkeypatch.setattr(indexed_loops, "IndexedArrays", counted)
 
     def looked_at(factors):
         def loss(weights, x):

@@ -20,7 +20,7 @@ from autopallas.faults import collecting
 from autopallas.graph import Graph, flatten
 from autopallas.kernels.respelling.example import operands
 from autopallas.kernels.respelling.kinds import kind_named, kind_names, kinds_by_primitive
-from autopallas.kernels.respelling.repeated import StepsApart
+from autopallas.kernels.respelling.step_sequences import StepsApart
 from autopallas.kernels.respelling.tuned_block_sizes import TABLE
 from autopallas.patterns import find, respelling
 from autopallas.sites.encoding import encoded, saved_site

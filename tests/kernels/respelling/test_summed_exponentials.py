@@ -14,7 +14,7 @@ from support.respellings import found, random, sites
 import autopallas
 from autopallas.autotune.trial import Difference, Trial
 from autopallas.kernels.respelling.exponential_products import is_sure
-from autopallas.kernels.respelling.indexed import loop_in
+from autopallas.kernels.respelling.indexed_loops import loop_in
 from autopallas.kernels.respelling.kinds import summed_exponentials, summed_exponentials_gradient
 
 FORWARD, GRADIENT = summed_exponentials.KIND.name, summed_exponentials_gradient.KIND.name

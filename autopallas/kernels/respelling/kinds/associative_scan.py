@@ -25,15 +25,15 @@ from autopallas import compat
 from autopallas.compat import Dtype
 from autopallas.graph import Body, Graph, Node
 from autopallas.kernels.example import decaying
-from autopallas.kernels.respelling.around import Around, around
 from autopallas.kernels.respelling.associative_scan_spec import Backward, Forward
 from autopallas.kernels.respelling.doubling import scans_of
 from autopallas.kernels.respelling.exact_sums import Sums, stepped_exactly
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.lanes import Layout, laid_alike
+from autopallas.kernels.respelling.loop_surroundings import Around, around
 from autopallas.kernels.respelling.spec import ArrayType, Parameters, RespellingSpec
-from autopallas.kernels.respelling.stepwise import run_step
-from autopallas.kernels.respelling.written import Written, empty, whole_of, with_step
+from autopallas.kernels.respelling.step_evaluation import run_step
+from autopallas.kernels.respelling.step_results import Written, empty, whole_of, with_step
 
 __all__ = ["KIND"]
 

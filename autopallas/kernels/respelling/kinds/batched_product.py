@@ -22,9 +22,9 @@ from jax import lax
 
 from autopallas.compat import Dtype, JaxprEqn
 from autopallas.kernels.respelling.contractions import Axes, Contraction, numbers_in
+from autopallas.kernels.respelling.fusion_barrier import unfused
 from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
-from autopallas.kernels.respelling.unfused import unfused
 
 __all__ = ["KIND"]
 

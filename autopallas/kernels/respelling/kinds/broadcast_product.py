@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.graph import Graph, Node
+from autopallas.kernels.respelling.fusion_barrier import unfused
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.short_sums import short_sums
 from autopallas.kernels.respelling.spec import RespellingSpec
-from autopallas.kernels.respelling.unfused import unfused
 
 __all__ = ["KIND"]
 

@@ -27,7 +27,7 @@ from jax import lax
 from autopallas.compat import Dtype, JaxprEqn
 from autopallas.graph import Graph, Node
 from autopallas.kernels.loop_carries import filled
-from autopallas.kernels.respelling import each_position
+from autopallas.kernels.respelling import window_products
 from autopallas.kernels.respelling.convolution_spec import dimension_numbers, padding_of, parameters
 from autopallas.kernels.respelling.gradients import gradient_of
 from autopallas.kernels.respelling.inserted_zeros import assumed_finite
@@ -444,7 +444,7 @@ def _correlated(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
             for a, begins, (low, _, _) in zip(own.lhs[2:], firsts, own.window_padding, strict=True):
                 start[a] = low + begins * apart[a]
             some[axis] = size
-            wide = each_position.read(w, start, some, apart).astype(own.accumulation)
+            wide = window_products.read(w, start, some, apart).astype(own.accumulation)
             starts = ([i * stride for i, stride in zip(o, own.strides, strict=True)] for o in places)
             slices = (_slice(own, part, s, read, own.rhs_dilation).astype(own.accumulation) for s in starts)
             return [lax.mul(one, wide) for one in slices]
@@ -506,25 +506,27 @@ def _contracted(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
         )  # fmt: skip
         return found
 
-    def part(place: each_position.Place, apart: Sequence[int], sizes: Sequence[int], steps: Sequence[int]) -> jax.Array:
+    def part(
+        place: window_products.Place, apart: Sequence[int], sizes: Sequence[int], steps: Sequence[int]
+    ) -> jax.Array:
         """Returns what a position reads of x, each position so far from the one before."""
         begin = [i * step for i, step in zip(place, apart, strict=True)]
-        return each_position.read(x, [0, *begin, 0], [x.shape[0], *sizes, x.shape[-1]], [1, *steps, 1])
+        return window_products.read(x, [0, *begin, 0], [x.shape[0], *sizes, x.shape[-1]], [1, *steps, 1])
 
-    def of_window(place: each_position.Place) -> jax.Array:
-        weights = each_position.read(w, [*place, 0, 0, 0], [*(1 for _ in place), *w.shape[space:]], (1,) * w.ndim)
+    def of_window(place: window_products.Place) -> jax.Array:
+        weights = window_products.read(w, [*place, 0, 0, 0], [*(1 for _ in place), *w.shape[space:]], (1,) * w.ndim)
         weights = weights.reshape(w.shape[space:])
         return product(part(place, own.rhs_dilation, own.result, own.strides), weights, letters, "")
 
-    def of_result(place: each_position.Place) -> jax.Array:
+    def of_result(place: window_products.Place) -> jax.Array:
         return product(part(place, own.strides, own.window, own.rhs_dilation), w, "", letters)
 
     channels = (own.groups, own.per_group)
     if own.few_weights:
         shape = (own.examples, *own.result, *channels)
-        found = each_position.summed(own.window, of_window, shape, own.accumulation)
+        found = window_products.summed(own.window, of_window, shape, own.accumulation)
     else:
-        found = each_position.stacked(own.result, of_result, (own.examples, *channels), own.accumulation)
+        found = window_products.stacked(own.result, of_result, (own.examples, *channels), own.accumulation)
         found = jnp.moveaxis(found, 0, 1).reshape(own.examples, *own.result, *channels)
     found = found.reshape(*found.shape[:-2], own.groups * own.per_group)
     return lax.transpose(found, _order((0, space + 1, *range(1, space + 1)), own.out))

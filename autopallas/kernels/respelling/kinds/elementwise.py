@@ -27,9 +27,9 @@ from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.edit import surviving
 from autopallas.kernels.respelling import elementary
+from autopallas.kernels.respelling.fusion_barrier import unfused
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.spec import RespellingSpec
-from autopallas.kernels.respelling.unfused import unfused
 
 __all__ = ["KIND"]
 

@@ -20,7 +20,7 @@ from autopallas.compat import Jaxpr, JaxprEqn, Var
 from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import CUSTOM_RULES, ELEMENTWISE
 from autopallas.kernels.respelling.chunks import Arrays
-from autopallas.kernels.respelling.indexed import (
+from autopallas.kernels.respelling.indexed_loops import (
     IndexedLoop,
     as_written,
     chosen,
@@ -33,7 +33,7 @@ from autopallas.kernels.respelling.indexed import (
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.networks import float32_types
 from autopallas.kernels.respelling.plain_steps import at_a_time, is_plain
-from autopallas.kernels.respelling.slices_ahead import scan_ahead
+from autopallas.kernels.respelling.prefetched_slices import scan_ahead
 from autopallas.kernels.respelling.spec import RespellingSpec
 
 __all__ = ["KIND", "read_in_parts"]

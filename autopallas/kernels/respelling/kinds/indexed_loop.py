@@ -24,7 +24,7 @@ from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph import Graph, Node
 from autopallas.graph.indexed_arrays import Plan
-from autopallas.kernels.respelling.indexed import as_written, chosen, loop_in, loop_of, results_of, with_plan
+from autopallas.kernels.respelling.indexed_loops import as_written, chosen, loop_in, loop_of, results_of, with_plan
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.kinds import scan_checkpoint
 from autopallas.kernels.respelling.networks import float32_types

@@ -19,7 +19,14 @@ from jax import lax
 from autopallas import jaxprs
 from autopallas.graph import Graph, Node
 from autopallas.kernels.respelling.bfloat16_bits import BFLOAT16, as_bits, of_bits
-from autopallas.kernels.respelling.indexed import as_written, chosen, loop_in, loop_of, results_of, without_known_values
+from autopallas.kernels.respelling.indexed_loops import (
+    as_written,
+    chosen,
+    loop_in,
+    loop_of,
+    results_of,
+    without_known_values,
+)
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.kinds import scan_checkpoint
 from autopallas.kernels.respelling.loops_in_bits import set_by_slices, step_in_bits

@@ -15,9 +15,9 @@ from jax import lax
 
 from autopallas.compat import Dtype, JaxprEqn
 from autopallas.graph import Graph, Node
-from autopallas.kernels.respelling.computed_for_others import FOR_OTHERS, is_computed_for_others
 from autopallas.kernels.respelling.kind import Found, Kind, Sample, of_equation
 from autopallas.kernels.respelling.library_order import in_a_loop_or_branch
+from autopallas.kernels.respelling.recomputed_operands import FOR_OTHERS, is_computed_for_others
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 from autopallas.numerics.classes import Numerics
 from autopallas.numerics.extremes import extreme

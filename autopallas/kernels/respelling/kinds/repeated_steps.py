@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from autopallas.kernels.respelling.kind import Kind, Sample, of_no_equation
 from autopallas.kernels.respelling.networks import float32_types
-from autopallas.kernels.respelling.repeated import StepsApart, steps_in
 from autopallas.kernels.respelling.spec import RespellingSpec
+from autopallas.kernels.respelling.step_sequences import StepsApart, steps_in
 
 __all__ = ["KIND"]
 

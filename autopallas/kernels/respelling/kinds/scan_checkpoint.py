@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.graph import Graph
-from autopallas.kernels.respelling.checkpointed import Part, pair_as_written, pair_in
+from autopallas.kernels.respelling.checkpointed_scan import Part, pair_as_written, pair_in
 from autopallas.kernels.respelling.kind import Kind, Sample, of_no_equation
 from autopallas.kernels.respelling.networks import float32_types, lstm
 from autopallas.kernels.respelling.spec import RespellingSpec

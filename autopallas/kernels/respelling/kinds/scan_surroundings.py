@@ -23,15 +23,15 @@ from autopallas import compat
 from autopallas.graph import Graph, Node
 from autopallas.graph.prices import price
 from autopallas.kernels.example import decaying
-from autopallas.kernels.respelling.around import Around, around
-from autopallas.kernels.respelling.indexed import IndexedLoop, loop_in, loop_of, results_of, without_known_values
+from autopallas.kernels.respelling.indexed_loops import IndexedLoop, loop_in, loop_of, results_of, without_known_values
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.kinds import gates_of_slices
+from autopallas.kernels.respelling.loop_surroundings import Around, around
 from autopallas.kernels.respelling.plain_steps import at_a_time
 from autopallas.kernels.respelling.shared_factors import SharedFactors
 from autopallas.kernels.respelling.spec import RespellingSpec
-from autopallas.kernels.respelling.stepwise import SUMMED, run_step
-from autopallas.kernels.respelling.written import Written, empty, whole_of, with_step
+from autopallas.kernels.respelling.step_evaluation import SUMMED, run_step
+from autopallas.kernels.respelling.step_results import Written, empty, whole_of, with_step
 from autopallas.numerics.casts import is_floating
 
 __all__ = ["KIND"]

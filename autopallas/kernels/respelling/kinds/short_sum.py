@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from autopallas.compat import JaxprEqn
 from autopallas.graph import Graph, Node
-from autopallas.kernels.respelling.computed_for_others import is_computed_for_others
 from autopallas.kernels.respelling.kind import Found, Kind, Sample, of_equation
+from autopallas.kernels.respelling.recomputed_operands import is_computed_for_others
 from autopallas.kernels.respelling.short_sums import LONGEST_COLUMN, LONGEST_ROW, short_sum, short_sums
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 

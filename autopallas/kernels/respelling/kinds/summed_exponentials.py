@@ -19,7 +19,15 @@ from autopallas.graph import Graph, Node
 from autopallas.kernels.respelling.exponential_plan import Plan
 from autopallas.kernels.respelling.exponential_products import can_be_sure, is_sure, run, shared
 from autopallas.kernels.respelling.exponential_sums import may_sum, planned
-from autopallas.kernels.respelling.indexed import IndexedLoop, as_written, chosen, key_of, loop_in, loop_of, results_of
+from autopallas.kernels.respelling.indexed_loops import (
+    IndexedLoop,
+    as_written,
+    chosen,
+    key_of,
+    loop_in,
+    loop_of,
+    results_of,
+)
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
 from autopallas.kernels.respelling.networks import float32_types
 from autopallas.kernels.respelling.plain_steps import at_a_time, is_plain

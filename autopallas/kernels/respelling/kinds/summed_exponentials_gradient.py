@@ -17,7 +17,7 @@ from jax import lax
 
 from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr
-from autopallas.kernels.respelling.checkpointed import CheckpointedScan, Part, pair_as_written, pair_in
+from autopallas.kernels.respelling.checkpointed_scan import CheckpointedScan, Part, pair_as_written, pair_in
 from autopallas.kernels.respelling.chunks import Arrays
 from autopallas.kernels.respelling.exponential_plan import Plan
 from autopallas.kernels.respelling.exponential_products import can_be_sure, is_sure, run, shared

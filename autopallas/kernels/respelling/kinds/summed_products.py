@@ -29,7 +29,7 @@ from autopallas.kernels.respelling.added_products import (
     rows_of,
     sums_of,
 )
-from autopallas.kernels.respelling.indexed import (
+from autopallas.kernels.respelling.indexed_loops import (
     IndexedLoop,
     as_written,
     loop_in,

@@ -17,9 +17,9 @@ import numpy as np
 from jax import lax
 
 from autopallas.compat import JaxprEqn
+from autopallas.kernels.respelling.fusion_barrier import unfused
 from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
-from autopallas.kernels.respelling.unfused import unfused
 
 __all__ = ["KIND"]
 

@@ -19,14 +19,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.compat import Dtype, JaxprEqn
-from autopallas.kernels.respelling import each_position
+from autopallas.kernels.respelling import window_products
 from autopallas.kernels.respelling.contractions import has_usual_precision
 from autopallas.kernels.respelling.convolution_spec import dimension_numbers, padding_of, parameters
+from autopallas.kernels.respelling.fusion_barrier import unfused
 from autopallas.kernels.respelling.gradients import gradient_of, layer
 from autopallas.kernels.respelling.inserted_zeros import assumed_finite
 from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
 from autopallas.kernels.respelling.spec import Plain, RespellingSpec
-from autopallas.kernels.respelling.unfused import unfused
 
 __all__ = ["KIND"]
 
@@ -161,12 +161,12 @@ def _respelt(spec: RespellingSpec, x: jax.Array, cotangent: jax.Array) -> list[j
         reads = _Reads.of(own, read, whole.shape[1:-1])
         if read.shape[-1] > _FEW:
 
-            def product(place: each_position.Place) -> jax.Array:
+            def product(place: window_products.Place) -> jax.Array:
                 return _product(own, reads.at(place), whole)
 
             channels = (read, whole) if own.transposed != own.x_first else (whole, read)
             shape = [array.shape[-1] for array in channels]
-            return [_arranged(own, each_position.stacked(own.taps, product, shape, own.accumulation))]
+            return [_arranged(own, window_products.stacked(own.taps, product, shape, own.accumulation))]
         tiles = reads.side_by_side()
     found = _product(own, tiles.reshape(*whole.shape[:-1], -1), whole)
     taps = math.prod(own.taps)
@@ -205,11 +205,11 @@ class _Reads:
             around, first, steps, sign = list(own.padding), [0] * len(own.taps), own.reach, 1
         return _Reads(_padded(read, around), tuple(first), sign, own.taps, tuple(steps), tuple(count))
 
-    def at(self, place: each_position.Place) -> jax.Array:
+    def at(self, place: window_products.Place) -> jax.Array:
         """Returns what a position reads."""
         begin = [start + self.sign * i for start, i in zip(self.first, place, strict=True)]
         examples, *_, channels = self.read.shape
-        return each_position.read(self.read, [0, *begin, 0], [examples, *self.count, channels], [1, *self.steps, 1])
+        return window_products.read(self.read, [0, *begin, 0], [examples, *self.count, channels], [1, *self.steps, 1])
 
     def side_by_side(self) -> jax.Array:
         """Returns what all positions read, one beside the other along the channels.

@@ -11,7 +11,7 @@ from jax import lax
 
 from autopallas.compat import Dtype
 from autopallas.kernels.respelling.exact_sums import Sums, added_exactly
-from autopallas.kernels.respelling.stepwise import SUMMED
+from autopallas.kernels.respelling.step_evaluation import SUMMED
 
 __all__ = ["Written", "empty", "whole_of", "with_step"]
 

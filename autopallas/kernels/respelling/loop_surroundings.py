@@ -20,7 +20,7 @@ from autopallas.graph.body_links import is_at_hand
 from autopallas.graph.edit import surviving
 from autopallas.graph.extract import jaxpr_of
 from autopallas.graph.program_digests import digest
-from autopallas.kernels.respelling.stepwise import SUMMED, axes_read, axis_given, is_light
+from autopallas.kernels.respelling.step_evaluation import SUMMED, axes_read, axis_given, is_light
 
 __all__ = ["Around", "around"]
 
