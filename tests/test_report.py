@@ -21,6 +21,7 @@ import autopallas
 from autopallas import jaxprs
 from autopallas.places import users_place
 from autopallas.report import Failure, NearMiss, Report, Site, at_exit
+from autopallas.report.terminal import summary
 from autopallas.report.text import site_rows
 
 ROOT = Path(__file__).parent.parent
@@ -171,6 +172,17 @@ def test_near_misses_with_the_same_reason_are_told_once():
     assert "at model.py:99 (other)" in shown
 
 
+def test_the_text_says_what_to_write_in_the_place_of_a_near_miss():
+    lines = [line.strip() for line in str(REPORT).splitlines()]
+    assert lines.count(MISS.advice) == 1
+    assert lines[lines.index(MISS.advice) - 1] == "at model.py:90 (pool), 2 times"
+
+
+def test_text_and_table_say_which_site_a_failure_concerns():
+    for shown in (str(REPORT), summary([("", REPORT)])):
+        assert "plan, attention at model.py:41 (attend): TypeError: unhashable" in " ".join(shown.split())
+
+
 def test_the_text_fits_80_columns_whatever_it_holds():
     long = dataclasses.replace(
         APPLIED, location="/very" * 40 + "/model.py:1 (f)", reason="word " * 100, path="scan > " * 30
@@ -178,7 +190,7 @@ def test_the_text_fits_80_columns_whatever_it_holds():
     report = dataclasses.replace(
         REPORT,
         sites=(long,),
-        near_misses=(NearMiss("attention", "x" * 200, "y" * 200),),
+        near_misses=(NearMiss("attention", "x" * 200, "y" * 200, "z" * 200),),
         versions={str(i): "1.0" for i in range(30)},
     )
     assert max(map(len, str(report).splitlines())) <= 80

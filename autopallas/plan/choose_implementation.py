@@ -408,9 +408,9 @@ def _go_or_no_go(
         return decision("applied", "the implementation was asked for by name")
     if options.objective == "always":
         return decision("applied", 'objective "always" asks for no evidence')
-    tried = f" (a search found nothing: {choice.note})" if choice.note else ""
+    tried = f" (a search found nothing: {choice.note})" if choice.note else f" ({REMEDY})"
     if choice.gap:
-        return decision("kept", f"{choice.gap}, so the original stays{tried or f' ({REMEDY})'}")
+        return decision("kept", f"{choice.gap}, so the original stays{tried}")
     if (row is None or not choice.exact) and operation.only_restates(name):
         reason = f"there is no kernel of it for this platform ({device.platform}), so the original stays"
         return Decision("kept", reason, device.platform, attempts=attempts)

@@ -143,8 +143,7 @@ def _lines(title: str, report: Report, machine: bool) -> list[tuple[str, str]]:
     near = [f"{op} at {', '.join(at)}: {relative(why)}. {do}".rstrip() for (op, why, do), at in misses.items()]
     lines += _listed("Near misses:", near)
     lines += _listed("Without effect:", list(report.notes))
-    failures = [f"{failure.stage}: {failure.error}" for failure in report.failures]
-    lines += _listed("Failures:", failures)
+    lines += _listed("Failures:", [relative(text.failure_line(failure)) for failure in report.failures])
     if report.canary is not None:
         lines += _listed(*text.canary(report.canary))
     if text.is_empty(report):

@@ -13,6 +13,7 @@ from autopallas.report.records import Attempt, Canary, Failure, NearMiss, Report
 __all__ = [
     "Kind",
     "canary",
+    "failure_line",
     "gains",
     "headline",
     "is_empty",
@@ -308,20 +309,28 @@ def ranges(numbers: list[int]) -> str:
 
 def _near_misses(misses: tuple[NearMiss, ...]) -> Iterator[str]:
     yield "Near misses (close to a known computation; left as they are):"
-    places: dict[tuple[str, str], Counter[str]] = {}
+    places: dict[tuple[str, str], dict[str, Counter[str]]] = {}
     for miss in misses:
-        places.setdefault((miss.op, miss.reason), Counter())[miss.location] += 1
-    for (op, reason), locations in places.items():
+        places.setdefault((miss.op, miss.reason), {}).setdefault(miss.advice, Counter())[miss.location] += 1
+    for (op, reason), advised in places.items():
         yield _wrapped(f"- {op}: {reason}", "  ")
-        for location, count in locations.items():
-            yield _wrapped(f"    at {location}" + (f", {count} times" if count > 1 else ""), "       ")
+        for advice, locations in advised.items():
+            for location, count in locations.items():
+                yield _wrapped(f"    at {location}" + (f", {count} times" if count > 1 else ""), "       ")
+            if advice:
+                yield _wrapped(f"    {advice}", "    ")
 
 
 def _failures(failures: tuple[Failure, ...]) -> Iterator[str]:
     yield "Failures (the program runs on without the rewrite concerned):"
     for failure in failures:
-        concerned = " ".join(part for part in (failure.op, failure.location and f"at {failure.location}") if part)
-        yield _wrapped(f"- {failure.stage}{', ' + concerned if concerned else ''}: {failure.error}", "  ")
+        yield _wrapped(f"- {failure_line(failure)}", "  ")
+
+
+def failure_line(failure: Failure) -> str:
+    """Returns a failure in one line: its stage, what it concerned, if that is known, and its error."""
+    concerned = " ".join(part for part in (failure.op, failure.location and f"at {failure.location}") if part)
+    return f"{failure.stage}{', ' + concerned if concerned else ''}: {failure.error}"
 
 
 def canary(found: Canary) -> tuple[str, list[str]]:
