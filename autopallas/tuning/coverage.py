@@ -36,7 +36,7 @@ S = TypeVar("S")
 
 __all__ = ["Conditions", "conditions_of", "form_of", "gap", "gap_of_work", "products", "stated"]
 
-REMEDY = 'AUTOPALLAS_AUTOTUNE=1 measures it on this machine, objective="always" replaces without evidence'
+REMEDY = 'AUTOPALLAS_AUTOTUNE=1 measures it where it runs, objective="always" replaces without evidence'
 """Advice to the user about a site that no row holds for."""
 _UNKNOWN = "unknown"
 """The extensions in a row that was measured where the processor does not say which it has."""

@@ -141,6 +141,12 @@ def test_without_any_evidence_the_platforms_order_and_the_evidence_rule_hold():
     assert site_of(objective="always").implementation == "xla"
 
 
+def test_a_site_without_evidence_says_how_to_measure_it(plant):
+    assert "AUTOPALLAS_AUTOTUNE=1 measures it" in site_of().reason
+    plant(xla=row(9.0, evidence="estimated"))
+    assert "AUTOPALLAS_AUTOTUNE=1 measures it" in site_of().reason
+
+
 def test_where_the_best_loses_to_the_original_that_stays(plant):
     plant(xla=row(0.5), reference=row(0.9))
     site = site_of()
