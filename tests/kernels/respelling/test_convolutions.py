@@ -223,6 +223,20 @@ def test_few_elements_have_evidence_of_their_own():
     assert feature(1, 4, 4, 8).endswith("hardly any elements")
 
 
+def test_groups_of_a_batch_have_evidence_of_their_own():
+    """XLA computes windows over groups of features on vectors, and gradients with as few taps one group at a time."""
+    x = jnp.ones((1, 24, 64))
+
+    def features(function, w):
+        return [kind_named("convolution").feature(site.spec) for site in sites(function, x, w)]
+
+    forward, strided = convolution(2, LAYOUTS[1][0]), convolution(2, LAYOUTS[1][0], 4, [(0, 0)])
+    (found,) = features(forward, jnp.ones((3, 32, 64)))
+    assert found.startswith("grouped, few groups, 4 taps of the window, channels last, in fours")
+    found = features(jax.grad(lambda x, w: (strided(x, w) ** 2).sum(), 1), jnp.ones((16, 32, 64)))
+    assert any(f.startswith("grouped, few groups, 4 taps of the window, channels last, groups of a batch") for f in found)
+
+
 @pytest.mark.parametrize("of_batch", [False, True])
 def test_products_have_the_precision_that_is_asked_for(of_batch):
     """On accelerators the usual one rounds what is multiplied to fewer bits."""

@@ -544,9 +544,9 @@ def _assumptions(spec: RespellingSpec) -> tuple[str, ...]:
 
 def _feature(spec: RespellingSpec) -> str:
     """Returns what is computed, the number of taps, whether a large window exceeds the image, where the channels stand,
-    and of windows over groups whether these have channels in fours, which XLA computes on vectors (JAX 0.10), and
-    whether there are few elements; of groups that become features their number, that of the axes,
-    strides, and whether there are more taps than the image has elements."""
+    and of windows over groups whether these have channels in fours, which XLA computes on vectors (JAX 0.10), or are
+    groups of a batch, as in gradients, which it does not, and whether there are few elements; of groups that become
+    features their number, that of the axes, strides, and whether there are more taps than the image has elements."""
     own = _of(spec)
     many = "" if own.elementwise else ", many groups" if own.groups > 16 else ", few groups"
     order = "channels last" if own.lhs[0 if own.of_batch else 1] == len(own.lhs) - 1 else "channels first"
@@ -566,7 +566,8 @@ def _feature(spec: RespellingSpec) -> str:
     given = spec.operands[0][0][own.lhs[1]] // own.groups
     fours = not own.elementwise and own.few_weights and (given % 4 == 0 or own.per_group % 4 == 0)
     few = "" if spec.elements > _FEW else ", few elements" if spec.elements >= _SOME else ", hardly any elements"
-    return f"{what}{many}, {taps} taps of the {where}{dilated}, {order}{', in fours' if fours else ''}{few}"
+    groups = ", groups of a batch" if fours and own.of_batch else ", in fours" if fours else ""
+    return f"{what}{many}, {taps} taps of the {where}{dilated}, {order}{groups}{few}"
 
 
 _LINES = (1, 32, 128), (1, 128, 256), (2, 1024, 256), (8, 2048, 512)
