@@ -234,7 +234,8 @@ def test_groups_of_a_batch_have_evidence_of_their_own():
     (found,) = features(forward, jnp.ones((3, 32, 64)))
     assert found.startswith("grouped, few groups, 4 taps of the window, channels last, in fours")
     found = features(jax.grad(lambda x, w: (strided(x, w) ** 2).sum(), 1), jnp.ones((16, 32, 64)))
-    assert any(f.startswith("grouped, few groups, 4 taps of the window, channels last, groups of a batch") for f in found)
+    of_batch = "grouped, few groups, 4 taps of the window, channels last, groups of a batch"
+    assert any(feature.startswith(of_batch) for feature in found)
 
 
 @pytest.mark.parametrize("of_batch", [False, True])
