@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 
@@ -24,10 +26,15 @@ from autopallas.kernels.respelling.step_sequences import StepsApart
 from autopallas.kernels.respelling.tuned_block_sizes import TABLE
 from autopallas.patterns import find, respelling
 from autopallas.sites.encoding import encoded, saved_site
+from autopallas.tuning import processor
+from autopallas.tuning.evidence import LEAST_GAIN
+from autopallas.tuning.row import MEMORY_SLOWDOWN, key_of_least_time
 from autopallas.tuning.table import Table
 from autopallas.workbench.cases import cases_of, match_of
 
 KINDS = kind_names()
+_A_LOSS = 0.9
+"""Of the original's speed: processes differ from each other by a tenth where both compute the same."""
 
 
 def holds_a_program(spec):
@@ -135,6 +142,22 @@ def test_no_row_of_small_arrays_holds_for_ones_that_no_cache_holds(columns):
         for name, most in (("other", 2**13), ("E32768", 2**17), ("E524288", 2**21), ("E8388608", 2**40))
         if 4 * columns <= most
     )
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_gain_that_holds_elsewhere_was_measured_there_as_a_loss(name):
+    """Where a row holds for processors and versions of JAX without one, those with one must not contradict it."""
+    least, kinds = max(kind_named(name).elsewhere_from, LEAST_GAIN), defaultdict(list)
+    a_loss = 1 / MEMORY_SLOWDOWN if name == "scan_checkpoint" else _A_LOSS  # which is looked for to save memory
+    for key, row in TABLE.files.read("cpu"):
+        if key[4].partition(",")[0] == name and key == key_of_least_time(key):
+            kinds[key].append(row)
+    for key, rows in kinds.items():
+        narrow = key[2] in ("bfloat16", "float16")  # these hold for one version, and where they are multiplied alike
+        for row, other in itertools.permutations(rows, 2):
+            alike = row.jax_line == other.jax_line and processor.alike(row.measured_with, other.measured_with)
+            if row.assured_gain >= least and (alike or not narrow):
+                assert other.speedup > a_loss, (key, row, other)
 
 
 @pytest.mark.nightly

@@ -207,7 +207,7 @@ KIND = Kind(
     respelt=_respelt,
     feature=_feature,
     samples=_samples,
-    elsewhere_from=1.5,
+    elsewhere_from=3.0,  # one of 2.3 and 2.7 with JAX 0.10 takes 1.1 times as long with 0.12
     keeps_steps=True,
     platforms=("cpu",),
 )
