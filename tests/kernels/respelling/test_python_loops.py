@@ -282,7 +282,10 @@ def test_infinities_and_nans_stay_where_they_are():
     x, w, u = arguments()
     x = x.at[2, 0, 1].set(jnp.nan).at[4, 1, 0].set(jnp.inf)
     optimized = autopallas.optimize(a_cell_whose_states_are_read, objective="always", ops=NAME)
-    np.testing.assert_allclose(optimized(x, w, u), jax.jit(a_cell_whose_states_are_read)(x, w, u), rtol=1e-5)
+    # States of at most one are sums of terms of that size: near zero their roundings are not small beside them.
+    np.testing.assert_allclose(
+        optimized(x, w, u), jax.jit(a_cell_whose_states_are_read)(x, w, u), rtol=1e-5, atol=4 * jnp.finfo(x.dtype).eps
+    )
 
 
 def test_the_original_of_a_site_is_the_program():
